@@ -1,0 +1,85 @@
+"""What runs in the processes that the supervisor forks: a worker before exec, and the guard.
+
+Two things must hold even when the launcher itself is killed with SIGKILL: no worker survives, and neither does what
+the workers started (data loader processes, shells). The kernel's parent-death signal does the first; it reaches
+only the worker itself, so a guard process does the second by killing the workers' process groups.
+
+**Why preexec_fn.** The parent-death signal has to be asked for by the child. A start-up program (``python
+bootstrap.py ... exec script``) would need no code between fork and exec, but costs an interpreter start per worker
+and shows up in every ``ps`` and traceback. ``preexec_fn`` is only dangerous when another thread of the parent may
+hold a lock at the moment of the fork. The launcher has one thread, always, and everything the child calls (libc's
+``prctl`` by a handle made beforehand, ``getppid``, ``write``) is async-signal-safe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant that loses its own, so that none gets out of sight."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class Guard:
+    """A process that kills the workers' groups when the launcher disappears without a word.
+
+    Each worker announces its group on a pipe of which the launcher holds the writing end. End of file without a
+    farewell means that the launcher was killed.
+    """
+
+    def __init__(self) -> None:
+        reader, self._writer = os.pipe()
+        self._launcher = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _guard_main(reader)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+    def tie_worker(self) -> None:
+        """In a worker, between fork and exec: die with the launcher, and tell the guard which group to kill."""
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != self._launcher:  # the launcher died before the line above
+            os._exit(1)
+        os.write(self._writer, b"%d\n" % os.getpid())
+
+    def dismiss(self) -> None:
+        """The job is over and nothing is left of it."""
+        with contextlib.suppress(OSError):
+            os.write(self._writer, b"done\n")
+        os.close(self._writer)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+
+def _guard_main(reader: int) -> None:
+    os.setsid()  # a Ctrl-C in the terminal is for the launcher
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    _libc.prctl(_PR_SET_NAME, b"zerorun-guard", 0, 0, 0)
+    os.dup2(reader, 0)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.closerange(3, 1024)
+    said = b""
+    while chunk := os.read(0, 4096):
+        said += chunk
+    words = said.split()
+    if b"done" in words:
+        return
+    for word in words:
+        with contextlib.suppress(OSError):
+            os.killpg(int(word), signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""zerorun.ops: optimizer updates and, later, native kernels. Never imports the rest of zerorun."""

@@ -1,0 +1,670 @@
+"""Loading, checking, resolving and printing configurations."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerorun.config import Config, ModelFacts, load_config, main, resolve
+from zerorun.errors import ConfigError, ConfigProblem
+
+HF_STYLE: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def problems_of(source: object) -> list[ConfigProblem]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return caught.value.problems
+
+
+def the_problem(source: object) -> ConfigProblem:
+    found = problems_of(source)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def notes_of(source: dict[str, Any]) -> dict[str, str]:
+    return {note.key: note.reason for note in load_config({"gradient_clipping": 1.0, **source}).notes}
+
+
+# Sources
+
+
+def test_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{ // one\n "train_batch_size": 8, # two\n /* three */ "zero_optimization": {"stage": 2,},\n}')
+    config = load_config(path)
+    assert (config.train_batch_size, config.zero_optimization.stage) == (8, 2)
+    assert load_config(str(path)) == config
+
+
+def test_comment_signs_inside_strings_stay(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(r'{"train_batch_size": 8, "aio": {}, "_c": "a \" // #,}", "optimizer": {"type": "a//b#c,]"}}')
+    optimizer = load_config(path).optimizer
+    assert optimizer is not None
+    assert optimizer.type == "a//b#c,]"
+
+
+def test_malformed_file_names_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "train_batch_size": 8\n  "seed": 1\n}')
+    with pytest.raises(ConfigError, match="line 3, column 3") as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert "comma" in caught.value.problems[0].remedy
+
+
+def test_duplicate_keys_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"seed": 1, "seed": 2, "fp16": {"enabled": true, "enabled": false}}')
+    assert [problem.key for problem in problems_of(path)] == ["seed", "fp16.enabled"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[1]", b"\xff\xfe\x00", b"{" * 100_000, b'{"seed": ' + b"9" * 6000 + b"}", b'{"seed": NaN}', b"null"],
+)
+def test_unusable_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(content)
+    problems_of(path)
+
+
+@pytest.mark.parametrize("source", ["no/such/file.json", "\0", "x" * 10_000, "/", None, 3, [], b"{}", "e30x", object()])
+def test_unusable_sources(source: object) -> None:
+    problems_of(source)
+
+
+def test_base64() -> None:
+    content = {"train_batch_size": 8, "optimizer": {"type": "x>?~"}}
+    text = base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
+    assert load_config(text).train_batch_size == 8
+
+
+def test_dict_is_neither_changed_nor_kept() -> None:
+    source = {"zero_optimization": {"cpu_offload": True, "stage": 2}, "optimizer": {"type": "X", "params": {"a": [1]}}}
+    before = json.dumps(source)
+    config = load_config(source)
+    assert json.dumps(source) == before
+    source["optimizer"]["params"]["a"].append(2)
+    assert config.optimizer is not None
+    assert config.optimizer.params == {"a": [1]}
+
+
+def test_self_containing_dict() -> None:
+    source: dict[str, Any] = {}
+    source["zero_optimization"] = source
+    problems_of(source)
+
+
+def test_a_config_loads_as_itself() -> None:
+    config = load_config({"train_batch_size": 8})
+    assert load_config(config) is config
+
+
+# Keys and values
+
+
+def test_config_is_frozen() -> None:
+    config = load_config({})
+    with pytest.raises(ValueError, match="frozen"):
+        config.train_batch_size = 4
+    with pytest.raises(ValueError, match="frozen"):
+        config.zero_optimization.stage = 4
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "suggestion"),
+    [
+        ({"train_bach_size": 8}, "train_bach_size", '"train_batch_size"'),
+        ({"trian_batch_size": "auto"}, "trian_batch_size", '"train_batch_size"'),
+        ({"zero_optimisation": {"stage": 1}}, "zero_optimisation", '"zero_optimization"'),
+        ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge", '"stage"'),
+        ({"zero_optimization": {"stage3_max_live_params": 1}}, None, '"stage3_max_live_parameters"'),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, None, '"device"'),
+        ({"optimizer": {"type": "adam", "params": {"betta": [0, 0]}}}, "optimizer.params.betta", '"betas"'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}}, None, '"warmup_num_steps"'),
+        ({"bf16": {"enable": True}}, "bf16.enable", '"enabled"'),
+        ({"wandb": {"enable": True}}, "wandb.enable", '"enabled"'),
+        ({"curriculum_learning": {"enalbed": True}}, None, '"enabled"'),
+        ({"quantize_training": {"enalbed": True}}, None, '"enabled"'),
+        ({"stage": 3}, "stage", "zero_optimization.stage"),
+        ({"zero_optimization": {"aio": {}}}, "zero_optimization.aio", "top level"),
+        ({"log": {"steps_per_print": 5}}, "log", "top level"),
+    ],
+)
+def test_unknown_keys_get_a_suggestion(source: dict[str, Any], key: str | None, suggestion: str) -> None:
+    problem = the_problem(source)
+    assert key in (None, problem.key)
+    assert suggestion in problem.remedy
+
+
+def test_comment_keys_at_every_level() -> None:
+    load_config({"_comment": 1, "//": 2, "comment": 3, "fp16": {"_x": 1}, "wandb": {"//enabled": True}})
+    load_config({"optimizer": {"type": "Adam", "params": {"_lr": 1}}, "scheduler": {"type": "X", "params": {"//": 1}}})
+
+
+def test_whole_floats_are_integers() -> None:
+    config = load_config({"train_batch_size": 8.0, "zero_optimization": {"sub_group_size": 1e14}})
+    assert config.train_batch_size == 8
+    assert isinstance(config.train_batch_size, int)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"train_batch_size": 8.5},
+        {"train_batch_size": "8"},
+        {"train_batch_size": True},
+        {"train_batch_size": 0},
+        {"train_batch_size": float("inf")},
+        {"train_batch_size": 10**30},
+        {"train_batch_size": 10**6000},
+        {"gradient_clipping": -1},
+        {"gradient_clipping": True},
+        {"gradient_clipping": float("nan")},
+        {"gradient_clipping": float("inf")},
+        {"fp16": {"loss_scale": True}},
+        {"fp16": {"enabled": 1}},
+        {"fp16": {"enabled": "true"}},
+        {"fp16": True},
+        {"fp16": {"hysteresis": 0}},
+        {"steps_per_print": 0},
+        {"steps_per_print": 2.5},
+        {"zero_optimization": {"stage": 4}},
+        {"zero_optimization": {"stage": "SOME_SHARD"}},
+        {"zero_optimization": {"unit_policy": "by_bloc"}},
+        {"zero_optimization": {"unit_policy": []}},
+        {"zero_optimization": {"leaf_module": {"classes": ["A", 3]}}},
+        {"communication_data_type": "int8"},
+        {"gradient_allreduce_op": "max"},
+        {"optimizer": {"params": {"lr": 1}}},
+        {"optimizer": {"type": "Adam", "params": [1]}},
+        {"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}},
+        {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": []}}},
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 10}}},
+        {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
+        {"seed": -1},
+        {"seed": object()},
+        {1: 2},
+    ],
+)
+def test_wrong_values(source: dict[Any, Any]) -> None:
+    problem = the_problem(source)
+    assert problem.reason
+    assert problem.remedy
+
+
+def test_null_is_absent() -> None:
+    source = {
+        "train_batch_size": None,
+        "optimizer": None,
+        "fp16": {"loss_scale": None},
+        "data_types": {"grad_accum_dtype": None},
+        "zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": None}},
+        "activation_checkpointing": {"number_checkpoints": None},
+    }
+    assert load_config(source).fingerprint() == load_config({}).fingerprint()
+
+
+def test_all_problems_at_once() -> None:
+    source = {
+        "train_batch_size": "x",
+        "fp16": {"enabled": True, "hysteresis": "y"},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 7, "zenflow": {"topk_ratio": 0.1}},
+        "optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 3}},
+        "gradient_cliping": 1,
+    }
+    keys = {problem.key for problem in problems_of(source)}
+    assert keys == {
+        "train_batch_size",
+        "fp16.hysteresis",
+        "bf16.enabled",
+        "zero_optimization.stage",
+        "zero_optimization.zenflow",
+        "optimizer.type",
+        "gradient_cliping",
+    }
+
+
+def test_infinite_steps_per_print() -> None:
+    assert load_config({"steps_per_print": float("inf")}).steps_per_print == float("inf")
+
+
+@pytest.mark.parametrize("written", ["bf16", "bfloat16", "torch.bfloat16"])
+def test_dtype_spellings(written: str) -> None:
+    assert load_config({"communication_data_type": written}).communication_data_type == "bf16"
+
+
+def test_fractional_min_loss_scale() -> None:
+    assert load_config({"fp16": {"enabled": True, "min_loss_scale": 1e-10}}).fp16.min_loss_scale == 1e-10
+
+
+# Old spellings
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["prefetch_bucket_size", "max_live_parameters", "param_persistence_threshold", "model_persistence_threshold"],
+)
+def test_stage3_prefix_is_optional(name: str) -> None:
+    for spelling in (name, f"stage3_{name}"):
+        config = load_config({"zero_optimization": {"stage": 3, spelling: 0}})
+        assert getattr(config.zero_optimization, name) == 0
+        assert config.sources[f"zero_optimization.stage3_{name}"] == "file"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stage3_gather_16bit_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save",
+    ],
+)
+def test_gather_spellings(name: str) -> None:
+    config = load_config({"zero_optimization": {"stage": 3, name: True}})
+    assert config.zero_optimization.gather_16bit_weights_on_model_save
+
+
+def test_two_spellings_that_disagree() -> None:
+    source = {"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 2}}
+    assert the_problem(source).key == "zero_optimization.stage3_max_live_parameters"
+    source["zero_optimization"]["max_live_parameters"] = 2
+    load_config(source)
+
+
+def test_old_sections() -> None:
+    assert load_config({"bfloat16": {"enabled": True}}).bf16.enabled
+    assert load_config({"zero_optimization": True, "allgather_size": 9}).zero_optimization.allgather_bucket_size == 9
+    assert load_config({"zero_optimization": True}).zero_optimization.stage == 1
+    assert load_config({"zero_optimization": False}).zero_optimization.stage == 0
+    zero = {"stage": 2, "cpu_offload": True, "cpu_offload_use_pin_memory": False}
+    offload = load_config({"zero_optimization": zero}).zero_optimization.offload_optimizer
+    assert (offload.device, offload.pin_memory) == ("cpu", False)
+
+
+def test_cpu_offload_beside_the_new_key() -> None:
+    zero = {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "cpu"}}
+    assert the_problem({"zero_optimization": zero}).key == "zero_optimization.cpu_offload"
+
+
+@pytest.mark.parametrize(("name", "stage"), [("NO_SHARD", 0), ("SHARD_GRAD_OP", 2), ("full_shard", 3)])
+def test_stage_names(name: str, stage: int) -> None:
+    zero = load_config({"zero_optimization": {"stage": name}}).zero_optimization
+    assert (zero.stage, zero.hybrid_shard) == (stage, False)
+
+
+def test_hybrid_shard() -> None:
+    zero = load_config({"zero_optimization": {"stage": "HYBRID_SHARD"}}).zero_optimization
+    assert (zero.stage, zero.hybrid_shard, zero.shard_degree) == (3, True, None)
+
+
+@pytest.mark.parametrize("key", ["mics_shard_size", "zero_hpz_partition_size"])
+def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
+    config = load_config({"zero_optimization": {"stage": 3, key: 4}})
+    zero = config.zero_optimization
+    assert (zero.hybrid_shard, zero.shard_degree) == (True, 4)
+    assert config.sources["zero_optimization.shard_degree"] == "derived"
+    assert the_problem({"zero_optimization": {"stage": 3, key: 4, "shard_degree": 2}}).key.endswith(key)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "torch_autocast.enabled"),
+        ({"fp16": {"enabled": True, "loss_scale": 1, "min_loss_scale": 2}}, "fp16.min_loss_scale"),
+        ({"amp": {"enabled": True}}, "amp"),
+        ({"amp": {"enabled": "auto"}}, "amp.enabled"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "zero_optimization.offload_param.device",
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_param.device",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+            "zero_optimization.zero_quantized_weights",
+        ),
+        ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "zero_optimization.legacy_stage1"),
+        ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}}, "compression_training"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
+        ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency"),
+        ({"elasticity": {"enabled": True}}, "elasticity"),
+        ({"autotuning": {"enabled": True}}, "autotuning"),
+        ({"nebula": {"enabled": True}}, "nebula"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"wandb": {"enabled": True}}, "wandb"),
+        ({"tensorboard": {"enabled": True}}, "tensorboard"),
+        ({"csv_monitor": {"enabled": True}}, "csv_monitor"),
+        ({"comet": {"enabled": True}}, "comet"),
+        ({"eigenvalue": {"enabled": True}}, "eigenvalue"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
+        ({"graph_harvesting": True}, "graph_harvesting"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
+        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
+        ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
+        ({"optimizer": {"type": "lamb"}}, "optimizer.type"),
+        ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
+        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
+    ],
+)
+def test_refused_with_a_remedy(source: dict[str, Any], key: str) -> None:
+    problem = the_problem(source)
+    assert problem.key == key
+    assert problem.remedy
+
+
+def test_features_are_fine_when_off() -> None:
+    off = ["amp", "elasticity", "autotuning", "wandb", "nebula", "data_efficiency", "hybrid_engine", "eigenvalue"]
+    assert not notes_of({name: {"enabled": False} for name in off})
+    load_config({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": False}}}})
+    load_config({"data_efficiency": {"enabled": False, "data_routing": {"enabled": True}}})
+    load_config({"sparse_attention": {}, "tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 0})
+
+
+def test_the_remedy_for_one_bit_optimizers_works() -> None:
+    params = {"lr": 1e-3, "freeze_step": 400, "bias_correction": False, "cuda_aware": False, "weight_decay": 0.0}
+    remedy = the_problem({"optimizer": {"type": "OnebitAdam", "params": params}}).remedy
+    assert '"Adam"' in remedy
+    kept = {key: value for key, value in params.items() if key not in remedy}
+    assert set(kept) == {"lr", "weight_decay"}
+    load_config({"optimizer": {"type": "Adam", "params": kept}})
+
+
+def test_unknown_optimizer_and_scheduler_names_pass_verbatim() -> None:
+    source = {
+        "optimizer": {"type": "ASGD", "params": {"lambd": 1e-4, "gone": None}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 30}},
+    }
+    config = load_config(source)
+    assert config.optimizer is not None
+    assert config.scheduler is not None
+    assert (config.optimizer.type, config.optimizer.params) == ("ASGD", {"lambd": 1e-4})
+    assert config.scheduler.params == {"step_size": 30}
+
+
+def test_zero_warmup_and_per_group_rates() -> None:
+    params = {"warmup_num_steps": 0, "warmup_max_lr": [1e-3, 1e-4], "warmup_type": "LINEAR"}
+    scheduler = load_config({"scheduler": {"type": "WarmupLR", "params": params}}).scheduler
+    assert scheduler is not None
+    assert scheduler.params == {"warmup_num_steps": 0, "warmup_max_lr": [1e-3, 1e-4], "warmup_type": "linear"}
+
+
+# Notes
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ({"prescale_gradients": True}, "prescale_gradients"),
+        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
+        ({"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
+        ({"zero_optimization": {"max_reuse_distance": 1}}, "zero_optimization.stage3_max_reuse_distance"),
+        ({"zero_optimization": {"stage": 2, "max_live_parameters": 1}}, "zero_optimization.stage3_max_live_parameters"),
+        ({"zero_optimization": {"unit_numel": 100}}, "zero_optimization.unit_numel"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, None),
+        ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level"),
+        ({"fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 2}}, "fp16.hysteresis"),
+        ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
+        ({"activation_checkpointing": {"partition_activations": True}}, None),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
+        ({"aio": {"thread_count": 2}}, "aio.intra_op_parallelism"),
+        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
+        ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "optimizer.type"),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam"),
+    ],
+)
+def test_keys_with_nothing_to_do_are_noted(source: dict[str, Any], key: str | None) -> None:
+    notes = notes_of(source)
+    assert len(notes) == 1
+    assert key is None or key in notes
+
+
+def test_what_happens_anyway_is_not_noted() -> None:
+    zero = {
+        "stage": 1,
+        "contiguous_gradients": True,
+        "allgather_partitions": True,
+        "offload_optimizer": {"device": "none"},
+    }
+    assert not notes_of({"zero_optimization": zero, "wall_clock_breakdown": False, "fp16": {"enabled": False}})
+
+
+def test_default_clipping_is_said() -> None:
+    config = load_config({})
+    assert config.gradient_clipping == 1.0
+    assert [note.key for note in config.notes] == ["gradient_clipping"]
+
+
+# Resolving
+
+
+def test_resolve_hf_style() -> None:
+    config = resolve(
+        load_config(HF_STYLE),
+        data_parallel_size=8,
+        model_facts=ModelFacts(hidden_size=1000),
+        micro_batch_hint=4,
+        learning_rate=1e-4,
+        weight_decay=0.1,
+        total_num_steps=50,
+    )
+    assert config.auto == ()
+    assert '"auto"' not in json.dumps(config.as_dict())
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (32, 4)
+    assert config.gradient_accumulation_steps == 1
+    assert (config.bf16.enabled, config.fp16.enabled) == (True, False)
+    zero = config.zero_optimization
+    assert (zero.reduce_bucket_size, zero.prefetch_bucket_size, zero.param_persistence_threshold) == (
+        10**6,
+        900_000,
+        10**4,
+    )
+    assert config.optimizer is not None
+    assert config.scheduler is not None
+    assert config.optimizer.params == {"lr": 1e-4, "weight_decay": 0.1}
+    expected = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-4, "warmup_num_steps": 0, "total_num_steps": 50}
+    assert config.scheduler.params == expected
+    assert config.sources["train_batch_size"] == "auto"
+    assert config.sources["zero_optimization.stage"] == "file"
+    assert config.sources["seed"] == "default"
+
+
+def test_resolve_names_every_undecidable_auto() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(HF_STYLE), data_parallel_size=8)
+    assert {problem.key for problem in caught.value.problems} == {
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params.lr",
+        "optimizer.params.weight_decay",
+        "scheduler.params.total_num_steps",
+    }
+
+
+def test_given_optimizer_settles_the_optimizer_section() -> None:
+    config = load_config({"train_batch_size": 8, "optimizer": HF_STYLE["optimizer"]})
+    resolved = resolve(config, data_parallel_size=8, optimizer_given=True)
+    assert "optimizer" in [note.key for note in resolved.notes]
+
+
+def test_auto_precision() -> None:
+    def precision(source: dict[str, Any], bf16_available: bool = True) -> tuple[bool, bool]:
+        config = load_config({"train_batch_size": 1, **source})
+        resolved = resolve(config, data_parallel_size=1, bf16_available=bf16_available)
+        return resolved.fp16.enabled, resolved.bf16.enabled
+
+    both = {"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}}
+    assert precision(both) == (False, True)
+    assert precision(both, bf16_available=False) == (False, False)
+    assert precision({"fp16": {"enabled": "auto"}}) == (False, True)
+    assert precision({"fp16": "auto"}) == (False, True)
+    assert precision({"fp16": {"enabled": "auto"}, "bf16": {"enabled": False}}) == (False, False)
+    assert precision({"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}) == (True, False)
+    assert precision({"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}}) == (False, False)
+    with pytest.raises(ConfigError, match="no bf16"):
+        precision({"bf16": {"enabled": True}}, bf16_available=False)
+
+
+@pytest.mark.parametrize("key", ["stage", "whole section"])
+def test_auto_stage_is_refused(key: str) -> None:
+    zero = "auto" if key == "whole section" else {"stage": "auto"}
+    config = load_config({"train_batch_size": 1, "zero_optimization": zero})
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage"):
+        resolve(config, data_parallel_size=1)
+
+
+def test_auto_accumulation_follows_the_other_sizes() -> None:
+    source = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"}
+    assert resolve(load_config(source), data_parallel_size=8).gradient_accumulation_steps == 2
+
+
+def test_hint_does_not_overrule_the_file() -> None:
+    source = {"train_batch_size": 64, "gradient_accumulation_steps": 1}
+    assert resolve(load_config(source), data_parallel_size=8, micro_batch_hint=2).train_micro_batch_size_per_gpu == 8
+    source = {"train_micro_batch_size_per_gpu": 3}
+    assert resolve(load_config(source), data_parallel_size=8, micro_batch_hint=2).train_batch_size == 24
+
+
+def test_shard_degree_must_divide_the_ranks() -> None:
+    config = load_config({"train_batch_size": 6, "zero_optimization": {"stage": 3, "shard_degree": 4}})
+    with pytest.raises(ConfigError, match="1, 2, 3, 6"):
+        resolve(config, data_parallel_size=6)
+
+
+def test_shard_degree_below_the_ranks_is_hybrid() -> None:
+    config = load_config({"train_batch_size": 8, "zero_optimization": {"stage": 3, "shard_degree": 4}})
+    assert resolve(config, data_parallel_size=8).zero_optimization.hybrid_shard
+    assert not resolve(config, data_parallel_size=4).zero_optimization.hybrid_shard
+
+
+def test_param_dtype_must_agree() -> None:
+    source = {"train_batch_size": 1, "bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}
+    resolve(load_config(source), data_parallel_size=1)
+    source["data_types"] = {"param_dtype": "fp16"}
+    with pytest.raises(ConfigError, match="param_dtype"):
+        resolve(load_config(source), data_parallel_size=1)
+
+
+def test_resolving_twice_changes_nothing() -> None:
+    once = resolve(load_config({"train_batch_size": 8}), data_parallel_size=2)
+    twice = resolve(once, data_parallel_size=2)
+    assert twice.fingerprint() == once.fingerprint()
+    assert twice.sources == once.sources
+
+
+def test_as_dict_loads_again() -> None:
+    source = {
+        "train_batch_size": 8,
+        "steps_per_print": float("inf"),
+        "zero_optimization": {"stage": "HYBRID_SHARD", "mics_shard_size": 2, "unit_policy": ["Block"]},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    resolved = resolve(load_config(source), data_parallel_size=4)
+    again = resolve(load_config(resolved.as_dict()), data_parallel_size=4)
+    assert again.fingerprint() == resolved.fingerprint()
+
+
+def test_fingerprint_sees_content_not_spelling() -> None:
+    def fingerprint(source: dict[str, Any]) -> str:
+        return load_config(source).fingerprint()
+
+    assert fingerprint({"seed": 1, "bf16": {"enabled": True}}) == fingerprint(
+        {"bfloat16": {"enabled": True}, "seed": 1.0}
+    )
+    assert fingerprint({"seed": 1}) != fingerprint({"seed": 2})
+
+
+def test_describe_is_short_and_says_where_from() -> None:
+    text = resolve(load_config({"train_batch_size": 8, "aio": {"use_gds": True}}), data_parallel_size=2).describe()
+    assert "train_batch_size = 8  (file)" in text
+    assert "train_micro_batch_size_per_gpu = 4  (derived)" in text
+    assert "aio.use_gds: only NVMe" in text
+    assert "loss_scale" not in text
+
+
+# Command line
+
+
+def test_cli_prints_the_resolved_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(HF_STYLE))
+    arguments = [str(path), "--world-size", "64", "--micro-batch", "2", "--lr", "1e-4", "--weight-decay", "0"]
+    assert main([*arguments, "--total-steps", "10"]) == 0
+    assert "train_batch_size = 128  (auto)" in capsys.readouterr().out
+    assert main([*arguments, "--total-steps", "10", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["config"]["train_batch_size"] == 128
+    assert main(arguments) == 2
+    assert "total_num_steps" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["errors"][0]["key"] == "scheduler.params.total_num_steps"
+
+
+def test_cli_survives_unprintable_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"\\ud800": 1}')
+    assert main([str(path)]) == 2
+    assert "\\ud800" in capsys.readouterr().out
+
+
+def test_module_runs_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 64}')
+    code = (
+        "import sys; from zerorun.config import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
+        "sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path), "--world-size", "64"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert isinstance(load_config(path), Config)

@@ -1,0 +1,339 @@
+"""The launcher's plan, command line and report. No process is started here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from zerorun.launcher import cli, report
+from zerorun.launcher.plan import LaunchRequest, Target, build_plan, full_environment, render_text
+
+import zerorun
+from zerorun.errors import ConfigError, ConfigProblem, LaunchError
+
+HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\", "--", "-m", "--nproc", "ключ"]
+
+
+def request_for(**changes: object) -> LaunchRequest:
+    values: dict[str, object] = {
+        "target": "train.py", "target_args": (), "kind": Target.SCRIPT, "nproc": 2, "master_addr": "127.0.0.1",
+        "master_port": 1234, "python": "/usr/bin/python3", "omp_threads": 3, **changes,
+    }
+    return LaunchRequest(**values)  # type: ignore[arg-type]
+
+
+def parse(*argv: str) -> object:
+    return cli.parse_args(cli.build_parser(), argv)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (tmp_path / "train.py").write_text("raise SystemExit('never run')\n")
+    return "train.py"
+
+
+# The plan
+
+
+def test_workers_get_torch_and_deepspeed_variables() -> None:
+    plan = build_plan(request_for())
+    assert [worker.rank for worker in plan.workers] == [0, 1]
+    assert plan.workers[1].env == {
+        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "head"),
+    [
+        ({}, ("/usr/bin/python3", "-u", "train.py")),
+        ({"kind": Target.MODULE, "target": "pkg.train"}, ("/usr/bin/python3", "-u", "-m", "pkg.train")),
+        ({"kind": Target.PROGRAM, "target": "./run.sh"}, ("./run.sh",)),
+    ],
+)
+def test_arguments_reach_exec_unchanged(changes: dict[str, object], head: tuple[str, ...]) -> None:
+    plan = build_plan(request_for(target_args=tuple(HOSTILE), **changes))
+    assert all(worker.argv == (*head, *HOSTILE) for worker in plan.workers)
+
+
+def test_local_rank_argument_comes_first() -> None:
+    plan = build_plan(request_for(target_args=("sub", "--x"), pass_local_rank=True))
+    assert plan.workers[1].argv[2:] == ("train.py", "--local_rank=1", "sub", "--x")
+
+
+def test_a_torchrun_around_us_leaves_nothing_behind() -> None:
+    worker = build_plan(request_for()).workers[0]
+    base = {"TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "7", "HOME": "/h", "PYTHONPATH": "/mine"}
+    environment = full_environment(worker, base)
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
+    assert (environment["RANK"], environment["HOME"], environment["PYTHONPATH"]) == ("0", "/h", "/mine")
+
+
+def test_terminal_is_made_known_only_when_there_is_one() -> None:
+    assert "ZERORUN_TTY" not in build_plan(request_for()).workers[0].env
+    variables = build_plan(request_for(terminal_columns=99)).workers[0].env
+    assert (variables["ZERORUN_TTY"], variables["COLUMNS"]) == ("1", "99")
+
+
+def test_printed_command_means_the_same_to_a_shell() -> None:
+    plan = build_plan(request_for(target_args=tuple(HOSTILE), nproc=1))
+    text = render_text(plan)
+    command = text[text.index("  /usr/bin/python3") :]
+    assert shlex.split(command) == list(plan.workers[0].argv)
+
+
+# The command line
+
+
+@pytest.mark.parametrize("spelling", ["--nproc-per-node", "--nproc_per_node", "--nproc", "--num-gpus", "--num_gpus"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_spellings_of_the_worker_count(script: str, spelling: str, joined: bool) -> None:
+    option = [f"{spelling}=4"] if joined else [spelling, "4"]
+    args = parse(*option, script, "--nproc", "9")
+    assert args.nproc_per_node == 4  # type: ignore[attr-defined]
+    assert args.target_args == ["--nproc", "9"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("before", [[], ["--nproc", "2"], ["--"], ["--master_port", "1", "--"]])
+def test_script_arguments_are_not_read_by_us(script: str, before: list[str]) -> None:
+    args = parse(*before, script, *HOSTILE, "--help", "--version", "--hostfile", "x")
+    assert args.target == script  # type: ignore[attr-defined]
+    assert args.target_args == [*HOSTILE, "--help", "--version", "--hostfile", "x"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no script given"),
+        (["--hostfile", "hosts", "train.py"], "unknown option --hostfile"),
+        (["--nnodes=2", "train.py"], "unknown option --nnodes=2"),
+        (["missing.py"], "script not found: missing.py"),
+        (["-m", "--no-python", "x"], "exclude each other"),
+        (["--nproc", "0", "train.py"], "'0' is not a positive number"),
+        (["--nproc", "many", "train.py"], "'many' is not a positive number"),
+        (["--master-port", "65536", "train.py"], "not a port number"),
+        (["--grace", "-1", "train.py"], "not a number of seconds"),
+        (["--grace", "nan", "train.py"], "not a number of seconds"),
+    ],
+)
+def test_refusals(script: str, capsys: pytest.CaptureFixture[str], argv: list[str], words: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(argv)
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--version", "--help"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([option])
+        assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"zerorun {zerorun.__version__}\n")
+    assert "--nproc-per-node" in shown and "--nproc_per_node" not in shown
+
+
+def test_launcher_imports_neither_torch_nor_slow_modules_at_the_top() -> None:
+    allowed = {"errors", "log", "config"}
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level}
+        names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not {name for name in names if name.split(".")[0] in ("torch", "numpy", "pydantic")}, path
+        assert {name.split(".")[1] for name in names if name.startswith("zerorun.")} <= allowed, path
+    top = {node.module for node in ast.parse(Path(cli.__file__).read_text()).body if isinstance(node, ast.ImportFrom)}
+    assert not top & {"zerorun.config", "supervisor"}
+
+
+@pytest.mark.parametrize(
+    ("devices", "count"),
+    [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,2", 1), ("GPU-8f2a-1,MIG-77", 2), (" 0 , 3 ", 2)],
+)
+def test_visible_devices(devices: str, count: int) -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": devices}
+    assert cli.visible_gpus(environment) == count
+    assert cli.count_workers("auto", environment) == max(1, count)
+    if count == 0:
+        with pytest.raises(LaunchError, match="no GPU is visible"):
+            cli.count_workers("gpu", environment)
+
+
+def test_devices_are_counted_from_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    assert cli.count_workers("gpu", {}) == 2
+
+
+def test_omp_threads(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "usable_cores", lambda: 8)
+    args = parse("--nproc", "3", script)
+    assert cli.make_request(args, 1, {}).omp_threads == 2  # type: ignore[arg-type]
+    assert cli.make_request(args, 1, {"OMP_NUM_THREADS": "5"}).omp_threads == 5  # type: ignore[arg-type]
+    chosen = parse("--nproc", "3", "--omp_threads", "7", script)
+    assert cli.make_request(chosen, 1, {"OMP_NUM_THREADS": "5"}).omp_threads == 7  # type: ignore[arg-type]
+
+
+def test_dry_run(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--nproc", "2", "--dry-run", script, "a b"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("2 workers on this machine") and "rank 1:" in text and "'a b'" in text
+
+
+def test_dry_run_json(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--nproc=2", "--dry_run=json", "--local-rank-arg", script, *HOSTILE]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [worker["rank"] for worker in plan["workers"]] == [0, 1]
+    assert plan["workers"][1]["argv"] == [sys.executable, "-u", script, "--local_rank=1", *HOSTILE]
+    assert plan["workers"][0]["env"]["MASTER_PORT"] == str(plan["master_port"])
+
+
+# The check of the configuration
+
+
+@pytest.mark.parametrize(
+    ("args", "path"),
+    [
+        (["--config", "a.json"], "a.json"),
+        (["--lr", "1", "--deepspeed_config=b.json"], "b.json"),
+        (["--deepspeed_config", "b.json", "--x"], "b.json"),
+        (["--config", "a.yaml"], None),
+        (["--config"], None),
+        (["--config="], None),
+        (["a.json"], None),
+    ],
+)
+def test_config_argument(args: list[str], path: str | None) -> None:
+    assert cli.config_argument(args) == path
+
+
+def test_bad_config_starts_nothing(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_config(path: str) -> None:
+        raise ConfigError([ConfigProblem("zero_optimization.stage", 7, "not a stage.", "Use 0 to 3.")], path)
+
+    fake = types.ModuleType("zerorun.config")
+    fake.load_config = load_config  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "zerorun.config", fake)
+    Path("ds.json").write_text("{}")
+    assert cli.main(["--dry-run", script, "--deepspeed_config", "ds.json"]) == 2
+    shown = capsys.readouterr()
+    assert "zero_optimization.stage = 7" in shown.err and shown.out == ""
+    assert cli.main(["--dry-run", "--no-config-check", script, "--deepspeed_config", "ds.json"]) == 0
+
+
+def test_missing_config_starts_nothing(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--dry-run", script, "--config=gone.json"]) == 2
+    assert "configuration file not found: gone.json" in capsys.readouterr().err
+
+
+# The report
+
+TRACE = ["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "    f()", "ValueError: bad"]
+
+
+def end(rank: int, code: int = 1, tail: list[str] | None = None, stopped: bool = False) -> report.WorkerEnd:
+    return report.WorkerEnd(rank, code, 2.34, TRACE if tail is None else tail, stopped)
+
+
+def test_report_counts_those_who_failed_alike() -> None:
+    text = report.failure_report(
+        end(3), [end(0), end(1), end(2, -15, [], True), end(4), end(5, 1, ["KeyError: 'x'"]), end(6, 0, [])]
+    )
+    assert "rank 3 failed first, 2.3 s after the start\n  exit code 1\n" in text
+    assert text.count("ValueError: bad") == 1
+    assert "3 others alike: ranks 0-1, 4\n" in text
+    assert "later, rank 5: exit code 1: KeyError: 'x'\n" in text
+    assert "stopped by zerorun because of this: rank 2\n" in text
+
+
+def test_last_traceback_skips_the_progress_bar_in_front() -> None:
+    lines = ["old", *TRACE, "", "During handling of ...", "", " 10%|#   | 1/10" + TRACE[0], *TRACE[1:3], "KeyError: 1"]
+    assert report.last_traceback(lines) == [*TRACE[:3], "KeyError: 1"]
+    assert report.last_traceback(["nothing", "here"]) == []
+
+
+def test_exception_group_keeps_its_header() -> None:
+    lines = ["  + Exception Group Traceback (most recent call last):", '  |   File "t.py", line 3']
+    assert report.last_traceback(lines) == lines
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "status"),
+    [
+        (3, "exit code 3", 3),
+        (137, "exit code 137 (in a shell, SIGKILL)", 137),
+        (-9, "killed by SIGKILL (signal 9): probably out of host memory", 137),
+        (-11, "killed by SIGSEGV (signal 11): segmentation fault", 139),
+        (-40, "killed by signal 40", 168),
+    ],
+)
+def test_ends_in_words(code: int, words: str, status: int) -> None:
+    assert report.describe_end(code).startswith(words)
+    assert report.exit_status(code) == status
+
+
+def test_tail_shows_what_a_terminal_would() -> None:
+    tail = report.Tail()
+    for chunk in (b"10%\r20", b"%\r30%\r", b"\nline\r\n", b"caf\xc3", b"\xa9\n", b"\xff open"):
+        tail.feed(chunk)
+    assert tail.lines() == ["30%", "line", "café", "\ufffd open"]
+    tail.feed(b"\n" + b"".join(b"%d\n" % n for n in range(500)))
+    assert tail.lines() == [str(n) for n in range(500 - report.TAIL_LINES, 500)]
+
+
+def test_failures_are_alike_although_torch_names_the_rank_on_each_line() -> None:
+    ends = []
+    for rank in range(2):
+        tail = report.Tail()
+        tail.feed("".join(f"[rank{rank}]: {line}\n" for line in TRACE).encode())
+        ends.append(end(rank, 1, tail.lines()))
+    text = report.failure_report(ends[0], ends[1:])
+    assert "\n".join(TRACE) in text
+    assert "1 other alike: rank 1\n" in text
+
+
+class FakeScreen:
+    def __init__(self) -> None:
+        self.said = b""
+
+    def put(self, rank: int, data: bytes) -> None:
+        self.said += data
+
+
+def forward(rank: int, raw: bool, *chunks: bytes) -> list[bytes]:
+    """What has reached the screen after each chunk, and after the end."""
+    screen = FakeScreen()
+    forwarder = report.Forwarder(rank, screen, raw=raw, tail=None, log=None)  # type: ignore[arg-type]
+    states = []
+    for chunk in chunks:
+        forwarder.feed(chunk)
+        states.append(screen.said)
+    forwarder.close()
+    return [*states, screen.said]
+
+
+def test_forwarding() -> None:
+    assert forward(0, True, b"a", b"b\rc") == [b"a", b"ab\rc", b"ab\rc"]
+    assert forward(0, False, b"a", b"b\rc\r", b"\nd") == [b"", b"ab\r", b"ab\rc\r\n", b"ab\rc\r\nd"]
+    assert forward(2, False, b"a", b"b\rc\r", b"\nd") == [b"", b"", b"[rank 2] c\n", b"[rank 2] c\n[rank 2] d\n"]
+
+
+def test_a_line_that_is_open_is_closed_before_another_rank_speaks() -> None:
+    reader, writer = os.pipe()
+    screen = report.Screen(writer)
+    for rank, data in ((0, b"\r10%"), (0, b"\r20%"), (1, b"[rank 1] hello\n"), (0, b"\r30%")):
+        screen.put(rank, data)
+    screen.say("end")
+    assert os.read(reader, 1000) == b"\r10%\r20%\n[rank 1] hello\n\r30%\nend\n"
+    os.close(reader)
+    os.close(writer)

@@ -1,0 +1,292 @@
+"""Optimizers by name, their agreement with torch on 1-D pieces, Lion, and cutting an optimizer's state."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerorun.errors import ConfigError, ModelError
+from zerorun.optim import ELEMENTWISE, Lion, build_optimizer, is_elementwise, refuse_unusable, split_state
+
+SHAPE = (13, 11)
+LENGTHS = [17, 3, 0, 1, 100, 22]
+ALIGNED = [16, 48, 0, 64, 15]  # fused CPU kernels give the same bits for cuts at multiples of 16 elements
+CLASSES = sorted(ELEMENTWISE, key=lambda optimizer_class: optimizer_class.__name__)
+
+
+def gradients(count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for _ in range(count)]
+
+
+def start(shape: tuple[int, ...] = SHAPE) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def run(optimizer: torch.optim.Optimizer, grads: list[Tensor]) -> None:
+    """Give consecutive slices of each flat gradient to the optimizer's tensors, and step."""
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for grad in grads:
+        parts = grad.reshape(-1).split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.grad = part.reshape(tensor.shape).clone()
+        optimizer.step()
+
+
+def build(name: str, params: dict[str, Any], *tensors: Tensor) -> torch.optim.Optimizer:
+    return build_optimizer(name, params, [{"params": list(tensors)}])
+
+
+def refused(name: str, params: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        build(name, params, *(tensors or (torch.zeros(4),)))
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+CONFIGS: list[tuple[str, dict[str, Any], type, dict[str, Any]]] = [
+    ("Adam", {"weight_decay": 0.1, "torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.1}),
+    ("Adam", {"weight_decay": 0.1, "adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.1}),
+    ("Adam", {}, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+    (
+        "adamw",
+        {"betas": [0.8, 0.9], "bias_correction": True},
+        torch.optim.AdamW,
+        {"betas": (0.8, 0.9), "weight_decay": 0.0},
+    ),
+    (
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ),
+    ("Adagrad", {}, torch.optim.Adagrad, {"lr": 1e-2}),
+    ("RAdam", {"lr": 0.01}, torch.optim.RAdam, {"lr": 0.01}),
+    ("NAdam", {"lr": 0.01}, torch.optim.NAdam, {"lr": 0.01}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.5}, torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    ("Adamax", {}, torch.optim.Adamax, {}),
+    ("Adadelta", {}, torch.optim.Adadelta, {}),
+    ("Rprop", {}, torch.optim.Rprop, {}),
+    ("ASGD", {}, torch.optim.ASGD, {}),
+    ("Lion", {"lr": 0.01, "weight_decay": 0.1}, Lion, {"lr": 0.01, "betas": (0.9, 0.999), "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("name", "params", "oracle", "kwargs"), CONFIGS)
+def test_shards_train_like_whole_parameters(name: str, params: Any, oracle: Any, kwargs: Any) -> None:
+    whole, flat = start(), start().reshape(-1)
+    expected = oracle([whole], **kwargs)
+    built = build(name, params, *flat.split(LENGTHS))
+    assert type(built) is oracle
+    run(expected, gradients(5))
+    run(built, gradients(5))
+    torch.testing.assert_close(flat.reshape(SHAPE), whole, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "params"), [(config[0], config[1]) for config in CONFIGS])
+def test_results_do_not_depend_on_where_shards_are_cut(name: str, params: Any) -> None:
+    for lengths, extra in ((ALIGNED, {}), (LENGTHS, {} if name == "Lion" else {"foreach": True})):
+        one, many = start().reshape(-1), start().reshape(-1)
+        run(build(name, {**params, **extra}, one), gradients(5))
+        run(build(name, {**params, **extra}, *many.split(lengths)), gradients(5))
+        assert torch.equal(one, many)
+
+
+def test_adafactor_builds_on_shards_and_other_names_pass_through() -> None:
+    optimizer = build("Adafactor", {"lr": 0.01}, start((8,)))
+    run(optimizer, gradients(2, (8,)))
+    assert type(optimizer) is torch.optim.Adafactor
+    assert type(build("Muon", {"lr": 0.01}, start())) is torch.optim.Muon
+
+
+def test_adam_means_adamw() -> None:
+    tensor = torch.ones(4)
+    run(build("Adam", {"lr": 0.1, "weight_decay": 0.5}, tensor), [torch.zeros(4)])
+    assert torch.equal(tensor, torch.ones(4) * (1 - 0.1 * 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [("Adam", True), ("AdamW", True), ("Adagrad", True), ("SGD", True), ("RAdam", None), ("Adam", False)],
+)
+def test_fused_kernels_are_used_unless_refused(name: str, fused: bool | None) -> None:
+    params = {"fused": False} if fused is False else {}
+    assert build(name, params, start()).param_groups[0].get("fused") is fused
+    assert not build(name, {"foreach": True}, start()).param_groups[0].get("fused")
+
+
+def test_groups_keep_what_they_set_and_are_not_written_to() -> None:
+    groups = [{"params": (torch.zeros(2) for _ in range(2)), "lr": 0.5}, {"params": [], "weight_decay": 0.3}]
+    optimizer = build_optimizer("AdamW", {"lr": 0.1, "weight_decay": 0.2}, groups)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.3]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 0]
+    assert set(groups[1]) == {"params", "weight_decay"}
+    with pytest.raises(ModelError, match="requires_grad=True"):
+        build_optimizer("AdamW", {}, [])
+
+
+def test_unknown_and_unsupported_types() -> None:
+    assert "AdamW" in refused("AdmW", {})["optimizer.type"]
+    assert "Use one of" in refused("zzz", {})["optimizer.type"]
+    assert "Use Adam" in refused("OneBitAdam", {})["optimizer.type"]
+    assert "LBFGS" in refused("LBFGS", {})["optimizer.type"]
+    assert "sparse" in refused("SparseAdam", {})["optimizer.type"]
+    assert "2D" in refused("Muon", {}, torch.zeros(4))["optimizer.type"]
+
+
+def test_bad_params_are_all_named() -> None:
+    problems = refused("Adam", {"max_grad_norm": 1.0, "bias_correction": False, "weight_deacy": 0.1, "lr": "auto"})
+    assert "gradient_clipping" in problems["optimizer.params.max_grad_norm"]
+    assert "Remove it" in problems["optimizer.params.bias_correction"]
+    assert "weight_decay" in problems["optimizer.params.weight_deacy"]
+    assert "not resolved" in problems["optimizer.params.lr"]
+    problems = refused("Adam", {"lr": -1.0, "betas": [0.9, 2.0], "eps": 1e-8})
+    assert set(problems) == {"optimizer.params.lr", "optimizer.params.betas"}
+    assert "Allowed parameters: lr, betas" in problems["optimizer.params.lr"]
+    assert set(refused("SGD", {"lr": "fast"})) == {"optimizer.params.lr"}
+    assert set(refused("SGD", {"bias_correction": True})) == {"optimizer.params.bias_correction"}
+    assert set(refused("SGD", {"nesterov": True})) == {"optimizer.params.nesterov"}
+    assert set(refused("Lion", {"eps": 1.0, "betas": [0.9, 0.99]})) == {"optimizer.params.eps"}
+
+
+def test_is_elementwise_is_about_exact_types() -> None:
+    class MyAdam(torch.optim.Adam):
+        pass
+
+    assert all(is_elementwise(optimizer_class) for optimizer_class in CLASSES)
+    assert is_elementwise(torch.optim.AdamW([torch.zeros(2)]))
+    for other in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, torch.optim.SparseAdam, MyAdam):
+        assert not is_elementwise(other)
+    assert not is_elementwise(MyAdam([torch.zeros(2)]))
+
+
+def test_refuse_unusable() -> None:
+    refuse_unusable(torch.optim.AdamW([torch.zeros(2)]))
+    with pytest.raises(ModelError, match=r"LBFGS evaluates .* Remedy: Use AdamW"):
+        refuse_unusable(torch.optim.LBFGS([torch.zeros(2)]))
+    with pytest.raises(ModelError, match="SparseAdam needs sparse"):
+        refuse_unusable(torch.optim.SparseAdam([torch.zeros(2)]))
+
+
+def test_lion_follows_algorithm_2() -> None:
+    lr, beta1, beta2, decay = 0.03, 0.9, 0.99, 0.1
+    param, momentum = start(), torch.zeros(SHAPE)
+    tensor = start()
+    optimizer = Lion([tensor], lr=lr, betas=(beta1, beta2), weight_decay=decay)
+    for grad in gradients(6):
+        update = beta1 * momentum + (1 - beta1) * grad
+        param = param - lr * (torch.sign(update) + decay * param)
+        momentum = beta2 * momentum + (1 - beta2) * grad
+        run(optimizer, [grad])
+    torch.testing.assert_close(tensor, param, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(optimizer.state[tensor]["exp_avg"], momentum, rtol=1e-6, atol=1e-7)
+
+
+def test_lion_closure_missing_gradients_and_state_dict() -> None:
+    used, unused = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = Lion([{"params": [used]}, {"params": [unused]}], lr=0.1)
+
+    def closure() -> Tensor:
+        loss = (used * 2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 6.0
+    assert torch.equal(unused.detach(), torch.ones(3))
+    assert unused not in optimizer.state
+    other = Lion([{"params": [torch.ones(3)]}, {"params": [torch.ones(3)]}], lr=0.5)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.param_groups[0]["lr"] == 0.1
+    assert torch.equal(other.state[other.param_groups[0]["params"][0]]["exp_avg"], optimizer.state[used]["exp_avg"])
+
+
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])
+def test_lion_refuses_bad_arguments(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Lion([torch.zeros(2)], **bad)
+
+
+@pytest.mark.parametrize("warm", [0, 3])
+@pytest.mark.parametrize(("name", "params"), [(config[0], config[1]) for config in CONFIGS])
+def test_split_pieces_continue_like_the_whole(name: str, params: Any, warm: int) -> None:
+    whole, cut = start().reshape(-1), start().reshape(-1)
+    expected, optimizer = build(name, params, whole), build(name, params, cut)
+    run(expected, gradients(6))
+    run(optimizer, gradients(6)[:warm])
+    pieces = split_state(optimizer, cut, ALIGNED)
+    assert [piece.numel() for piece in pieces] == ALIGNED
+    assert cut not in optimizer.state
+    run(optimizer, gradients(6)[warm:])
+    assert torch.equal(cut, whole)
+    for key, value in expected.state[whole].items():
+        entries = [optimizer.state[piece][key] for piece in pieces]
+        if isinstance(value, Tensor) and value.dim():
+            assert torch.equal(torch.cat(entries), value)
+        else:
+            assert all(entry == value for entry in entries)
+
+
+@pytest.mark.parametrize(("name", "params"), [(config[0], config[1]) for config in CONFIGS])
+def test_a_piece_without_gradient_is_left_alone(name: str, params: Any) -> None:
+    tensor = start((10,))
+    optimizer = build(name, params, tensor)
+    run(optimizer, gradients(2, (10,)))
+    first, second = split_state(optimizer, tensor, [4, 6])
+    before, state = second.clone(), copy.deepcopy(optimizer.state[second])
+    second.grad = None
+    first.grad = torch.ones(4)
+    optimizer.step()
+    assert not torch.equal(tensor[:4], start((10,))[:4])
+    assert torch.equal(tensor[4:], before)
+    assert state.keys() == optimizer.state[second].keys()
+    for key, value in state.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizer.state[second][key]))
+    if "step" in state:
+        assert optimizer.state[first]["step"] == state["step"] + 1
+
+
+def test_split_shares_storage_and_keeps_the_place_in_the_group() -> None:
+    before, tensor, after = torch.zeros(2), torch.arange(5.0), torch.zeros(2)
+    optimizer = torch.optim.AdamW([{"params": [("a", before), ("b", tensor), ("c", after)]}])
+    run(optimizer, gradients(1, (9,)))
+    average, grad = optimizer.state[tensor]["exp_avg"], tensor.grad
+    assert grad is not None
+    left, right = split_state(optimizer, tensor, [2, 3])
+    params = optimizer.param_groups[0]["params"]
+    assert all(ours is theirs for ours, theirs in zip(params, [before, left, right, after], strict=True))
+    assert optimizer.param_groups[0]["param_names"] == ["a", "b[0]", "b[1]", "c"]
+    assert right.data_ptr() == tensor[2:].data_ptr()
+    assert optimizer.state[right]["exp_avg"].data_ptr() == average[2:].data_ptr()
+    assert right.grad is not None
+    assert right.grad.data_ptr() == grad[2:].data_ptr()
+    assert optimizer.state[left]["step"] is not optimizer.state[right]["step"]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def test_split_keeps_requires_grad_and_one_element_tensors() -> None:
+    tensor = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.Adam([tensor])
+    run(optimizer, [torch.ones(1)])
+    (piece,) = split_state(optimizer, tensor, [1])
+    assert piece.requires_grad
+    assert piece.is_leaf
+    assert optimizer.state[piece]["exp_avg"].shape == (1,)
+    assert optimizer.state[piece]["step"].shape == ()
+
+
+def test_split_errors() -> None:
+    tensor = torch.zeros(4)
+    optimizer = torch.optim.AdamW([tensor])
+    for lengths in ([1, 2], [5, -1], []):
+        with pytest.raises(ValueError, match="cannot cut"):
+            split_state(optimizer, tensor, lengths)
+    with pytest.raises(ValueError, match="cannot cut"):
+        split_state(torch.optim.AdamW([start()]), start(), [143])
+    with pytest.raises(ValueError, match="not a parameter"):
+        split_state(optimizer, torch.zeros(4), [4])
+    with pytest.raises(ModelError, match="Adafactor"):
+        split_state(torch.optim.Adafactor([tensor]), tensor, [4])

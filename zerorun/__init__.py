@@ -1,0 +1,44 @@
+"""zerorun: ZeRO training of unmodified PyTorch modules from one JSON file.
+
+Public names are imported on first use, so that ``import zerorun``, ``zerorun --help`` and the configuration
+checker stay fast and need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+__version__ = "0.1.0"
+
+# In a checkout, ops/ and launcher/ lie beside this folder (setup.py maps them to zerorun.ops and zerorun.launcher).
+_checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if os.path.isfile(os.path.join(_checkout, "setup.py")) and os.path.isdir(os.path.join(_checkout, "ops")):
+    __path__.append(_checkout)
+
+_EXPORTS = {
+    "initialize": "zerorun.initialize",
+    "Engine": "zerorun.engine",
+    "add_config_arguments": "zerorun.arguments",
+    "init_distributed": "zerorun.comm",
+    "Config": "zerorun.config",
+    "ConfigError": "zerorun.errors",
+    "ZerorunError": "zerorun.errors",
+    "Topology": "zerorun.topology",
+}
+_MODULES = ("zero", "config", "errors", "schedules", "optim", "comm", "topology", "ops", "launcher")
+
+__all__ = [*_EXPORTS, *_MODULES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"zerorun.{name}")
+    raise AttributeError(f"module 'zerorun' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,248 @@
+"""The keywords of the optimizers and schedules that are known by name.
+
+Types and ranges only. Defaults are in optim.py and schedules.py: a keyword that was not given is not passed on, so
+every field here is None. Learning rates are per optimizer step; lengths count optimizer steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zerorun.config_fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
+from zerorun.errors import ConfigProblem
+
+
+def _betas(value: object) -> list[float]:
+    valid = isinstance(value, (list, tuple)) and len(value) == 2
+    if not valid or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value):  # type: ignore[attr-defined]
+        fail("must be two numbers, each at least 0 and less than 1.", "Write for example [0.9, 0.999].")
+    return [float(beta) for beta in value]  # type: ignore[attr-defined]
+
+
+def _adafactor_eps(value: object) -> list[float | None]:
+    valid = isinstance(value, (list, tuple)) and len(value) == 2 and type(value[1]) in (int, float)
+    if not valid or not (value[0] is None or type(value[0]) in (int, float)):  # type: ignore[index]
+        fail("must be a number or null, then a number.", "Write for example [null, 1e-3].")
+    return list(value)  # type: ignore[call-overload, no-any-return]
+
+
+NonNegative = Annotated[Real, Field(ge=0)]
+Betas = Annotated[list[float], BeforeValidator(_betas)]
+Steps = Annotated[Int, Field(ge=0)]
+SomeSteps = Annotated[Int, Field(ge=1)]
+WarmupType = Annotated[Literal["log", "linear"], LowerCase]
+
+
+class OptimizerParams(Section):
+    """What every known optimizer takes."""
+
+    lr: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+    maximize: Flag | None = None
+    foreach: Flag | None = None
+    fused: Flag | None = None
+    capturable: Flag | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
+class AdamParams(OptimizerParams):
+    """``Adam`` decays weights apart from the gradient (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false."""
+
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    adam_w_mode: Flag | None = None
+    torch_adam: Annotated[Flag | None, Inert("both give the same update here.")] = None
+    set_grad_none: Annotated[Flag | None, Inert("zero_grad's own argument decides it.")] = None
+    # Checked, but not passed on: no optimizer class has such a keyword.
+    fp32_optimizer_states: Annotated[Flag | None, Refused("optimizer states are kept in fp32.", True)] = Field(
+        None, exclude=True
+    )
+    bias_correction: Annotated[Flag | None, Refused("Adam without bias correction is not built.", True)] = None
+    amsgrad: Flag | None = None
+
+
+class SGDParams(OptimizerParams):
+    """torch's SGD."""
+
+    momentum: NonNegative | None = None
+    dampening: NonNegative | None = None
+    nesterov: Flag | None = None
+
+
+class AdagradParams(OptimizerParams):
+    """torch's Adagrad."""
+
+    lr_decay: NonNegative | None = None
+    initial_accumulator_value: NonNegative | None = None
+    eps: NonNegative | None = None
+
+
+class RAdamParams(OptimizerParams):
+    """torch's RAdam."""
+
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    decoupled_weight_decay: Flag | None = None
+
+
+class NAdamParams(RAdamParams):
+    """torch's NAdam."""
+
+    momentum_decay: NonNegative | None = None
+
+
+class AdafactorParams(OptimizerParams):
+    """torch's Adafactor."""
+
+    beta2_decay: Real | None = None
+    eps: Annotated[list[float | None], BeforeValidator(_adafactor_eps)] | None = None
+    d: Annotated[Real, Field(ge=1)] | None = None
+
+
+class LionParams(Section):
+    """Lion: the sign of an interpolated momentum."""
+
+    lr: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+    betas: Betas | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
+class ScheduleParams(Section):
+    """``last_batch_iteration`` is the number of completed optimizer steps less one."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+    last_batch_iteration: Annotated[Int, Field(ge=-1)] | None = None
+
+
+class WarmupLRParams(ScheduleParams):
+    """Warm up, then stay."""
+
+    warmup_min_lr: PerGroup = None
+    warmup_max_lr: PerGroup = None
+    warmup_num_steps: Steps | None = None
+    warmup_type: WarmupType | None = None
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """Warm up, then fall to zero on a straight line."""
+
+    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+    total_num_steps: SomeSteps | None = None
+
+
+class WarmupCosineLRParams(ScheduleParams):
+    """Warm up, then fall along a cosine, as shares of the optimizer's own lr."""
+
+    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+    total_num_steps: SomeSteps | None = None
+    warmup_min_ratio: NonNegative | None = None
+    warmup_num_steps: Steps | None = None
+    cos_min_ratio: NonNegative | None = None
+    warmup_type: WarmupType | None = None
+
+
+class OneCycleParams(ScheduleParams):
+    """Up, down, then a slow decay, with momentum going the other way."""
+
+    required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
+    cycle_min_lr: PerGroup = None
+    cycle_max_lr: PerGroup = None
+    decay_lr_rate: NonNegative | None = None
+    cycle_first_step_size: SomeSteps | None = None
+    cycle_second_step_size: Steps | None = None
+    cycle_first_stair_count: Steps | None = None
+    cycle_second_stair_count: Steps | None = None
+    decay_step_size: Steps | None = None
+    cycle_momentum: Flag | None = None
+    cycle_min_mom: Annotated[Real, Field(ge=0, le=1)] | None = None
+    cycle_max_mom: Annotated[Real, Field(ge=0, le=1)] | None = None
+    decay_mom_rate: NonNegative | None = None
+
+
+class LRRangeTestParams(ScheduleParams):
+    """A rising lr, to find where training breaks."""
+
+    lr_range_test_min_lr: PerGroup = None
+    lr_range_test_step_size: SomeSteps | None = None
+    lr_range_test_step_rate: NonNegative | None = None
+    lr_range_test_staircase: Flag | None = None
+
+
+# Canonical spelling -> keywords. Names are looked up without regard to case; any other name is left to torch.
+OPTIMIZERS: dict[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "SGD": SGDParams,
+    "Adagrad": AdagradParams,
+    "RAdam": RAdamParams,
+    "NAdam": NAdamParams,
+    "Adafactor": AdafactorParams,
+    "Lion": LionParams,
+}
+SCHEDULERS: dict[str, type[Section]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
+}
+# Lower-case name -> what to use instead, and why.
+_REFUSED_OPTIMIZERS = {
+    "muon": ("AdamW", "Muon needs whole matrices on one rank, which is not built yet"),
+    "lamb": ("AdamW", "LAMB is not built"),
+    "onebitadam": ("Adam", "compressed 1-bit communication is not built"),
+    "zerooneadam": ("Adam", "compressed 0/1 communication is not built"),
+    "onebitlamb": ("AdamW", "compressed 1-bit communication is not built"),
+    "muadam": ("Adam", "the mup package's optimizers are not supported"),
+    "muadamw": ("AdamW", "the mup package's optimizers are not supported"),
+    "musgd": ("SGD", "the mup package's optimizers are not supported"),
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known about the ``type`` of an optimizer or schedule section."""
+
+    name: str  # canonical spelling
+    params: type[Section] | None  # None: not known, passed on as it is
+
+
+def find_kind(section: str, name: object) -> Kind | None:
+    """``section`` is "optimizer" or "scheduler". None if the name is missing or no string."""
+    if not isinstance(name, str):
+        return None
+    table = OPTIMIZERS if section == "optimizer" else SCHEDULERS
+    for known, params in table.items():
+        if name.lower() == known.lower():
+            return Kind(known, params)
+    return Kind(name, None)
+
+
+def refused_optimizer(name: str, params: dict[str, Any]) -> ConfigProblem | None:
+    """The problem with an optimizer that zerorun cannot offer. Its remedy is one edit that gives a valid section."""
+    if name.lower() not in _REFUSED_OPTIMIZERS:
+        return None
+    instead, reason = _REFUSED_OPTIMIZERS[name.lower()]
+    extra = [key for key, value in params.items() if not _stays(instead, key, value)]
+    remedy = f'Use "{instead}"'
+    if extra:
+        remedy += f", and remove {', '.join(extra)} from optimizer.params"
+    return ConfigProblem("optimizer.type", name, f"{reason}.", remedy + ".")
+
+
+def _stays(optimizer: str, key: str, value: object) -> bool:
+    field = OPTIMIZERS[optimizer].spellings().get(key)
+    if field is None:
+        return False
+    marks = OPTIMIZERS[optimizer].model_fields[field].metadata
+    return all(not isinstance(mark, Refused) or value == mark.allowed for mark in marks)

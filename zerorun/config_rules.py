@@ -1,0 +1,180 @@
+"""What no single key can decide: contradictions, things that are not built, and notes on keys with nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerorun.config_fields import ConfigNote, Inert, OnlyStages, Refused, Section
+from zerorun.config_params import find_kind, refused_optimizer
+from zerorun.config_schema import Config
+from zerorun.errors import ConfigProblem
+
+_OFFLOAD_NOTE = (
+    "offload comes later: on a CPU device the states are in host memory already; on an accelerator the engine refuses."
+)
+_NVME = ("NVMe offload is not built.", 'Set device to "none".')
+
+
+def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> list[ConfigProblem]:
+    """Everything that cannot be honoured, whatever the device and the number of ranks."""
+    problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
+    problems += [problem for path, section in params for problem in _refused_values(section, path)]
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _optimizer):
+        problems += rule(config)
+    return problems
+
+
+def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
+    """The section and all sections in it, each with its path, which ends with a dot or is empty."""
+    yield path, section
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _sections(value, f"{path}{field.alias or name}.")
+
+
+def _refused_values(section: Section, path: str) -> Iterator[ConfigProblem]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        for mark in field.metadata:
+            if not isinstance(mark, Refused) or name not in section.model_fields_set:
+                continue
+            allowed = mark.allowed if isinstance(mark.allowed, tuple) else (mark.allowed,)
+            if value in allowed:
+                continue
+            shown = str(mark.allowed).lower()
+            yield ConfigProblem(path + (field.alias or name), value, mark.reason, mark.remedy or f"Set it to {shown}.")
+
+
+def _precision(config: Config) -> Iterator[ConfigProblem]:
+    if config.fp16.enabled and config.bf16.enabled:
+        reason = "fp16.enabled and bf16.enabled are both true."
+        yield ConfigProblem("bf16.enabled", True, reason, "Set one of the two to false.")
+    for name in ("fp16", "bf16"):
+        if config.torch_autocast.enabled and getattr(config, name).enabled:
+            reason = f"autocast works on fp32 parameters, and {name}.enabled casts them."
+            remedy = f"Set torch_autocast.enabled or {name}.enabled to false."
+            yield ConfigProblem("torch_autocast.enabled", True, reason, remedy)
+
+
+def _loss_scale(config: Config) -> Iterator[ConfigProblem]:
+    fp16 = config.fp16
+    highest = fp16.loss_scale or 2.0**fp16.initial_scale_power
+    if fp16.enabled and fp16.min_loss_scale > highest:
+        reason = f"the lowest loss scale is above the first one, {highest:g}."
+        yield ConfigProblem("fp16.min_loss_scale", fp16.min_loss_scale, reason, f"Use at most {highest:g}.")
+
+
+def _offload(config: Config) -> Iterator[ConfigProblem]:
+    zero = config.zero_optimization
+    for name, section, stages in (
+        ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
+        ("offload_param", zero.offload_param, (3,)),
+    ):
+        key = f"zero_optimization.{name}.device"
+        if section.device == "nvme":
+            yield ConfigProblem(key, "nvme", *_NVME)
+        elif section.device != "none" and zero.stage not in stages:
+            reason = f"needs stage {' or '.join(map(str, stages))}; at stage {zero.stage} there is no shard to move."
+            remedy = f'Remove {name}, or set its device to "none", or set zero_optimization.stage to 3.'
+            yield ConfigProblem(key, section.device, reason, remedy)
+
+
+def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
+    """Three keys set one thing: shard_degree, MiCS's shard size, and ZeRO++'s secondary partition size."""
+    zero = config.zero_optimization
+    for key in ("mics_shard_size", "zero_hpz_partition_size"):
+        wanted = getattr(zero, key)
+        if wanted > 1 and zero.shard_degree not in (None, wanted):
+            reason = f"sets the shard degree, which is {zero.shard_degree} by another key."
+            yield ConfigProblem(f"zero_optimization.{key}", wanted, reason, f"Keep shard_degree and remove {key}.")
+
+
+def _optimizer(config: Config) -> Iterator[ConfigProblem]:
+    if config.optimizer is not None:
+        problem = refused_optimizer(config.optimizer.type, config.optimizer.params)
+        if problem is not None:
+            yield problem
+
+
+def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
+    """One note for each key of the file that changes nothing in this run, with the reason."""
+    notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path)]
+    for rule in (_clipping_note, _unit_notes, _static_scale_notes, _offload_notes, _adam_note, _params_notes):
+        notes += rule(config)
+    return tuple(notes)
+
+
+def _section_notes(config: Config, section: Section, path: str) -> Iterator[ConfigNote]:
+    if section.is_off():
+        return
+    for name, field in type(section).model_fields.items():
+        key = path + (field.alias or name)
+        if config.sources.get(key) != "file":
+            continue
+        value = getattr(section, name)
+        for mark in field.metadata:
+            if isinstance(mark, Inert) and value != mark.unless:
+                yield ConfigNote(key, mark.reason)
+            if isinstance(mark, OnlyStages) and _elsewhere(config, mark) and value != field.default:
+                stages = " or ".join(map(str, mark.stages))
+                yield ConfigNote(key, f"only stage {stages} reads it; the stage is {config.zero_optimization.stage}.")
+
+
+def _elsewhere(config: Config, mark: OnlyStages) -> bool:
+    return config.zero_optimization.stage not in mark.stages
+
+
+def _clipping_note(config: Config) -> Iterator[ConfigNote]:
+    if config.sources.get("gradient_clipping") == "default":
+        value = config.gradient_clipping
+        yield ConfigNote("gradient_clipping", f"not given; {value} as in DeepSpeed since 2026-06. 0 switches it off.")
+
+
+def _unit_notes(config: Config) -> Iterator[ConfigNote]:
+    zero = config.zero_optimization
+    for name, policies in (
+        ("unit_block_count", ("by_block_group",)),
+        ("unit_numel", ("size_based", "by_block_and_size")),
+    ):
+        key = f"zero_optimization.{name}"
+        if config.sources.get(key) == "file" and zero.unit_policy not in policies:
+            yield ConfigNote(key, f"only unit_policy {' and '.join(policies)} read it.")
+
+
+def _static_scale_notes(config: Config) -> Iterator[ConfigNote]:
+    if not config.fp16.enabled or not config.fp16.loss_scale:
+        return
+    for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"):
+        if config.sources.get(f"fp16.{name}") == "file":
+            yield ConfigNote(f"fp16.{name}", f"the loss scale is fixed at {config.fp16.loss_scale:g}.")
+
+
+def _offload_notes(config: Config) -> Iterator[ConfigNote]:
+    zero = config.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section.device == "cpu":
+            yield ConfigNote(f"zero_optimization.{name}.device", _OFFLOAD_NOTE)
+
+
+def _adam_note(config: Config) -> Iterator[ConfigNote]:
+    if config.optimizer is None:
+        return
+    kind, params = config.optimizer.type.lower(), config.optimizer.params
+    if kind == "adam" and params.get("weight_decay") and "adam_w_mode" not in params:
+        reason = "Adam decays weights apart from the gradient, as AdamW; adam_w_mode false gives the L2 form."
+        yield ConfigNote("optimizer.type", reason)
+    if kind == "adamw" and params.get("adam_w_mode") is False:
+        yield ConfigNote("optimizer.params.adam_w_mode", 'AdamW is always decoupled; type "Adam" with it is not.')
+
+
+def _params_notes(config: Config) -> Iterator[ConfigNote]:
+    """Marks on the keywords of an optimizer, which the configuration holds as a plain dict."""
+    kind = find_kind("optimizer", config.optimizer.type) if config.optimizer else None
+    if config.optimizer is None or kind is None or kind.params is None:
+        return
+    for name in config.optimizer.params:
+        field = kind.params.model_fields.get(name)
+        for mark in field.metadata if field else ():
+            if isinstance(mark, Inert):
+                yield ConfigNote(f"optimizer.params.{name}", mark.reason)

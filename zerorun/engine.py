@@ -1,0 +1,449 @@
+"""Engine: orders the events of training. Forward, backward, step, and what a loop may ask in between."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm import Communicator
+from .config import Config
+from .dataloader import EpochLoader
+from .errors import LossScaleError, NonFiniteError, StepError
+from .log import info_once, logger, warn_once
+from .precision import DTYPES, LossScaler, cast_floats
+from .topology import Topology
+from .zero.access import Registry, find_released_use, full_state_dict, restore_module
+from .zero.report import memory_by_kind
+from .zero.runtime import Runtime, released_parameter, tensors_in
+from .zero.stepping import ShardedOptimizer, Summary
+from .zero.unit import Unit
+
+
+class Engine:
+    """A module in training. Made by ``zerorun.initialize``.
+
+    [Note: one divisor]
+    Gradients are summed as they come and divided once, in ``step``: by the data-parallel size and the accumulation steps,
+    or by the total weight if losses came with weights, and by the loss scale. Nothing is divided on the way, so all stages
+    round alike, and a loss may reach the parameters by any path.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Config,
+        topology: Topology,
+        comm: Communicator,
+        units: list[Unit],
+        runtime: Runtime,
+        sharded: ShardedOptimizer | None,
+        scaler: LossScaler,
+        lr_scheduler: Any,
+        dataloader: EpochLoader | None,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self.module, self.config, self.topology, self.comm = module, config, topology, comm
+        self.units, self.runtime, self.sharded, self.scaler = units, runtime, sharded, scaler
+        self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
+        self.compute_dtype = compute_dtype
+        self.device = comm.device
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._boundary: bool | None = None
+        self._in_no_sync = self._in_engine_backward = self._applied = False
+        self._grad_norm: float | None = None
+        self._stepping_now = False
+        self._begin_accumulation()
+        runtime.on_session_end = self._count_backward
+        self.registry: Registry | None = None
+        if sharded is not None:
+            sharded.optimizer.register_step_pre_hook(self._refuse_direct_step)
+
+    # -- forward and backward ------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward. Floating inputs are cast to the compute dtype in bf16 and fp16."""
+        if self.compute_dtype is not None:
+            inputs, kwargs = cast_floats(inputs, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
+        autocast = self.config.torch_autocast
+        if autocast.enabled:
+            with torch.autocast(self.device.type, DTYPES[autocast.dtype]):
+                output = self.module(*inputs, **kwargs)
+        else:
+            output = self.module(*inputs, **kwargs)
+        if self.scaler.scale != 1.0 and torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._scale_plain_backward)
+        return output
+
+    forward = __call__
+
+    def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """fp16: a plain ``loss.backward()`` has not been scaled; scale where it enters the model."""
+        return None if self._in_engine_backward else grad * self.scaler.scale
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        scale_wrt_gas: bool = True,
+        retain_graph: bool = False,
+    ) -> torch.Tensor:
+        """Compute gradients of ``loss`` (a scalar) and return loss / accumulation steps.
+
+        ``weight``: how much this micro-batch counts, usually its number of tokens. Then the step's gradient is that of
+        sum(weight * loss) / sum(weight) over all ranks and micro-batches. ``scale_wrt_gas=False``: the loss is already
+        divided by the accumulation steps. Raises StepError for anything but a scalar that depends on parameters.
+        """
+        self._check_loss(loss)
+        mode = "weight" if weight is not None else "mean" if scale_wrt_gas else "sum"
+        if self._loss_mode not in (None, mode):
+            raise StepError(
+                f"backward() was called with {_MODES[self._loss_mode]} and then {_MODES[mode]} within one step. "
+                "Remedy: call it the same way for all micro-batches of a step."
+            )
+        self._loss_mode = mode
+        factor = self.scaler.scale
+        if weight is not None:
+            factor *= self._take_weight(weight)
+        self._note_bad_loss(loss, ignore=weight is not None and factor == 0)
+        self._in_engine_backward = True
+        try:
+            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
+        finally:
+            self._in_engine_backward = False
+        value = loss.detach()
+        return value / self.config.gradient_accumulation_steps if mode == "mean" else value
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
+        scaled = loss * self.scaler.scale
+
+        def entered(grad: torch.Tensor) -> None:
+            self._in_engine_backward = True
+
+        scaled.register_hook(entered)
+        return scaled
+
+    def _check_loss(self, loss: Any) -> None:
+        if self.sharded is None:
+            raise StepError(
+                "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
+                "configuration or pass optimizer= to zerorun.initialize()."
+            )
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise StepError(
+                f"backward() needs a scalar loss, got {shape}. Remedy: reduce it, for example with loss.mean()."
+            )
+        if not loss.requires_grad:
+            raise StepError(
+                "the loss does not depend on any trainable parameter. Remedy: compute it from the engine's output, "
+                "outside torch.no_grad()."
+            )
+
+    def _take_weight(self, weight: float | torch.Tensor) -> float:
+        value = float(weight)
+        if not math.isfinite(value) or value < 0:
+            raise StepError(f"the weight of a loss must be finite and not negative, got {value}.")
+        self._weight += value
+        return value
+
+    def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
+        """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
+        if ignore or self.scaler.dynamic or self.device.type != "cpu" or math.isfinite(float(loss.detach())):
+            return
+        name = find_released_use(loss, self.units, self.runtime.visited)
+        if name is not None:
+            raise released_parameter(*name)
+        self._bad_losses.append(self._sessions)
+
+    def _count_backward(self) -> None:
+        self._sessions += 1
+        self._in_engine_backward = False
+
+    # -- accumulation --------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True if the next step() updates the weights."""
+        if self._in_no_sync:
+            return False
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """From now on the loop says itself which step() updates the weights."""
+        self._boundary = bool(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside never update. At stages 0 and 1 they do not communicate either; stages 2 and 3 keep only
+        shards of gradients and reduce in every backward, with the same result."""
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def _reduce_in_this_backward(self) -> bool:
+        return self.config.managed_gradient_accumulation and self.is_gradient_accumulation_boundary()
+
+    def _begin_accumulation(self) -> None:
+        self._sessions = 0  # backwards since the last update
+        self._steps_seen = 0  # of them, followed by a step()
+        self._loss_mode: str | None = None
+        self._weight = 0.0
+        self._bad_losses: list[int] = []  # micro-batches, counted from 0
+        self._culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
+        self.runtime.inspect = self._inspect if self.scaler.at_minimum else None
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Count a micro-batch and, at the accumulation boundary, update the weights and the learning rate.
+
+        Raises StepError without a backward since the last call, NonFiniteError for NaN losses or gradients (fp32, bf16),
+        LossScaleError if fp16 overflows at the minimum scale. Weights are as before the step when an error is raised.
+        """
+        if self._in_no_sync:
+            raise StepError("step() inside no_sync(). Remedy: call it after the block.")
+        if self._sessions == self._steps_seen:
+            raise StepError(
+                "step() without backward(): no gradients since the last step(). "
+                "Remedy: call engine.backward(loss) or loss.backward() first."
+            )
+        assert self.sharded is not None
+        self._steps_seen = self._sessions
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        if not boundary:
+            self._applied = False
+            return
+        if not self.runtime.reducing_session:
+            self.runtime.reduce_accumulated()
+        summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight)
+        try:
+            self._update(summary)
+        finally:
+            self._forget_gradients()
+
+    def _update(self, summary: Summary) -> None:
+        assert self.sharded is not None
+        if summary.bad_losses:
+            raise NonFiniteError(self._explain("the loss is NaN or infinite", self._bad_losses))
+        unscale = 1.0 / (self._divisor(summary) * self.scaler.scale)
+        self._grad_norm = math.sqrt(summary.square_sum) * unscale if summary.finite else summary.square_sum
+        self.global_steps += 1
+        self._applied = summary.finite
+        if summary.finite:
+            limit = self.config.gradient_clipping
+            clip = min(1.0, limit / (self._grad_norm + 1e-6)) if limit else 1.0
+            with self._stepping():
+                self.sharded.update(unscale * clip, unused=summary.unused)
+            self.runtime.publish()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self._skip()
+        self._update_scale(overflow=not summary.finite)
+        self._print_progress()
+
+    def _divisor(self, summary: Summary) -> float:
+        if self._loss_mode == "weight":
+            if summary.weight <= 0:
+                raise StepError(
+                    "the weights of all losses of this step are zero on all ranks, so their mean does not exist. "
+                    "Remedy: leave out steps without a token, or pass a positive weight."
+                )
+            return summary.weight
+        divisor = 1 if self._loss_mode == "sum" else self.config.gradient_accumulation_steps
+        return divisor * (self.topology.data_parallel_size if self.config.gradient_allreduce_op == "mean" else 1)
+
+    def gradient_factor(self) -> float:
+        """From accumulated to averaged, unscaled gradients, as of the losses so far. All ranks must call it."""
+        weight = torch.tensor([self._weight], dtype=torch.float64)
+        total = float(self.comm.control_sum(weight)[0])
+        return 1.0 / (self._divisor(Summary(0.0, 0, total, False)) * self.scaler.scale)
+
+    def _skip(self) -> None:
+        """Gradients are not finite: leave the weights as they are, or stop where nothing would mend it."""
+        self.skipped_steps += 1
+        if self.scaler.dynamic or (self.compute_dtype is not None and self.config.bf16.check_grad_overflow):
+            logger.debug("step %d skipped: gradients are not finite", self.global_steps)
+            return
+        raise NonFiniteError(self._explain("gradients are NaN or infinite", []))
+
+    def _update_scale(self, *, overflow: bool) -> None:
+        try:
+            self.scaler.update(overflow)
+        except LossScaleError as error:
+            found = sorted(
+                (micro, rank, name)
+                for rank, culprits in enumerate(self.comm.control_objects(self._culprits))
+                for micro, name in culprits
+            )
+            where = "none was found in the gradients of a single rank: the sum over ranks overflows."
+            if found:
+                micro, rank, name = found[0]
+                where = f"first in parameter {name!r} on rank {rank} in micro-batch {micro} of this step."
+            raise LossScaleError(
+                f"{error} Non-finite values: {where} Weights are those before this step and can be saved. "
+                "Remedy: train in bf16, or lower the learning rate; fp16 rarely works for weights made in bf16."
+            ) from None
+
+    def _inspect(self, unit: Unit) -> None:
+        """Note non-finite gradients of one backward. On while the loss scale is at its minimum, before the last chance."""
+        for segment in unit.trainable:
+            for name, param in zip(segment.names, segment.params, strict=True):
+                if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
+                    self._culprits.append((self._sessions, name))
+
+    def _explain(self, what: str, micro_batches: list[int]) -> str:
+        """A message that is the same on all ranks, naming the first of them that saw it."""
+        by_rank = self.comm.control_objects(micro_batches)
+        seen = [(rank, found[0]) for rank, found in enumerate(by_rank) if found]
+        where = f", first on rank {seen[0][0]} in micro-batch {seen[0][1]} of this step" if seen else ""
+        hint = " A stage-3 parameter used outside its module's forward reads as NaN, too." if self._shares() else ""
+        return (
+            f"{what} at step {self.global_steps}{where}. Weights are those before this step.{hint} "
+            "Remedy: look at the data of this step, lower the learning rate, or clip gradients."
+        )
+
+    def _shares(self) -> bool:
+        return any(not unit.resident for unit in self.units)
+
+    def _forget_gradients(self) -> None:
+        for unit in self.units:
+            for segment in unit.segments:
+                segment.forget_gradients()
+        self.runtime.forget()
+        self._begin_accumulation()
+
+    def _refuse_direct_step(self, *unused: Any) -> None:
+        if not self._stepping_now:
+            raise StepError("optimizer.step() was called directly. Remedy: call engine.step().")
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        self._stepping_now = True
+        try:
+            yield
+        finally:
+            self._stepping_now = False
+
+    def _print_progress(self) -> None:
+        every = self.config.steps_per_print
+        if every and math.isfinite(every) and self.global_steps % int(every) == 0 and self.topology.rank == 0:
+            rates = ", ".join(f"{rate:.3e}" for rate in self.get_lr())
+            scale = f", loss scale {self.loss_scale:g}" if self.scaler.dynamic else ""
+            logger.info("step %d, skipped %d, lr %s%s", self.global_steps, self.skipped_steps, rates, scale)
+
+    # -- what a loop may ask -------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer, over pieces of this rank's shards. Its parameter groups are the user's."""
+        return self.sharded.optimizer if self.sharded is not None else None
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    def get_global_grad_norm(self) -> float | None:
+        """The 2-norm of the last step's averaged, unclipped gradient; the same on all ranks. None before a step."""
+        return self._grad_norm
+
+    def was_step_applied(self) -> bool:
+        """True if the last step() changed the weights."""
+        return self._applied
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def train_batch_size(self) -> int:
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.config.gradient_accumulation_steps
+
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Gradients are forgotten by step(); this drops those that are not stepped yet."""
+        self.runtime.finish_reductions()
+        self._forget_gradients()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The full weights under the module's own names, in CPU memory. All ranks must call it."""
+        return full_state_dict(self.module, self.units, self.runtime)
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
+        return memory_by_kind(self.module, self.units, self.runtime, self.optimizer)
+
+    def communication_report(self) -> dict[str, dict[str, int]]:
+        """Calls and bytes sent by this rank so far, by label (unit and phase)."""
+        return {label: {"calls": t.calls, "bytes": t.bytes} for label, t in sorted(self.comm.traffic.items())}
+
+    def compile(self, **options: Any) -> None:
+        """torch.compile the forward of every unit but the root; hooks stay outside the graphs."""
+        for unit in self.units[1:]:
+            for module in unit.modules:
+                module.forward = torch.compile(module.forward, **options)  # type: ignore[method-assign]
+        if len(self.units) == 1:
+            warn_once("engine.compile(): the model has no repeated blocks, so nothing is compiled.")
+
+    def destroy(self) -> None:
+        """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
+        self.runtime.finish_reductions()
+        restore_module(self.module, self.units, self.runtime)
+        self.sharded = None
+        self.units.clear()
+
+    def describe(self) -> str:
+        """The layout in a few lines: stage, units, bytes by kind, dtypes."""
+        kinds = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in self.memory_report().items())
+        compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
+        return (
+            f"stage {self.runtime.policy.stage}, {self.topology.replicate} x {self.topology.shard} data-parallel ranks, "
+            f"{len(self.units)} units, compute {compute}, master, accumulation and reduction "
+            f"{'fp32' if self.comm.wire_dtype == torch.float32 else f'fp32 ({self.comm.wire_dtype} on the wire)'}; "
+            f"per rank: {kinds}"
+        )
+
+    def announce(self) -> None:
+        info_once(self.describe())
+
+    # -- as DeepSpeed's ------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """``engine, optimizer, dataloader, lr_scheduler = zerorun.initialize(...)``."""
+        return iter((self, self.optimizer, self.dataloader, self.lr_scheduler))
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever the engine lacks is looked up on the module."""
+        module = self.__dict__.get("module")
+        if module is None or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(module, name)
+
+
+_MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}

@@ -1,0 +1,68 @@
+"""The named errors that zerorun raises. Each message says what was found, why it cannot work and what to do instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ZerorunError(Exception):
+    """Base of all errors that zerorun raises on purpose."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One thing wrong with a configuration: ``key`` is a dotted path such as ``zero_optimization.stage``."""
+
+    key: str
+    value: object
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        shown = repr(self.value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        return f"{self.key} = {shown}: {self.reason} Remedy: {self.remedy}"
+
+
+class ConfigError(ZerorunError, ValueError):
+    """The configuration cannot be used. Lists every problem found, not only the first."""
+
+    def __init__(self, problems: list[ConfigProblem], source: str = "config") -> None:
+        self.problems = list(problems)
+        self.source = source
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        lines = [f"{source}: {len(self.problems)} {noun}", *(f"  {problem}" for problem in self.problems)]
+        super().__init__("\n".join(lines))
+
+
+class ModelError(ZerorunError, ValueError):
+    """The module, its parameters or the optimizer given for them cannot be trained as they are."""
+
+
+class TopologyError(ZerorunError, ValueError):
+    """Ranks, degrees or process groups do not fit together."""
+
+
+class StepError(ZerorunError, RuntimeError):
+    """The training loop called the engine in an order, or with a value, that cannot be meant."""
+
+
+class ReleasedParameterError(ZerorunError, RuntimeError):
+    """A parameter was used while its full value was not on this rank."""
+
+
+class OrderError(ZerorunError, RuntimeError):
+    """Ranks disagree about which collective comes next. Names the first differing unit and rank."""
+
+
+class LossScaleError(ZerorunError, ArithmeticError):
+    """fp16 gradients overflow although the loss scale is at its minimum. Training can be saved and inspected."""
+
+
+class NonFiniteError(ZerorunError, ArithmeticError):
+    """The loss is NaN or infinite where no loss scale can mend it."""
+
+
+class LaunchError(ZerorunError, RuntimeError):
+    """Workers could not be started as asked."""

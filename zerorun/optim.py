@@ -1,0 +1,270 @@
+"""Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
+
+Nothing that torch has is rewritten: every name but ``Lion`` is a ``torch.optim`` class. What DeepSpeed does
+differently is done here, by parameters: type ``Adam`` means decoupled weight decay, and AdamW decays by 0 unless
+told otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerorun.errors import ConfigError, ConfigProblem, ModelError
+from zerorun.log import warn_once
+from zerorun.ops.lion import Lion
+
+# The update of an element depends on that element's gradient and state (and on step counts) alone, so these can work
+# on any 1-D piece of a parameter. Exact types: a subclass may have changed that.
+ELEMENTWISE: frozenset[type] = frozenset(
+    {
+        torch.optim.SGD,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+        Lion,
+    }
+)
+
+# Classes with a fused kernel, and the device types that it is used on. The CPU kernels round the last (numel mod 16)
+# elements of a fp32 tensor by up to one unit otherwise than the rest (torch 2.13): cuts at multiples of 16 elements
+# give the same bits as no cut; other cuts need ``"fused": false`` in optimizer.params for that.
+_FUSED: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("cpu", "cuda"),
+    torch.optim.AdamW: ("cpu", "cuda"),
+    torch.optim.SGD: ("cpu", "cuda"),
+    torch.optim.Adagrad: ("cpu",),
+}
+
+# Where DeepSpeed's defaults differ from those of the class.
+_DEFAULTS: dict[type, dict[str, Any]] = {
+    torch.optim.AdamW: {"weight_decay": 0.0},
+    Lion: {"lr": 1e-3, "betas": (0.9, 0.999)},
+}
+
+_UNUSABLE: dict[type, tuple[str, str]] = {
+    torch.optim.LBFGS: (
+        "evaluates the model several times in one step and takes dot products over all parameters.",
+        "Use AdamW, or run LBFGS without zerorun.",
+    ),
+    torch.optim.SparseAdam: (
+        "needs sparse gradients, but gradients are reduced as dense slices of flat buffers.",
+        "Use Adam, and embeddings with sparse=False.",
+    ),
+}
+
+_UNSUPPORTED_NAMES = {
+    "lamb": "Use AdamW or Lion.",
+    "onebitadam": "Use Adam; communication_data_type lowers the volume of gradients.",
+    "zerooneadam": "Use Adam; communication_data_type lowers the volume of gradients.",
+    "onebitlamb": "Use AdamW; communication_data_type lowers the volume of gradients.",
+    "muadam": "Build it with the mup package and pass the optimizer to initialize().",
+    "muadamw": "Build it with the mup package and pass the optimizer to initialize().",
+    "musgd": "Build it with the mup package and pass the optimizer to initialize().",
+}
+
+
+def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The optimizer that ``optimizer.type`` and ``optimizer.params`` of the config describe, over ``groups``.
+
+    ``groups`` are torch parameter groups of tensors, usually 1-D fp32 shards; what a group sets itself wins. Raises
+    :class:`ConfigError` with keys ``optimizer.type`` and ``optimizer.params.<name>``, all problems at once.
+    """
+    optimizer_class, kwargs = resolve_optimizer(type, params)
+    if not groups:
+        raise ModelError("there are no parameters to optimize. Give the model a parameter with requires_grad=True.")
+    groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+    if _can_fuse(optimizer_class, kwargs, groups):
+        kwargs["fused"] = True
+    try:
+        return optimizer_class(groups, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(_constructor_problems(optimizer_class, kwargs, error)) from error
+
+
+def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and its keywords, with DeepSpeed's names, defaults and extra parameters translated. Pure."""
+    optimizer_class = _lookup(type)
+    kwargs = {**_DEFAULTS.get(optimizer_class, {}), **params}
+    problems = list(_refused_params(params))
+    if optimizer_class is torch.optim.AdamW:
+        optimizer_class, kwargs = _translate_adam(type, kwargs)
+    allowed = _keywords(optimizer_class)
+    reported = {problem.key.rsplit(".", 1)[1] for problem in problems}
+    problems += [
+        _unknown_param(optimizer_class, key, value, allowed)
+        for key, value in kwargs.items()
+        if key not in allowed and key not in reported
+    ]
+    if problems:
+        raise ConfigError(problems)
+    kwargs = {key: tuple(value) if isinstance(value, list) else value for key, value in kwargs.items()}
+    return optimizer_class, kwargs
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer | type) -> bool:
+    """True if the optimizer can work on arbitrary 1-D pieces of parameters. Exact types; subclasses do not count."""
+    return (optimizer if isinstance(optimizer, type) else type(optimizer)) in ELEMENTWISE
+
+
+def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`ModelError` for an optimizer that cannot work on shards at all (LBFGS, SparseAdam)."""
+    for unusable, (reason, remedy) in _UNUSABLE.items():
+        if isinstance(optimizer, unusable):
+            raise ModelError(f"optimizer {type(optimizer).__name__} {reason} Remedy: {remedy}")
+
+
+def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: list[int]) -> list[Tensor]:
+    """Replace one 1-D parameter of an elementwise optimizer by consecutive views of it; returns the views.
+
+    The views take the parameter's place in its group. Gradient and state tensors of its shape become views of the
+    same storage, step counts (0-dim tensors) are cloned, Python values copied: stepping all pieces is stepping the
+    whole, and a piece without a gradient keeps its value, its state and its step count.
+    """
+    if not is_elementwise(optimizer):
+        raise ModelError(f"{type(optimizer).__name__} does not update element by element, so its state cannot be cut.")
+    if parameter.dim() != 1 or sum(lengths) != parameter.numel() or min(lengths, default=0) < 0:
+        raise ValueError(f"cannot cut a tensor of shape {tuple(parameter.shape)} into lengths {lengths}")
+    group, index = _find(optimizer, parameter)
+    state = optimizer.state.get(parameter, {})
+    parts = {key: _cut(key, value, parameter, lengths) for key, value in state.items()}
+    pieces = list(parameter.detach().split(lengths))
+    grads = parameter.grad.split(lengths) if parameter.grad is not None else None
+    for number, piece in enumerate(pieces):
+        piece.requires_grad_(parameter.requires_grad)
+        if grads is not None:
+            piece.grad = grads[number]
+        if state:
+            optimizer.state[piece] = {key: values[number] for key, values in parts.items()}
+    optimizer.state.pop(parameter, None)
+    group["params"][index : index + 1] = pieces
+    if "param_names" in group:
+        name = group["param_names"][index]
+        group["param_names"][index : index + 1] = [f"{name}[{number}]" for number in range(len(pieces))]
+    return pieces
+
+
+def _cut(key: str, value: Any, parameter: Tensor, lengths: list[int]) -> list[Any]:
+    """One state entry of ``parameter`` for each of its pieces."""
+    if not isinstance(value, Tensor):
+        return [value] * len(lengths)
+    if value.dim() == 0:
+        return [value.clone() for _ in lengths]
+    if value.shape != parameter.shape:
+        raise ModelError(f"optimizer state {key!r} has shape {tuple(value.shape)}, not that of its parameter.")
+    return list(value.split(lengths))
+
+
+def _find(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int]:
+    for group in optimizer.param_groups:
+        for index, candidate in enumerate(group["params"]):
+            if candidate is parameter:
+                return group, index
+    raise ValueError("the tensor is not a parameter of this optimizer")
+
+
+def _lookup(name: str) -> type[torch.optim.Optimizer]:
+    """The class behind ``optimizer.type``; case does not matter. ``Adam`` gives AdamW: see :func:`_translate_adam`."""
+    lower = name.lower()
+    classes: dict[str, type[torch.optim.Optimizer]] = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    classes |= {"lion": Lion, "adam": torch.optim.AdamW}
+    if lower in _UNSUPPORTED_NAMES:
+        reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
+        raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
+    if lower not in classes:
+        known = {"adam": "Adam", **{key: value.__name__ for key, value in classes.items() if key != "adam"}}
+        close = difflib.get_close_matches(lower, known, n=3, cutoff=0.6)
+        names = [known[key] for key in close] or sorted(known.values())
+        remedy = f"Did you mean {' or '.join(names)}?" if close else f"Use one of {', '.join(names)}."
+        raise ConfigError([ConfigProblem("optimizer.type", name, "no optimizer has this name.", remedy)])
+    if classes[lower] in _UNUSABLE:
+        reason, remedy = _UNUSABLE[classes[lower]]
+        raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
+    return classes[lower]
+
+
+def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Drop DeepSpeed's own Adam parameters; type ``Adam`` is torch's Adam only with ``adam_w_mode: false``."""
+    decoupled = kwargs.get("adam_w_mode", True)
+    if name.lower() == "adamw" and not decoupled:
+        warn_once("optimizer AdamW: adam_w_mode false has no effect; type Adam with it has coupled weight decay")
+        decoupled = True
+    if kwargs.get("set_grad_none") is False:
+        warn_once(f"optimizer {name}: set_grad_none has no effect; the engine owns the gradients")
+    own = ("torch_adam", "adam_w_mode", "set_grad_none", "bias_correction")  # bias_correction false is refused already
+    kept = {key: value for key, value in kwargs.items() if key not in own}
+    return (torch.optim.AdamW if decoupled else torch.optim.Adam), kept
+
+
+def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
+    """Parameters that DeepSpeed knows and that cannot be honoured here."""
+    for key, value in params.items():
+        if key == "max_grad_norm":
+            reason, remedy = "clipping is not the optimizer's.", "Remove it and set the top-level gradient_clipping."
+            yield ConfigProblem("optimizer.params.max_grad_norm", value, reason, remedy)
+        elif key == "bias_correction" and not value:
+            reason = "torch's Adam always corrects the bias of its moments."
+            remedy = "Remove it; a scheduler with warm-up has a like effect on the first steps."
+            yield ConfigProblem("optimizer.params.bias_correction", value, reason, remedy)
+        elif value == "auto":
+            yield ConfigProblem(f"optimizer.params.{key}", value, "'auto' was not resolved.", "Give a value.")
+
+
+def _keywords(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
+    return [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
+
+
+def _unknown_param(optimizer_class: Any, key: str, value: object, allowed: list[str]) -> ConfigProblem:
+    reason = f"{optimizer_class.__name__} has no such parameter."
+    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
+    remedy = (f"Did you mean {close[0]}? " if close else "") + f"Allowed: {', '.join(allowed)}."
+    return ConfigProblem(f"optimizer.params.{key}", value, reason, remedy)
+
+
+def _can_fuse(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
+    """True if torch has a fused kernel for every tensor and the user asked for no other implementation."""
+    if any(key in source for source in (kwargs, *groups) for key in ("fused", "foreach", "differentiable")):
+        return False
+    devices = _FUSED.get(optimizer_class, ())
+    items = [item for group in groups for item in group["params"]]
+    tensors = [item[1] if isinstance(item, tuple) else item for item in items]
+    return bool(devices) and all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
+
+
+def _as_list(params: Any) -> list[Any]:
+    """What torch accepts as ``params`` of a group: one tensor, tensors, or (name, tensor) pairs, in any iterable."""
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _constructor_problems(optimizer_class: Any, kwargs: dict[str, Any], error: Exception) -> list[ConfigProblem]:
+    """Find the parameters that the class refuses by giving it each one alone, on a tensor of its own."""
+    problems = []
+    allowed = ", ".join(_keywords(optimizer_class))
+    for key, value in kwargs.items():
+        try:
+            optimizer_class([torch.zeros(1, 1)], **{key: value})
+        except (TypeError, ValueError, RuntimeError) as refusal:
+            reason = f"{optimizer_class.__name__} refused it: {refusal}."
+            remedy = f"Correct the value. Allowed parameters: {allowed}."
+            problems.append(ConfigProblem(f"optimizer.params.{key}", value, reason, remedy))
+    if problems:
+        return problems
+    reason = f"it cannot be built over these parameters: {error}."
+    remedy = "Use another optimizer, or correct optimizer.params together."
+    return [ConfigProblem("optimizer.type", optimizer_class.__name__, reason, remedy)]

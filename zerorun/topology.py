@@ -1,0 +1,62 @@
+"""Topology: the degrees of each mesh axis, and the process groups made from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .errors import TopologyError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Data-parallel ranks as ``replicate x shard`` (shard innermost: neighbouring ranks share parameters).
+
+    ``shard`` is the number of ranks that a unit's states are divided over, ``replicate`` the number of such groups.
+    """
+
+    replicate: int
+    shard: int
+    rank: int
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def shard_rank(self) -> int:
+        return self.rank % self.shard
+
+    @property
+    def replicate_rank(self) -> int:
+        return self.rank // self.shard
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along ``axis``: "shard" or "replicate"."""
+        if self.mesh is None:
+            raise TopologyError("this Topology was made without process groups; use Topology.create().")
+        return self.mesh.get_group(axis)
+
+    @classmethod
+    def create(cls, world_size: int, rank: int, *, shard_degree: int | None = None, device_type: str) -> Topology:
+        """Validate the degrees, then make the groups. Every rank must call it. Raises TopologyError."""
+        shard = shard_degree or world_size
+        if world_size % shard:
+            raise TopologyError(
+                f"shard degree {shard} does not divide the {world_size} data-parallel ranks. "
+                f"Remedy: set zero_optimization.shard_degree to one of {divisors(world_size)}."
+            )
+        mesh = init_device_mesh(device_type, (world_size // shard, shard), mesh_dim_names=("replicate", "shard"))
+        return cls(world_size // shard, shard, rank, mesh)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -1,0 +1,326 @@
+"""Access to full values of a sharded model: state dicts, GatheredParameters, gradients, masters and moments by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError, ReleasedParameterError
+from .pieces import owned_gradient
+from .runtime import Runtime
+from .stepping import ShardedOptimizer
+from .unit import Segment, Unit
+
+
+@dataclass
+class Home:
+    """Where a parameter lives."""
+
+    unit: Unit
+    segment: Segment
+    entry: int
+
+
+@dataclass(eq=False)
+class Registry:
+    """The parameters of one engine. ``unscale`` gives the factor from accumulated to averaged gradients."""
+
+    runtime: Runtime
+    sharded: ShardedOptimizer | None
+    unscale: Callable[[], float]
+    homes: dict[int, Home] = field(default_factory=dict)
+    held: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters inside a GatheredParameters block
+
+    def __post_init__(self) -> None:
+        for unit in self.runtime.units:
+            for segment in unit.segments:
+                for entry, param in enumerate(segment.params):
+                    self.homes[id(param)] = Home(unit, segment, entry)
+        _registries.add(self)
+
+
+_registries: weakref.WeakSet[Registry] = weakref.WeakSet()
+
+
+def _find(param: torch.Tensor) -> tuple[Registry, Home] | None:
+    for registry in _registries:
+        home = registry.homes.get(id(param))
+        if home is not None and home.segment.params[home.entry] is param:
+            return registry, home
+    return None
+
+
+def _gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
+    """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
+    if owned.numel() == segment.layout.numel:
+        return owned
+    full = torch.empty(segment.layout.numel, dtype=owned.dtype, device=owned.device)
+    registry.runtime.comm.all_gather(full, segment.layout.bounds, f"{what}: all-gather on request", owned).wait()
+    return full
+
+
+def _entry_view(home: Home, flat: torch.Tensor) -> torch.Tensor:
+    entry = home.segment.layout.entries[home.entry]
+    return flat[entry.offset : entry.end].view(entry.shape)
+
+
+def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
+    """The flat compute-dtype parameters [numel] of a segment. Collective for units that share slots."""
+    if unit.resident:
+        unit.finish_gather()
+        unit.attach()
+        return segment.full
+    full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=segment.shard.device)
+    label = f"{unit.name}: all-gather on request"
+    runtime.comm.all_gather(full, segment.layout.bounds, label, segment.shard).wait()
+    return full
+
+
+def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime) -> dict[str, torch.Tensor]:
+    """``module.state_dict()`` with full CPU tensors, one unit at a time. Collective at stage 3."""
+    values: dict[int, torch.Tensor] = {}
+    for unit in units:
+        for segment in unit.segments:
+            flat = _weights(runtime, unit, segment)
+            for entry, param in zip(segment.layout.entries, segment.params, strict=True):
+                values[id(param)] = flat[entry.offset : entry.end].view(entry.shape).to("cpu", copy=True)
+    runtime.state_dict_allowed = True
+    try:
+        found = module.state_dict(keep_vars=True)
+    finally:
+        runtime.state_dict_allowed = False
+    return {n: values[id(t)] if id(t) in values else t.detach().to("cpu", copy=True) for n, t in found.items()}
+
+
+def guard_state_dict(module: nn.Module, runtime: Runtime) -> Any:
+    """Make plain ``module.state_dict()`` give full tensors or raise, never placeholders. Returns the hook's handle."""
+
+    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        runtime.finish_gathers(blocks=True)
+        if runtime.shares_params and not runtime.state_dict_allowed:
+            raise ReleasedParameterError(
+                "module.state_dict() at stage 3 would hold placeholders: no rank has the full weights. "
+                "Remedy: call engine.state_dict() on all ranks."
+            )
+
+    return module.register_state_dict_pre_hook(before)
+
+
+def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> None:
+    """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
+    for unit in units:
+        for segment in unit.segments:
+            flat = _weights(runtime, unit, segment)
+            for entry, param in zip(segment.layout.entries, segment.params, strict=True):
+                param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
+                param.grad = None
+    runtime.remove_hooks()
+    for registry in list(_registries):
+        if registry.runtime is runtime:
+            _registries.discard(registry)
+
+
+def find_released_use(loss: torch.Tensor, units: list[Unit], visited: set[int]) -> tuple[str, str] | None:
+    """(parameter, unit) of a parameter in the graph of ``loss`` whose unit never ran: it was read as a placeholder."""
+    names = {
+        id(param): (name, unit.name)
+        for unit in units
+        if not unit.resident and unit.index not in visited
+        for segment in unit.segments
+        for name, param in zip(segment.names, segment.params, strict=True)
+    }
+    seen, stack = set(), [loss.grad_fn]
+    while stack and names:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) in names:
+            return names[id(variable)]
+        stack.extend(parent for parent, _ in node.next_functions)
+    return None
+
+
+# -- editing -----------------------------------------------------------------------------------------------------
+
+
+def _store_owned(segment: Segment, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
+    """Write the part of ``value`` (a full parameter) that this rank keeps into ``owned``."""
+    flat = value.reshape(-1)
+    if owned.numel() == segment.layout.numel:
+        place = segment.layout.entries[entry]
+        owned[place.offset : place.end].copy_(flat)
+        return
+    for piece in segment.layout.pieces(segment.rank):
+        if piece.entry == entry:
+            part = flat[piece.start : piece.start + piece.numel]
+            owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
+
+
+def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
+    segment = home.segment
+    if home.unit.resident:
+        _entry_view(home, segment.full).copy_(value)
+    else:
+        _store_owned(segment, home.entry, segment.shard, value)
+        slots = registry.runtime.param_slots
+        if slots.occupant[home.unit.param_slot] == home.unit.index:
+            registry.runtime.evict(home.unit.param_slot)
+    if segment.master is not None and segment.dtype != segment.master.dtype:
+        _store_owned(segment, home.entry, segment.master, value)
+
+
+class GatheredParameters:
+    """Inside the block the given parameters have their full values, on every rank. All ranks must enter it.
+
+    ``params``: one parameter or an iterable; those that no engine manages are left alone. With ``modifier_rank`` the
+    values of that rank are kept when the block ends. Without, the block is for reading: raises ReleasedParameterError at
+    its end if a value was changed, since ranks could differ.
+    """
+
+    def __init__(
+        self, params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None, enabled: bool = True
+    ) -> None:
+        chosen = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._params = chosen if enabled else []
+        self._modifier_rank = modifier_rank
+        self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
+
+    def __enter__(self) -> None:
+        flats: dict[int, torch.Tensor] = {}
+        for param in self._params:
+            found = _find(param)
+            if found is None or id(param) in found[0].held:
+                continue
+            registry, home = found
+            key = id(home.segment)
+            if key not in flats:
+                flats[key] = _weights(registry.runtime, home.unit, home.segment)
+            managed = home.segment.params[home.entry]
+            value = _entry_view(home, flats[key])
+            if not home.unit.resident:
+                value = value.clone()
+                managed.data = value
+            registry.held[id(managed)] = value
+            self._held.append((registry, home, managed, value, _checksum(value)))
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        edited = []
+        for registry, home, param, value, checksum in self._held:
+            registry.held.pop(id(param), None)
+            if kind is None and self._modifier_rank is not None:
+                fresh = value.contiguous()
+                registry.runtime.comm.broadcast(fresh, self._modifier_rank, "edited parameters")
+                _store_weight(registry, home, fresh)
+            elif kind is None and _checksum(value) != checksum:
+                edited.append(home.segment.names[home.entry])
+            if not home.unit.resident:
+                param.data = home.segment.loud[home.entry]
+        self._held = []
+        if edited:
+            raise ReleasedParameterError(
+                f"parameters {edited} were changed inside GatheredParameters(...) without modifier_rank, so the change "
+                "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
+            )
+
+
+def _checksum(value: torch.Tensor) -> tuple[float, float]:
+    wide = value.detach().double().reshape(-1)
+    weights = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
+    return float(wide.sum()), float(torch.dot(wide, weights))
+
+
+# -- by parameter ------------------------------------------------------------------------------------------------
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """The full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
+    found = _find(param)
+    if found is None or found[1].segment.master is None:
+        return None
+    registry, home = found
+    home.unit.finish_gather()
+    master = home.segment.master
+    return _entry_view(home, _gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Set the master and the weight of ``param`` to ``value`` (full, the same on all ranks, which must all call it)."""
+    registry, home = _managed(param)
+    _store_weight(registry, home, value.to(home.segment.shard.device))
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The full fp32 gradient of ``param``: averaged, unscaled, not clipped. All ranks must call it.
+
+    Valid between the last backward of a step and step(); None elsewhere, or if no engine optimizes ``param``.
+    """
+    found = _find(param)
+    if found is None or found[1].segment.grad_shard is None:
+        return None
+    registry, home = found
+    registry.runtime.finish_reductions()
+    if not home.segment.reduced:
+        return None
+    flat = _gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)
+    return _entry_view(home, flat) * registry.unscale()
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
+    """The full optimizer state ``key`` (such as "exp_avg") of ``param``, in its shape. All ranks must call it.
+
+    None if no engine optimizes ``param`` or there is no state yet. Raises ModelError if the state has another shape.
+    """
+    found = _find(param)
+    if found is None or found[0].sharded is None or found[1].segment.master is None:
+        return None
+    registry, home = found
+    flat, known = _owned_state(registry, home.segment, key)
+    if not any(registry.runtime.comm.control_objects(known)):
+        return None
+    return _entry_view(home, _gathered(registry, home.segment, flat, home.unit.name)).clone()
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks)."""
+    registry, home = _managed(param)
+    flat, known = _owned_state(registry, home.segment, key)
+    if not known:
+        return
+    _store_owned(home.segment, home.entry, flat, value)
+    assert registry.sharded is not None
+    for piece in registry.sharded.pieces:
+        if piece.segment is home.segment:
+            state = registry.sharded.optimizer.state[piece.tensor][key]
+            state.copy_(flat[piece.low : piece.low + state.numel()].view(state.shape))
+
+
+def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.Tensor, bool]:
+    """(state ``key`` of what this rank owns of ``segment`` [owned], whether there is any)."""
+    assert registry.sharded is not None
+    assert segment.master is not None
+    flat = torch.zeros_like(segment.master, dtype=torch.float32)
+    known = False
+    for piece in registry.sharded.pieces:
+        state = registry.sharded.optimizer.state.get(piece.tensor, {}).get(key) if piece.segment is segment else None
+        if state is None:
+            continue
+        if state.shape != piece.tensor.shape:
+            raise ModelError(f"optimizer state {key!r} has shape {tuple(state.shape)}, not that of its parameter.")
+        flat[piece.low : piece.low + state.numel()].copy_(state.reshape(-1))
+        known = True
+    return flat, known
+
+
+def _managed(param: torch.Tensor) -> tuple[Registry, Home]:
+    found = _find(param)
+    if found is None:
+        raise ModelError(f"a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine.")
+    return found

@@ -1,0 +1,285 @@
+"""Partition: which parameters form a unit, and the building of units from an ordinary module.
+
+[Note: choosing units]
+A unit is entered and left through its module's forward, so units never lie inside one another: a policy takes the
+outermost modules that fit. Whatever no unit takes, and every parameter that two units share (tied weights), belongs to
+the root unit, which stays gathered from the beginning of a forward to the end of its backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..comm import Communicator
+from ..errors import ConfigError, ConfigProblem, ModelError
+from .layout import build_layout
+from .policy import Policy
+from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
+
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """How to cut a model into units. ``kind``: by_block, by_block_and_size, by_block_group, size_based or classes."""
+
+    kind: str = "by_block"
+    block_count: int = 2  # blocks in a unit, for by_block_group
+    numel: int = 50_000_000  # elements, for size_based and by_block_and_size
+    classes: tuple[str, ...] = ()
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it has memory: the modules that enter it and the parameters it owns."""
+
+    name: str
+    modules: list[nn.Module]
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    shares_slots: bool = True  # False: an embedding or head, which keeps a slot of its own
+
+
+def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+    """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes."""
+    specs = _candidates(module, policy)
+    owners: dict[int, set[int]] = defaultdict(set)
+    inside: set[int] = set()
+    for index, spec in enumerate(specs):
+        for part in spec.modules:
+            for submodule in part.modules():
+                inside.add(id(submodule))
+                for param in submodule._parameters.values():
+                    if param is not None:
+                        owners[id(param)].add(index)
+    for submodule in module.modules():
+        if id(submodule) not in inside:
+            for param in submodule._parameters.values():
+                if param is not None:
+                    owners[id(param)].add(-1)
+    root = UnitSpec(ROOT, [module])
+    for name, param in module.named_parameters():
+        holders = owners[id(param)]
+        owner = next(iter(holders)) if len(holders) == 1 else -1
+        (specs[owner] if owner >= 0 else root).params.append((name, param))
+    return [root, *(spec for spec in specs if spec.params)]
+
+
+def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+    if policy.kind == "classes":
+        return _by_class(module, policy.classes)
+    if policy.kind == "size_based":
+        found: list[UnitSpec] = []
+        _by_size(module, "", policy.numel, found, is_root=True)
+        return found
+    blocks = list(_blocks(module, "", set()))
+    if policy.kind == "by_block_group":
+        return _grouped(blocks, policy.block_count)
+    specs = [UnitSpec(name, [block]) for name, block in blocks]
+    if policy.kind == "by_block_and_size":
+        taken = {id(part) for _, block in blocks for part in block.modules()}
+        for name, part in module.named_modules():
+            leaf = id(part) not in taken and part is not module and not list(part.children())
+            if leaf and _numel(part) >= policy.numel:
+                specs.append(UnitSpec(name, [part], shares_slots=False))
+    return specs
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    return [(f"{prefix}{name}", child) for name, child in module.named_children()]
+
+
+def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """The repeated blocks: members of the outermost lists in which one class with parameters comes at least twice."""
+    children = [(name, child) for name, child in _children(module, prefix) if id(child) not in seen]
+    repeated: set[type] = set()
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        counts = Counter(type(child) for _, child in children if _numel(child))
+        repeated = {kind for kind, count in counts.items() if count >= 2}
+    for name, child in children:
+        seen.add(id(child))
+        if type(child) in repeated and _numel(child):
+            yield name, child
+        else:
+            yield from _blocks(child, f"{name}.", seen)
+
+
+def _grouped(blocks: Sequence[tuple[str, nn.Module]], count: int) -> list[UnitSpec]:
+    """Neighbouring blocks of one list, ``count`` to a unit."""
+    specs: list[UnitSpec] = []
+    last_parent, filled = None, 0
+    for name, block in blocks:
+        parent = name.rpartition(".")[0]
+        if parent != last_parent or filled == count:
+            specs.append(UnitSpec(name, []))
+            last_parent, filled = parent, 0
+        specs[-1].modules.append(block)
+        filled += 1
+    return specs
+
+
+def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
+    specs, inside, found = [], set(), set()
+    for name, part in module.named_modules():
+        found.add(type(part).__name__)
+        if id(part) in inside or type(part).__name__ not in classes or part is module:
+            continue
+        inside.update(id(sub) for sub in part.modules())
+        specs.append(UnitSpec(name, [part]))
+    missing = [name for name in classes if name not in found]
+    if missing:
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    "zero_optimization.unit_policy",
+                    missing,
+                    "the model has no module of this class.",
+                    f"name classes out of {sorted(found)}, or use 'by_block'.",
+                )
+            ]
+        )
+    return specs
+
+
+def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], *, is_root: bool) -> bool:
+    """Smallest modules with at least ``numel`` elements, bottom up. True if ``module`` holds a unit."""
+    before = len(found)
+    holds = False
+    for name, child in _children(module, prefix):
+        holds = _by_size(child, f"{name}.", numel, found, is_root=False) or holds
+    if not holds and not is_root and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _numel(module) >= numel:
+        found.insert(before, UnitSpec(prefix[:-1], [module]))
+        return True
+    return holds
+
+
+# -- building ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class UnitBuilder:
+    """Turns specs into units with memory. One machinery for all stages: the policy only decides where slots lie."""
+
+    policy: Policy
+    comm: Communicator
+    device: torch.device
+    compute_dtype: torch.dtype | None  # None: every parameter keeps its dtype
+    slot_count: int
+    optimized: dict[int, int]  # id(parameter) -> parameter group
+    whole: bool  # never cut a parameter
+
+    def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
+        """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
+        units = [Unit(index, spec.name, spec.modules, self._segments(spec)) for index, spec in enumerate(specs)]
+        sharing = [unit for unit, spec in zip(units, specs, strict=True) if spec.shares_slots and unit.name != ROOT]
+        degree = self.comm.topology.shard
+        share_params = self.policy.share_param_slots and degree > 1
+        share_grads = self.policy.share_grad_slots and degree > 1
+        param_slots = self._pool([self._bytes(unit.segments) for unit in sharing] if share_params else [])
+        grad_slots = self._pool([self._grad_bytes(unit) for unit in sharing] if share_grads else [])
+        for position, unit in enumerate(sharing):
+            if share_params:
+                unit.resident, unit.param_slot = False, position % self.slot_count
+            if share_grads:
+                unit.grad_slot = position % self.slot_count
+        for unit in units:
+            unit.is_block = unit in sharing
+            unit.deferred = not unit.is_block
+            self._materialise(unit, param_slots, grad_slots)
+        return units, param_slots, grad_slots
+
+    def _pool(self, sizes: list[int]) -> SlotPool:
+        return SlotPool(self.slot_count, max(sizes, default=0), self.device)
+
+    def _bytes(self, segments: Sequence[Segment]) -> int:
+        """Bytes of a parameter slot that holds ``segments`` one after the other."""
+        return sum(aligned_bytes(s.layout.numel * self._dtype(s.params[0]).itemsize) for s in segments)
+
+    def _grad_bytes(self, unit: Unit) -> int:
+        """Bytes of a gradient slot for ``unit``."""
+        return sum(aligned_bytes(segment.layout.numel * torch.float32.itemsize) for segment in unit.trainable)
+
+    def _segments(self, spec: UnitSpec) -> list[Segment]:
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        for name, param in spec.params:
+            trainable = param.requires_grad and id(param) in self.optimized
+            kinds[self._dtype(param), trainable].append((name, param))
+        segments = []
+        for (_, trainable), members in kinds.items():
+            if trainable:  # neighbours of one parameter group make one optimizer piece
+                members.sort(key=lambda member: self.optimized[id(member[1])])
+            names, params = [name for name, _ in members], [param for _, param in members]
+            layout = build_layout(
+                names, [tuple(p.shape) for p in params], self.comm.topology.shard, whole=self.whole and trainable
+            )
+            segment = Segment(names, params, layout, self.comm.topology.shard_rank)
+            segment.trainable = trainable
+            segments.append(segment)
+        return segments
+
+    def _dtype(self, param: nn.Parameter) -> torch.dtype:
+        return self.compute_dtype if self.compute_dtype and param.is_floating_point() else param.dtype
+
+    def _materialise(self, unit: Unit, param_slots: SlotPool, grad_slots: SlotPool) -> None:
+        dtypes = [self._dtype(segment.params[0]) for segment in unit.segments]
+        if not unit.resident:
+            numels = [segment.layout.numel for segment in unit.segments]
+            carved = param_slots.carve(unit.param_slot, numels, dtypes)
+        for index, (segment, dtype) in enumerate(zip(unit.segments, dtypes, strict=True)):
+            values = self._values(segment)  # [numel], the dtype the user gave
+            segment.dtype = dtype
+            if unit.resident:
+                segment.adopt_full(values if values.dtype == dtype else values.to(dtype))
+                segment.shard = segment.full[segment.low : segment.high]
+            else:
+                segment.adopt_full(carved[index])
+                segment.shard = values[segment.low : segment.high].to(dtype, copy=True)
+            if segment.trainable:
+                self._give_master(segment, values)
+            for param, view in zip(segment.params, segment.views, strict=True):
+                param.data = view
+            segment.loud = [placeholder(param) for param in segment.params]
+        self._give_gradients(unit, grad_slots)
+        if not unit.resident:
+            unit.release()
+
+    def _values(self, segment: Segment) -> torch.Tensor:
+        """The flat buffer [numel] of rank 0's parameters, on this rank's device."""
+        flat = torch.zeros(segment.layout.numel, dtype=segment.dtype, device=self.device)
+        for entry, param in zip(segment.layout.entries, segment.params, strict=True):
+            if param.is_meta:
+                raise ModelError(
+                    f"parameter {entry.name} is on the meta device and has no values. Remedy: build the model inside "
+                    "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
+                )
+            flat[entry.offset : entry.end].copy_(param.detach().reshape(-1))
+        self.comm.broadcast(flat, 0, "initial parameters")
+        return flat
+
+    def _give_master(self, segment: Segment, values: torch.Tensor) -> None:
+        if self.policy.shard_optimizer:
+            owned, compute = values[segment.low : segment.high], segment.shard
+        else:
+            owned, compute = values, segment.full
+        segment.master = compute if segment.dtype == torch.float32 else owned.to(torch.float32, copy=True)
+
+    def _give_gradients(self, unit: Unit, grad_slots: SlotPool) -> None:
+        numels = [segment.layout.numel for segment in unit.trainable]
+        if unit.grad_slot >= 0:
+            slots = grad_slots.carve(unit.grad_slot, numels, [torch.float32] * len(numels))
+        else:
+            slots = [torch.zeros(numel, dtype=torch.float32, device=self.device) for numel in numels]
+        for segment, slot in zip(unit.trainable, slots, strict=True):
+            segment.adopt_grad(slot)
+            if self.policy.share_grad_slots and self.comm.topology.shard > 1:
+                segment.grad_shard = torch.zeros(segment.high - segment.low, dtype=torch.float32, device=self.device)
+            else:
+                segment.grad_shard = slot[segment.low : segment.high]

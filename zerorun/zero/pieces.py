@@ -1,0 +1,102 @@
+"""Pieces: what a torch optimizer sees of the sharded model, and the way back from a piece to named parameters.
+
+[Note: pieces]
+For an element-wise optimizer all neighbouring parameters of one parameter group in a unit make one 1-D piece, so that a
+step costs O(units) calls. A parameter that gets no gradient on any rank must not move (torch's optimizers skip it, and its
+step count stands still): the first time that happens, its piece is cut at the parameter's ends, together with its
+optimizer state, and from then on it can be left out. Other optimizers get every parameter whole, in its own shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .unit import Segment, Unit
+
+
+@dataclass
+class Run:
+    """Elements ``start .. start + numel`` of parameter ``entry`` (index in its segment), at ``offset`` in the piece."""
+
+    entry: int
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass
+class OptimizerPiece:
+    """One tensor of the optimizer: a view of a segment's master, and of its gradient."""
+
+    segment: Segment
+    group: int
+    low: int  # elements into the segment's owned range
+    tensor: torch.Tensor  # fp32
+    runs: list[Run]
+
+    @cached_property
+    def gradient(self) -> torch.Tensor:
+        """The reduced gradient, shaped like ``tensor``."""
+        owned = owned_gradient(self.segment)
+        return owned[self.low : self.low + self.tensor.numel()].view(self.tensor.shape)
+
+
+def owns_everything(segment: Segment) -> bool:
+    """True at stage 0: every rank updates all elements."""
+    return segment.master is not None and segment.master.numel() == segment.layout.numel
+
+
+def owned_gradient(segment: Segment) -> torch.Tensor:
+    """The gradient of what this rank updates: [owned] fp32."""
+    found = segment.grad_full if owns_everything(segment) else segment.grad_shard
+    assert found is not None
+    return found
+
+
+def _owned_runs(segment: Segment) -> list[Run]:
+    """What this rank updates, with ``offset`` counted from the beginning of its owned range."""
+    if owns_everything(segment):
+        return [Run(index, 0, entry.offset, entry.numel) for index, entry in enumerate(segment.layout.entries)]
+    return [Run(p.entry, p.start, p.shard_start, p.numel) for p in segment.layout.pieces(segment.rank)]
+
+
+def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int], *, whole: bool) -> list[OptimizerPiece]:
+    """Pieces of everything this rank updates. ``whole``: one for each parameter, in its own shape."""
+    pieces: list[OptimizerPiece] = []
+    for unit in units:
+        for segment in unit.trainable:
+            current: OptimizerPiece | None = None
+            for run in _owned_runs(segment):
+                group = group_of(segment.params[run.entry])
+                if current is None or whole or current.group != group:
+                    current = OptimizerPiece(segment, group, run.offset, torch.empty(0), [])
+                    pieces.append(current)
+                current.runs.append(Run(run.entry, run.start, run.offset - current.low, run.numel))
+    for piece in pieces:
+        master, last = piece.segment.master, piece.runs[-1]
+        assert master is not None
+        tensor = master[piece.low : piece.low + last.offset + last.numel]
+        piece.tensor = tensor.view(piece.segment.layout.entries[last.entry].shape) if whole else tensor
+    return pieces
+
+
+def split_lengths(piece: OptimizerPiece) -> list[int]:
+    """Lengths that cut ``piece`` in front of each of its runs."""
+    starts = [run.offset for run in piece.runs] + [piece.tensor.numel()]
+    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+
+
+def split_piece(piece: OptimizerPiece, tensors: list[torch.Tensor]) -> list[OptimizerPiece]:
+    """One piece for each run of ``piece``; ``tensors`` are the parts of its tensor, cut by ``split_lengths``."""
+    parts = []
+    for run, tensor in zip(piece.runs, tensors, strict=True):
+        parts.append(
+            OptimizerPiece(
+                piece.segment, piece.group, piece.low + run.offset, tensor, [Run(run.entry, run.start, 0, run.numel)]
+            )
+        )
+    return parts

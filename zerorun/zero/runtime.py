@@ -1,0 +1,474 @@
+"""Runtime: hooks that turn the forward and backward of an unmodified module into gathers, releases and reductions.
+
+[Note: one pass]
+A *pass* is one forward of the model, a *session* one backward. In both, units are visited in turn:
+
+    forward    pre-forward hook  -> visit: gather the unit, prefetch the next      post-forward hook -> release
+    backward   output grad hook  -> visit: the same, and reduce the unit before    end of backward   -> reduce the rest
+
+When the hook of an earlier unit's output fires in a backward, autograd has finished the later unit: its nodes were made
+later, ready nodes run latest first, and gradients of leaves are stored before anything else. So there is no hook for a
+parameter; a unit's gradients are collected when the next unit is visited. Gradients that come even later stay on the
+parameter, are found at the end of the backward, and are reduced in ``settle``; from then on the unit is *deferred* to the
+end of the backward on all ranks.
+
+Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from ..comm import Communicator, Pending
+from ..errors import ModelError, OrderError, ReleasedParameterError
+from ..log import warn_once
+from .order import Walk, merge_orders
+from .policy import Policy
+from .unit import SlotPool, Unit
+
+# Seconds that a rank which left the agreed order waits for the others to ask as well. See order.py.
+_ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
+# Forwards that a backward may still come for. More than any loop keeps; bounds what forwards without one leave behind.
+_MAX_OUTSTANDING = 32
+_END = -1
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists, tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+class Runtime:
+    """Executes the stage: owns the hooks, the walks and the collectives in flight.
+
+    ``reduce_now`` is asked at the beginning of each backward: may gradients that accumulate be reduced in it?
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        policy: Policy,
+        comm: Communicator,
+        param_slots: SlotPool,
+        grad_slots: SlotPool,
+        reduce_now: Callable[[], bool],
+    ) -> None:
+        self.module, self.units, self.policy, self.comm = module, units, policy, comm
+        self.param_slots, self.grad_slots = param_slots, grad_slots
+        self.reduce_now = reduce_now
+        self.shares_params = any(not unit.resident for unit in units)
+        self.shares_grads = any(unit.grad_slot >= 0 for unit in units)
+        self.plans: dict[Hashable, list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
+        self.walk: Walk | None = None  # of the forward that is running
+        self.session: Walk | None = None  # of the backward that is running
+        self.reducing_session = False
+        self.outstanding: deque[Walk] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
+        self.visited: set[int] = set()  # units with a forward since the last step
+        self.completed: set[int] = set()  # units reduced in this session
+        self.late: set[int] = set()  # units whose gradients came after their turn
+        self.reducing: deque[Unit] = deque()  # reductions in flight, oldest first
+        self.sharing: list[Pending] = []  # stage 0: reduced gradients on their way to every rank
+        self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
+        self.state_dict_allowed = False
+        self.overlap = True  # False: wait for every reduction at once
+        self.on_session_end: Callable[[], None] = lambda: None
+        self._phases = 0
+        self._inside: list[int] = []  # units whose forward is running, outermost first
+        self._handles = self._install_hooks()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _install_hooks(self) -> list[Any]:
+        handles = []
+        for unit in self.units:
+            for module in unit.modules:
+                enter, leave = partial(self._enter, unit), partial(self._leave, unit)
+                handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                handles.append(module.register_forward_hook(leave))
+        return handles
+
+    def remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if unit.index == 0:
+            self._recover()
+        elif not unit.resident:
+            self._refuse_nesting(unit)
+        self._inside.append(unit.index)
+        if self.session is not None:
+            if unit.index:
+                self._visit(self.session, unit)
+            return
+        if self.walk is None:
+            self._begin_pass(unit)
+        assert self.walk is not None
+        if unit.index:
+            self._visit(self.walk, unit)
+
+    def _leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside.pop()
+        if self.session is None:
+            if not unit.resident:
+                unit.release()
+            if not self._inside:
+                self._end_pass()
+        if torch.is_grad_enabled():
+            visit = partial(self._before_backward, unit)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(visit)
+
+    def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
+        if self.session is None:
+            self._begin_session()
+        assert self.session is not None
+        if unit.index:
+            self._visit(self.session, unit)
+
+    def _recover(self) -> None:
+        """An exception left a forward or backward half-way, and the program went on: forget it."""
+        if self.session is not None and torch._C._current_graph_task_id() == -1:
+            self.session = None
+        if self.session is None:
+            self.walk = None
+            self._inside.clear()
+
+    def _refuse_nesting(self, unit: Unit) -> None:
+        outer = next((i for i in self._inside if i != unit.index and not self.units[i].resident), None)
+        if outer is not None:
+            raise ModelError(
+                f"unit {unit.name!r} was entered while unit {self.units[outer].name!r} is running; at stage 3 units "
+                "share slots and cannot contain one another. Remedy: name the class of the outer module only in "
+                "zero_optimization.unit_policy."
+            )
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _begin_pass(self, entry: Unit) -> None:
+        self._phases += 1
+        self.finish_gathers(blocks=False)
+        key = ("forward", entry.index, torch.is_grad_enabled())
+        self.walk = Walk(key, self.plans.get(key))
+
+    def _end_pass(self) -> None:
+        walk = self.walk
+        assert walk is not None
+        if self.shares_params:
+            self._finish_plan(walk)
+            if walk.plan is None:
+                self._ask_until_all_end(walk)
+                self._agree(walk, self._universe())
+        self.walk = None
+        if walk.key[2] and walk.visits:  # type: ignore[index]
+            self.outstanding.append(walk)
+
+    def finish_gathers(self, *, blocks: bool) -> None:
+        """Units with slots of their own are whole from here on; ``blocks``: also those that wait for their visit."""
+        for unit in self.units:
+            if unit.resident and not unit.attached and (blocks or not unit.is_block):
+                unit.finish_gather()
+                unit.attach()
+
+    def _universe(self) -> list[int]:
+        """Units that are visited, as the model defines them."""
+        return [unit.index for unit in self.units if unit.index]
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _begin_session(self) -> None:
+        self._phases += 1
+        self.reducing_session = self.shares_grads or self.reduce_now()
+        self.completed.clear()
+        passes = list(self.outstanding)
+        self.outstanding.clear()
+        for walk in passes:
+            if walk.key not in self.plans:
+                self._agree(walk, self._universe())
+        key = ("backward", *(walk.key for walk in passes))
+        if key not in self.plans:
+            forward = [self.plans[walk.key] for walk in reversed(passes)]
+            agreed = all(plan is not None for plan in forward)
+            self.plans[key] = [unit for plan in forward for unit in reversed(plan or [])] if agreed else None
+        self.session = Walk(key, self.plans[key])
+        Variable._execution_engine.queue_callback(self._end_session)
+
+    def _end_session(self) -> None:
+        walk = self.session
+        assert walk is not None
+        try:
+            self._finish_plan(walk)
+            if self.shares_params and walk.plan is None:
+                self._ask_until_all_end(walk)
+                self._agree(walk, self._universe()[::-1])
+            for unit in reversed(self.units):
+                if unit.trainable and unit.index not in self.completed and not unit.deferred:
+                    self._complete(unit)
+            for unit in reversed(self.units):
+                if unit.trainable and unit.index not in self.completed:
+                    self._complete(unit)
+            for unit in self.units:
+                if not unit.resident:
+                    unit.release()
+            self.late = {unit.index for unit in self.units if unit.has_gradient()}
+            self.on_session_end()
+        finally:
+            self.session = None
+
+    def _refuse_stray_gradient(self, unit: Unit) -> None:
+        """A gradient for a unit that never had its slot comes from a use of a placeholder."""
+        if unit.resident or unit.index in self.visited or not unit.has_gradient():
+            return
+        names = [n for s in unit.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+        raise released_parameter(names[0], unit.name)
+
+    def _complete(self, unit: Unit) -> None:
+        """Collect the gradients of ``unit`` and, where this backward reduces, start their reduction."""
+        self._refuse_stray_gradient(unit)
+        self.completed.add(unit.index)
+        if unit.grad_slot >= 0:
+            self._free_grad_slot(unit)
+        elif any(segment.reduced for segment in unit.trainable):
+            self.finish_reductions()
+        if self.inspect is not None:
+            self.inspect(unit)
+        unit.absorb()
+        if self.reducing_session:
+            self._reduce(unit)
+
+    def _free_grad_slot(self, unit: Unit) -> None:
+        occupant = self.grad_slots.occupant[unit.grad_slot]
+        if occupant is not None and occupant != unit.index:
+            self.units[occupant].finish_reduce()
+        self.grad_slots.occupant[unit.grad_slot] = unit.index
+
+    def _reduce(self, unit: Unit) -> None:
+        unit.start_reduce(self.comm)
+        self.reducing.append(unit)
+        while self.reducing and (len(self.reducing) >= self.grad_slots.count or not self.overlap):
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        unit = self.reducing.popleft()
+        unit.finish_reduce()
+        if not self.policy.shard_optimizer and self.comm.topology.shard > 1:
+            for segment in unit.trainable:
+                assert segment.grad_full is not None
+                label = f"{unit.name}: all-gather gradients"
+                self.sharing.append(self.comm.all_gather(segment.grad_full, segment.layout.bounds, label))
+
+    # -- visits --------------------------------------------------------------------------------------------------
+
+    def _visit(self, walk: Walk, unit: Unit) -> None:
+        """``unit`` is needed now: walk the agreed list up to it, or ask the other ranks."""
+        self.visited.add(unit.index)
+        if walk.current != unit.index:
+            walk.visits.append(unit.index)
+            position = walk.find(unit.index)
+            if position is not None:
+                self._advance(walk, position)
+            elif self.shares_params:
+                self._ask(walk, unit)
+            walk.current = unit.index
+        if not unit.attached:
+            unit.finish_gather()
+            unit.attach()
+
+    def _advance(self, walk: Walk, position: int) -> None:
+        """Take every step of the plan up to ``position``: the same steps, in the same order, on every rank."""
+        assert walk.plan is not None
+        backward = walk is self.session
+        while walk.cursor < position:
+            if backward and walk.cursor >= 0:
+                self._pass_by(walk)
+            walk.cursor += 1
+            self._prefetch(walk)
+
+    def _pass_by(self, walk: Walk) -> None:
+        """The unit under the cursor has been left for good: reduce it, if this was its last visit."""
+        assert walk.plan is not None
+        unit = self.units[walk.plan[walk.cursor]]
+        if walk.finished(walk.cursor) and unit.trainable and not unit.deferred and unit.index not in self.completed:
+            self._complete(unit)
+
+    def _finish_plan(self, walk: Walk) -> None:
+        """Take the steps that this rank had no need for: other ranks may be waiting in them."""
+        if walk.plan:
+            self._advance(walk, len(walk.plan) - 1)
+            if walk is self.session:
+                self._pass_by(walk)
+
+    def _prefetch(self, walk: Walk) -> None:
+        """Issue gathers from the cursor on, as far as slots are free, in the order of the plan."""
+        assert walk.plan is not None
+        if not self.shares_params:
+            return
+        last = min(walk.cursor + self.param_slots.count - 1, len(walk.plan) - 1)
+        while walk.issued < last:
+            unit = self.units[walk.plan[walk.issued + 1]]
+            waiting = walk.plan[walk.cursor : walk.issued + 1]  # in use, or gathered for their turn
+            if any(self.units[other].param_slot == unit.param_slot >= 0 and other != unit.index for other in waiting):
+                return
+            walk.issued += 1
+            self._gather(unit, "for backward" if walk is self.session else "for forward")
+
+    def _gather(self, unit: Unit, phase: str) -> None:
+        """Start to fill the slot of ``unit``, unless its bytes are there already."""
+        if unit.resident or self.param_slots.occupant[unit.param_slot] == unit.index:
+            return
+        self.evict(unit.param_slot)
+        unit.start_gather(self.comm, phase)
+        self.param_slots.occupant[unit.param_slot] = unit.index
+
+    def evict(self, slot: int) -> None:
+        """Nothing is in shared slot ``slot`` from here on. All ranks must do it at the same point."""
+        occupant = self.param_slots.occupant[slot]
+        if occupant is not None:
+            self.units[occupant].finish_gather()
+            self.units[occupant].release()
+            self.param_slots.occupant[slot] = None
+
+    # -- agreement -----------------------------------------------------------------------------------------------
+
+    def _ask(self, walk: Walk, unit: Unit | None) -> bool:
+        """One round: tell which unit this rank needs next, and gather what any rank needs. True if all have ended."""
+        need = unit.index if unit is not None else _END
+        message = torch.tensor([self._phases, walk.issued, need], dtype=torch.int64)
+        try:
+            answers = [tuple(answer.tolist()) for answer in self.comm.control_gather(message, _ORDER_TIMEOUT_S)]
+        except OrderError as error:
+            raise OrderError(self._unanswered(walk, unit)) from error
+        if len({(phase, issued) for phase, issued, _ in answers}) > 1:
+            raise OrderError(self._different_positions(answers))
+        walk.plan = None
+        for index in sorted({needed for *_, needed in answers} - {_END}):
+            self._gather_for_some(self.units[index], needed_here=index == need)
+        return all(needed == _END for *_, needed in answers)
+
+    def _gather_for_some(self, unit: Unit, *, needed_here: bool) -> None:
+        if unit.resident:
+            return
+        if needed_here:
+            self.evict(unit.param_slot)
+            unit.start_gather(self.comm, "as asked")
+            self.param_slots.occupant[unit.param_slot] = unit.index
+            return
+        for segment in unit.segments:  # other ranks need our shard; what we receive goes to scratch
+            scratch = torch.empty_like(segment.full)
+            label = f"{unit.name}: all-gather as asked"
+            self.comm.all_gather(scratch, segment.layout.bounds, label, segment.shard).wait()
+
+    def _ask_until_all_end(self, walk: Walk) -> None:
+        while not self._ask(walk, None):
+            pass
+        for slot in range(self.param_slots.count):  # ranks may hold different units: start afresh
+            self.evict(slot)
+
+    def _agree(self, walk: Walk, universe: list[int]) -> None:
+        """Merge what the ranks visited into the plan of this kind of pass."""
+        if walk.key in self.plans and self.plans[walk.key] is None:
+            return
+        merged = merge_orders(self.comm.control_objects(walk.visits), universe)
+        if merged is None:
+            warn_once(
+                "ranks run their units in contradictory orders: results are right, but nothing is prefetched, and "
+                "ranks ask one another before every gather."
+            )
+        self.plans[walk.key] = merged
+
+    def _unanswered(self, walk: Walk, unit: Unit | None) -> str:
+        name = unit.name if unit is not None else "the end of the pass"
+        return (
+            f"rank {self.comm.topology.rank} reached {name!r} outside the order agreed for this pass ({walk.key}), and "
+            f"other ranks did not within {_ORDER_TIMEOUT_S:.0f} s: they run the model's units in another order or "
+            "another number of times. Remedy: call the model equally often on all ranks, or make the modules that "
+            "differ one unit (zero_optimization.unit_policy with the class name of the module around them)."
+        )
+
+    def _different_positions(self, answers: list[tuple[int, ...]]) -> str:
+        rank = next(rank for rank, answer in enumerate(answers) if answer[:2] != answers[0][:2])
+
+        def where(phase: int, issued: int, need: int) -> str:
+            unit = self.units[need].name if need >= 0 else "none"
+            return f"forward or backward number {phase}, after {issued + 1} units of its plan, needing unit {unit!r}"
+
+        return (
+            f"rank 0 is in {where(*answers[0])}, but rank {rank} in {where(*answers[rank])}. "
+            "Remedy: call the model and backward equally often, and its units in the same order, on all ranks."
+        )
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what accumulated in backwards that did not (the boundary was not known then)."""
+        for unit in reversed(self.units):
+            if any(segment.accumulated for segment in unit.trainable):
+                self._reduce(unit)
+        self.finish_reductions()
+
+    def finish_reductions(self) -> None:
+        while self.reducing:
+            self._finish_oldest()
+        for pending in self.sharing:
+            pending.wait()
+        self.sharing.clear()
+
+    def settle(self, late: set[int]) -> None:
+        """Reduce the gradients that came late on any rank. ``late``: the union over ranks."""
+        for index in sorted(late):
+            unit = self.units[index]
+            unit.deferred = True
+            if unit.grad_slot >= 0:
+                self._free_grad_slot(unit)
+            unit.absorb()
+            self._reduce(unit)
+        self.finish_reductions()
+        self.late.clear()
+
+    def publish(self) -> None:
+        """The shards have new values: gather units with slots of their own, let go of what shared slots hold."""
+        for slot in range(self.param_slots.count if self.shares_params else 0):
+            self.evict(slot)
+        if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
+            return
+        for unit in self.units:
+            if unit.resident and unit.segments:
+                unit.finish_gather()
+                unit.release()
+                unit.start_gather(self.comm, "updated parameters")
+
+    def forget(self) -> None:
+        """After a step: nothing is outstanding."""
+        self.outstanding.clear()
+        self.visited.clear()
+        self.late.clear()
+
+
+def released_parameter(name: str, unit: str) -> ReleasedParameterError:
+    return ReleasedParameterError(
+        f"parameter {name!r} was used outside the forward of its unit {unit!r}, where only a placeholder (NaN) is on this "
+        "rank. Remedy: use it inside that module's forward, or wrap the use in zerorun.zero.GatheredParameters(...), or "
+        "name the module that uses it in zero_optimization.unit_policy so that both are one unit."
+    )

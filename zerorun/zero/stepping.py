@@ -1,0 +1,115 @@
+"""Stepping: what ranks agree on before an update, the update of the pieces, and the way of new values to the slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..comm import Communicator
+from .norm import local_square_sum
+from .pieces import OptimizerPiece, owns_everything, split_lengths, split_piece
+from .runtime import Runtime
+from .unit import Segment, Unit
+
+Splitter = Callable[[torch.optim.Optimizer, torch.Tensor, list[int]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all ranks know, alike, about the gradients of a step. Sums over all data-parallel ranks."""
+
+    square_sum: float  # of all gradient elements, each once, before unscaling and averaging
+    bad_losses: int  # losses that were NaN or infinite
+    weight: float  # of the losses that came with one
+    unused: bool  # some parameter had no gradient on some rank
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.square_sum)
+
+
+class ShardedOptimizer:
+    """A torch optimizer over pieces of shards. ``split`` cuts one of its tensors and the state that belongs to it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pieces: list[OptimizerPiece],
+        units: list[Unit],
+        comm: Communicator,
+        split: Splitter,
+    ) -> None:
+        self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
+        self._split = split
+        self._segments = [segment for unit in units for segment in unit.trainable]
+
+    def summarise(self, runtime: Runtime, bad_losses: int, weight: float) -> Summary:
+        """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late."""
+        runtime.finish_reductions()
+        unused = any(False in segment.used for segment in self._segments)
+        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight]
+        total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
+        if total[1]:
+            late = self.comm.control_objects(runtime.late)
+            runtime.settle(set().union(*late))
+            total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
+        square_sum, _, unused_sum, bad, weights = total.tolist()
+        return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0)
+
+    def _square_sum(self) -> float:
+        return float(local_square_sum(self.units))
+
+    def update(self, coefficient: float, *, unused: bool) -> None:
+        """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
+
+        ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for.
+        """
+        left_out = self._unused_everywhere() if unused else set()
+        if left_out:
+            self._separate(left_out)
+        gradients = []
+        for piece in self.pieces:
+            skip = bool(left_out) and all((id(piece.segment), run.entry) in left_out for run in piece.runs)
+            piece.tensor.grad = None if skip else piece.gradient
+            if not skip:
+                gradients.append(piece.gradient)
+        if coefficient != 1.0 and gradients:
+            torch._foreach_mul_(gradients, coefficient)
+        self.optimizer.step()
+        for piece in self.pieces:
+            piece.tensor.grad = None
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
+        for segment in self._segments:
+            write_back(segment)
+
+    def _unused_everywhere(self) -> set[tuple[int, int]]:
+        """(id of segment, entry) of the parameters without a gradient on any rank since the last step."""
+        flags = [float(used) for segment in self._segments for used in segment.used]
+        totals = iter(self.comm.control_sum(torch.tensor(flags, dtype=torch.float32)).tolist())
+        return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
+
+    def _separate(self, left_out: set[tuple[int, int]]) -> None:
+        """Cut the pieces that hold both parameters that move and parameters that do not."""
+        pieces: list[OptimizerPiece] = []
+        for piece in self.pieces:
+            states = {(id(piece.segment), run.entry) in left_out for run in piece.runs}
+            if len(states) == 2:
+                tensors = self._split(self.optimizer, piece.tensor, split_lengths(piece))
+                pieces += split_piece(piece, tensors)
+            else:
+                pieces.append(piece)
+        self.pieces = pieces
+
+
+def write_back(segment: Segment) -> None:
+    """Let the compute-dtype values be the master's, rounded."""
+    master = segment.master
+    if master is None or segment.dtype == master.dtype:
+        return
+    (segment.full if owns_everything(segment) else segment.shard).copy_(master)

@@ -1,0 +1,253 @@
+"""Unit: the memory of one piece of the model, and how it moves between shards and slots.
+
+[Note: who owns which tensor]
+Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padded flat buffer of a segment.
+
+| tensor             | owner   | shape           | dtype   | where it lies                                              |
+|--------------------|---------|-----------------|---------|------------------------------------------------------------|
+| parameter (.data)  | Segment | the user's      | compute | a view of ``full`` while gathered, else a loud placeholder |
+| ``full``           | Segment | [numel]         | compute | own slot, or a part of a shared slot (stage 3)             |
+| ``shard``          | Segment | [shard]         | compute | a view of ``full`` if that is its own, else its own        |
+| ``master``         | Segment | [owned]         | fp32    | ``shard`` itself in fp32; else its own                     |
+| ``grad_full``      | Segment | [numel]         | fp32    | own slot, or a part of a shared slot (stages 2 and 3)      |
+| ``grad_shard``     | Segment | [shard]         | fp32    | a view of ``grad_full`` if that is its own, else its own   |
+| moments            | torch.optim | like master | fp32    | on 1-D (or whole) pieces of ``master``                     |
+| parameter.grad     | autograd | the user's     | compute | autograd's own, from its backward until ``absorb``         |
+
+``owned`` is the shard, or at stage 0 the whole buffer. Frozen segments have no master and no gradient.
+
+[Note: loud placeholders]
+While a unit is released its parameters keep shape, dtype and device, but read as NaN and refuse in-place writes: they are
+one NaN expanded to the shape. A mistake shows up as a NaN or an error, never as somebody else's weights.
+
+[Note: gradients come as a whole unit]
+Autograd leaves fresh gradients on ``parameter.grad``. When the unit's backward is over, ``absorb`` moves them all into the
+gradient slot at once and in fp32: one call for a unit, no hook for a parameter, and 8 bytes of traffic per fp32 element
+instead of the 16 of zeroing a buffer and accumulating into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..comm import Communicator, Pending
+from .layout import Layout
+
+
+class SlotPool:
+    """``count`` buffers of ``nbytes`` bytes at fixed addresses, shared by units. Slot i serves units i, i + count, ..."""
+
+    def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count if nbytes else 0)]
+        self.count = count
+        # The unit whose bytes a slot holds now, by index; None if nobody's. Set in the agreed order only.
+        self.occupant: list[int | None] = [None] * count
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self.buffers)
+
+    def carve(self, index: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """Consecutive typed views of slot ``index``, each aligned to 64 bytes."""
+        views, offset = [], 0
+        for numel, dtype in zip(numels, dtypes, strict=True):
+            size = numel * dtype.itemsize
+            views.append(self.buffers[index][offset : offset + size].view(dtype))
+            offset += aligned_bytes(size)
+        return views
+
+
+def aligned_bytes(size: int) -> int:
+    """``size`` rounded up to 64 bytes."""
+    return -(-size // 64) * 64
+
+
+class Segment:
+    """The parameters of one unit that have one dtype and are all trainable or all frozen. See the table above."""
+
+    def __init__(self, names: list[str], params: list[nn.Parameter], layout: Layout, rank: int) -> None:
+        by_name = dict(zip(names, params, strict=True))
+        self.layout = layout
+        self.rank = rank  # on the shard axis
+        self.names = [entry.name for entry in layout.entries]
+        self.params = [by_name[name] for name in self.names]
+        self.dtype = self.params[0].dtype
+        self.trainable = self.params[0].requires_grad
+        self.full: torch.Tensor
+        self.shard: torch.Tensor
+        self.master: torch.Tensor | None = None
+        self.grad_full: torch.Tensor | None = None
+        self.grad_shard: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []  # of full, one for each parameter
+        self.grad_views: list[torch.Tensor] = []  # of grad_full
+        self.gap_views: list[torch.Tensor] = []  # of grad_full: what belongs to no parameter
+        self.loud: list[torch.Tensor] = []  # what the parameters show while released
+        self.used = [False] * len(self.params)  # got a gradient on this rank since the last step
+        self.accumulated = False  # grad_full holds gradients that are not reduced yet
+        self.reduced = False  # grad_shard holds reduced gradients of this step
+        self.carry: torch.Tensor | None = None  # reduced gradients set aside while grad_full fills again
+
+    @property
+    def low(self) -> int:
+        return self.layout.bounds[self.rank]
+
+    @property
+    def high(self) -> int:
+        return self.layout.bounds[self.rank + 1]
+
+    def adopt_full(self, full: torch.Tensor) -> None:
+        """Use ``full`` [numel] as the place of the gathered parameters."""
+        self.full = full
+        self.views = [full[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+
+    def adopt_grad(self, grad_full: torch.Tensor) -> None:
+        """Use ``grad_full`` [numel] fp32 as the place of the full gradients."""
+        self.grad_full = grad_full
+        self.grad_views = [grad_full[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+        ends = [0, *(e.end for e in self.layout.entries)]
+        starts = [*(e.offset for e in self.layout.entries), self.layout.numel]
+        self.gap_views = [grad_full[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
+
+    def absorb(self) -> None:
+        """Move ``parameter.grad`` into the gradient slot: copied if the slot is fresh, else added."""
+        present, grads, missing = [], [], []
+        for index, param in enumerate(self.params):
+            grad = param.grad
+            if grad is None:
+                missing.append(self.grad_views[index])
+                continue
+            present.append(self.grad_views[index])
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
+            self.used[index] = True
+            param.grad = None
+        if not self.accumulated:
+            self._set_reduced_aside()
+            if missing or self.gap_views:
+                torch._foreach_zero_(missing + self.gap_views)
+            if present:
+                torch._foreach_copy_(present, grads)
+            self.accumulated = True
+        elif present:
+            torch._foreach_add_(present, grads)
+
+    def _set_reduced_aside(self) -> None:
+        """A second backward of the same step fills a slot whose shard part is already reduced: keep that part."""
+        if self.reduced and self.grad_shard is not None and self.shares_grad_memory:
+            self.carry = self.grad_shard.clone()
+            self.reduced = False
+
+    @property
+    def shares_grad_memory(self) -> bool:
+        """True if grad_shard is a part of grad_full (stages 0 and 1)."""
+        if self.grad_shard is None or self.grad_full is None:
+            return False
+        return self.grad_shard.untyped_storage().data_ptr() == self.grad_full.untyped_storage().data_ptr()
+
+    def forget_gradients(self) -> None:
+        """Start the next step with no gradient."""
+        self.accumulated = self.reduced = False
+        self.carry = None
+        self.used = [False] * len(self.params)
+        for param in self.params:
+            param.grad = None
+
+
+class Unit:
+    """A part of the model whose parameters are gathered, released and reduced together."""
+
+    def __init__(self, index: int, name: str, modules: list[nn.Module], segments: list[Segment]) -> None:
+        self.index = index
+        self.name = name
+        self.modules = modules  # that enter and leave the unit: hooks sit on them
+        self.segments = segments
+        self.trainable = [segment for segment in segments if segment.trainable]
+        self.resident = True  # has a slot of its own for parameters
+        self.param_slot = -1  # index in the shared pool, if not resident
+        self.grad_slot = -1  # index in the shared pool, or -1 for a slot of its own
+        self.gathering: list[Pending] = []
+        self.reducing: list[Pending] = []
+        self.attached = True
+        self.is_block = False  # waits for its gather when it is visited; other units when a pass begins
+        self.deferred = False  # its gradients may come after its turn: reduce it when the backward is over
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def start_gather(self, comm: Communicator, phase: str) -> None:
+        """Issue the all-gather of every segment into its slot. ``finish_gather`` must follow before use."""
+        for segment in self.segments:
+            source = None if segment.shard.data_ptr() == segment.full[segment.low :].data_ptr() else segment.shard
+            label = f"{self.name}: all-gather {phase}"
+            self.gathering.append(comm.all_gather(segment.full, segment.layout.bounds, label, source))
+
+    def finish_gather(self) -> None:
+        """Wait for the gather in flight, if any."""
+        for pending in self.gathering:
+            pending.wait()
+        self.gathering.clear()
+
+    def attach(self) -> None:
+        """Let the parameters be views of the slot."""
+        if not self.attached:
+            for segment in self.segments:
+                for param, view in zip(segment.params, segment.views, strict=True):
+                    param.data = view
+            self.attached = True
+
+    def release(self) -> None:
+        """Let the parameters be loud placeholders."""
+        if self.attached:
+            for segment in self.segments:
+                for param, loud in zip(segment.params, segment.loud, strict=True):
+                    param.data = loud
+            self.attached = False
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def has_gradient(self) -> bool:
+        """True if autograd has left a gradient that is not absorbed yet."""
+        return any(param.grad is not None for segment in self.trainable for param in segment.params)
+
+    def absorb(self) -> None:
+        """Move the gradients of all segments into the gradient slot."""
+        self.finish_reduce()
+        for segment in self.trainable:
+            segment.absorb()
+
+    def start_reduce(self, comm: Communicator) -> None:
+        """Issue the reduction of what is accumulated. ``finish_reduce`` must follow before the shard is read."""
+        for segment in self.trainable:
+            assert segment.grad_full is not None
+            assert segment.grad_shard is not None
+            pending = comm.reduce_scatter(
+                segment.grad_full,
+                segment.layout.bounds,
+                segment.grad_shard,
+                f"{self.name}: reduce-scatter gradients",
+                accumulate=segment.reduced and not segment.shares_grad_memory,
+            )
+            self.reducing.append(pending)
+            segment.accumulated, segment.reduced = False, True
+
+    def finish_reduce(self) -> None:
+        """Wait until the shard holds the reduced gradients."""
+        if not self.reducing:
+            return
+        for pending in self.reducing:
+            pending.wait()
+        self.reducing.clear()
+        for segment in self.trainable:
+            if segment.carry is not None and segment.grad_shard is not None:
+                segment.grad_shard.add_(segment.carry)
+                segment.carry = None
+
+
+def placeholder(param: torch.Tensor) -> torch.Tensor:
+    """What a released parameter shows: its shape, dtype and device, reading NaN, refusing in-place writes."""
+    if param.dtype.is_floating_point or param.dtype.is_complex:
+        value: float = float("nan")
+    else:
+        value = torch.iinfo(param.dtype).max
+    return torch.full((1,), value, dtype=param.dtype, device=param.device).expand(param.shape)
