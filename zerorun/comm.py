@@ -27,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -161,6 +162,14 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0  # sent to other ranks
+
+
+class _Exchange(NamedTuple):
+    """A reduce-scatter between its messages and its sum."""
+
+    works: list[dist.Work]
+    parts: list[torch.Tensor]  # by rank: versions of this rank's chunk
+    borrowed: list[torch.Tensor]  # from the pool, to be given back after the sum
 
 
 class BufferPool:
@@ -297,12 +306,15 @@ class Communicator:
     def _p2p_all_gather(
         self, group: dist.ProcessGroup, rank: int, full: torch.Tensor, bounds: Sequence[int], label: str
     ) -> Pending:
-        tag, finish, device_full = self._tag(label), None, full
-        if full.is_cuda:
-            full = torch.empty(full.shape, dtype=full.dtype, device="cpu").copy_(device_full)
-            host = full
-            finish = lambda: device_full.copy_(host) and None  # noqa: E731
-        chunks = [full[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+        tag, target = self._tag(label), full
+        if full.is_cuda:  # two ranks on one GPU: through host memory
+            full = target.to("cpu")
+
+        def finish() -> None:
+            if target.is_cuda:
+                target.copy_(full)
+
+        chunks = [full[low:high] for low, high in pairwise(bounds)]
         works = [group.recv([chunk], peer, tag) for peer, chunk in enumerate(chunks) if peer != rank and chunk.numel()]
         if chunks[rank].numel():
             works += [group.send([chunks[rank]], peer, tag) for peer in range(len(chunks)) if peer != rank]
@@ -310,14 +322,16 @@ class Communicator:
 
     def _exchange_parts(
         self, group: dist.ProcessGroup, rank: int, full: torch.Tensor, bounds: Sequence[int], label: str
-    ) -> tuple[list[dist.Work], list[torch.Tensor], list[torch.Tensor]]:
-        """Send every other rank its chunk, receive the others' versions of ours: (works, parts by rank, borrowed)."""
+    ) -> _Exchange:
+        """Send every other rank its chunk, receive the others' versions of ours."""
         tag, own_numel = self._tag(label), bounds[rank + 1] - bounds[rank]
-        outgoing, borrowed = full, []
+        outgoing = full
+        works: list[dist.Work] = []
+        parts: list[torch.Tensor] = []
+        borrowed: list[torch.Tensor] = []
         if self.wire_dtype != full.dtype:
             outgoing = self.pool.take(full.numel(), self.wire_dtype).copy_(full)
             borrowed.append(outgoing)
-        parts, works = [], []
         for peer in range(len(bounds) - 1):
             if peer == rank:
                 parts.append(full[bounds[rank] : bounds[rank + 1]])
@@ -332,7 +346,7 @@ class Communicator:
                 works.append(group.send([chunk], peer, tag))
         sent = full.numel() - own_numel
         self._count(label, sent * self.wire_dtype.itemsize)
-        return works, parts, borrowed
+        return _Exchange(works, parts, borrowed)
 
     def _p2p_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
@@ -342,7 +356,7 @@ class Communicator:
             _store(full, out, accumulate)
             return Pending(self, label, [], None)
         if topology.shard == 1:
-            works, parts, borrowed = [], [full], []
+            works, parts, borrowed = _Exchange([], [full], [])
         else:
             works, parts, borrowed = self._exchange_parts(
                 self._groups["shard"], topology.shard_rank, full, bounds, label
@@ -384,7 +398,12 @@ class Communicator:
         host = full.to("cpu")
         own = host[bounds[rank] : bounds[rank + 1]]
         inner = self._p2p_reduce_scatter(host, bounds, own, label, False)
-        return Pending(self, label, [], lambda: (inner.wait(), _store(own.to(out.device), out, accumulate)) and None)
+
+        def finish() -> None:
+            inner.wait()
+            _store(own.to(out.device), out, accumulate)
+
+        return Pending(self, label, [], finish)
 
     # -- NCCL ----------------------------------------------------------------------------------------------------
 
@@ -395,7 +414,7 @@ class Communicator:
         if full.numel() == own.numel() * self.topology.shard:
             work = group._allgather_base(full, own)
         else:
-            chunks = [full[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+            chunks = [full[low:high] for low, high in pairwise(bounds)]
             work = group.allgather([chunks], [own])
         return Pending(self, label, [work], None)
 
@@ -410,9 +429,9 @@ class Communicator:
         if topology.shard > 1:
             self._count(label, (wire.numel() - own.numel()) * wire.element_size())
             if wire.numel() == own.numel() * topology.shard:
-                works.append(group._reduce_scatter_base(own, wire))
+                works.append(group._reduce_scatter_base(own, wire, dist.ReduceScatterOptions()))
             else:
-                chunks = [wire[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+                chunks = [wire[low:high] for low, high in pairwise(bounds)]
                 works.append(group.reduce_scatter([own], [chunks]))
 
         def finish() -> None:

@@ -57,6 +57,7 @@ class Engine:
         self._in_no_sync = self._in_engine_backward = self._applied = False
         self._grad_norm: float | None = None
         self._stepping_now = False
+        self._loss_mode: str | None = None
         self._begin_accumulation()
         runtime.on_session_end = self._count_backward
         self.registry: Registry | None = None
@@ -200,7 +201,7 @@ class Engine:
     def _begin_accumulation(self) -> None:
         self._sessions = 0  # backwards since the last update
         self._steps_seen = 0  # of them, followed by a step()
-        self._loss_mode: str | None = None
+        self._loss_mode = None
         self._weight = 0.0
         self._bad_losses: list[int] = []  # micro-batches, counted from 0
         self._culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients

@@ -234,7 +234,7 @@ def _raw_optimizer(
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
-    chosen = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    chosen: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if chosen and all(isinstance(item, dict) for item in chosen):
         return [{**group, "params": _as_list(group.get("params", []))} for group in chosen]
     return [{"params": [param for param in chosen if param.requires_grad]}]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zerorun.errors import ConfigError, ConfigProblem, ModelError
 from zerorun.log import warn_once
+from zerorun.ops.adam import FusedAdam
 from zerorun.ops.lion import Lion
 
 # The update of an element depends on that element's gradient and state (and on step counts) alone, so these can work
@@ -35,6 +36,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.Rprop,
         torch.optim.ASGD,
         Lion,
+        FusedAdam,
     }
 )
 
@@ -87,7 +89,7 @@ def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, An
         raise ModelError("there are no parameters to optimize. Give the model a parameter with requires_grad=True.")
     groups = [{**group, "params": _as_list(group["params"])} for group in groups]
     if _can_fuse(optimizer_class, kwargs, groups):
-        kwargs["fused"] = True
+        optimizer_class, kwargs = _fuse(optimizer_class, kwargs, groups)
     try:
         return optimizer_class(groups, **kwargs)
     except (TypeError, ValueError) as error:
@@ -245,6 +247,17 @@ def _can_fuse(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[st
     items = [item for group in groups for item in group["params"]]
     tensors = [item[1] if isinstance(item, tuple) else item for item in items]
     return bool(devices) and all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
+
+
+def _fuse(
+    optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]
+) -> tuple[Any, dict[str, Any]]:
+    """The class and keywords that run the fused kernel: our thin Adam if it has all that is asked for, else torch's."""
+    adam = optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
+    asked = set(kwargs).union(*groups) - {"params", "name"}
+    if adam and asked <= {"lr", "betas", "eps", "weight_decay"}:
+        return FusedAdam, {**kwargs, "decoupled": optimizer_class is torch.optim.AdamW}
+    return optimizer_class, {**kwargs, "fused": True}
 
 
 def _as_list(params: Any) -> list[Any]:

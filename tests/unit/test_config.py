@@ -115,7 +115,10 @@ def test_base64() -> None:
 
 
 def test_dict_is_neither_changed_nor_kept() -> None:
-    source = {"zero_optimization": {"cpu_offload": True, "stage": 2}, "optimizer": {"type": "X", "params": {"a": [1]}}}
+    source: dict[str, Any] = {
+        "zero_optimization": {"cpu_offload": True, "stage": 2},
+        "optimizer": {"type": "X", "params": {"a": [1]}},
+    }
     before = json.dumps(source)
     config = load_config(source)
     assert json.dumps(source) == before

@@ -11,11 +11,11 @@ import types
 from pathlib import Path
 
 import pytest
-from zerorun.launcher import cli, report
-from zerorun.launcher.plan import LaunchRequest, Target, build_plan, full_environment, render_text
 
 import zerorun
 from zerorun.errors import ConfigError, ConfigProblem, LaunchError
+from zerorun.launcher import cli, report
+from zerorun.launcher.plan import LaunchRequest, Target, build_plan, full_environment, render_text
 
 HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\", "--", "-m", "--nproc", "ключ"]
 

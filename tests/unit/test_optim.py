@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerorun.errors import ConfigError, ModelError
+from zerorun.ops.adam import FusedAdam
 from zerorun.optim import ELEMENTWISE, Lion, build_optimizer, is_elementwise, refuse_unusable, split_state
 
 SHAPE = (13, 11)
@@ -80,7 +81,8 @@ def test_shards_train_like_whole_parameters(name: str, params: Any, oracle: Any,
     whole, flat = start(), start().reshape(-1)
     expected = oracle([whole], **kwargs)
     built = build(name, params, *flat.split(LENGTHS))
-    assert type(built) is oracle
+    adam = oracle in (torch.optim.Adam, torch.optim.AdamW)
+    assert type(built) is (FusedAdam if adam else oracle)  # the same kernel with less around it
     run(expected, gradients(5))
     run(built, gradients(5))
     torch.testing.assert_close(flat.reshape(SHAPE), whole, rtol=1e-6, atol=1e-7)
@@ -114,7 +116,8 @@ def test_adam_means_adamw() -> None:
 )
 def test_fused_kernels_are_used_unless_refused(name: str, fused: bool | None) -> None:
     params = {"fused": False} if fused is False else {}
-    assert build(name, params, start()).param_groups[0].get("fused") is fused
+    built = build(name, params, start())
+    assert isinstance(built, FusedAdam) if fused and "Adam" in name else built.param_groups[0].get("fused") is fused
     assert not build(name, {"foreach": True}, start()).param_groups[0].get("fused")
 
 
@@ -290,3 +293,17 @@ def test_split_errors() -> None:
         split_state(optimizer, torch.zeros(4), [4])
     with pytest.raises(ModelError, match="Adafactor"):
         split_state(torch.optim.Adafactor([tensor]), tensor, [4])
+
+
+def test_adam_folds_the_coefficient_into_the_update() -> None:
+    plain, folded = start(), start()
+    expected, optimizer = torch.optim.AdamW([plain], weight_decay=0.1), FusedAdam([folded], weight_decay=0.1)
+    for gradient in gradients(5):
+        plain.grad, folded.grad = gradient * 0.3, gradient.clone()
+        optimizer.coefficient = 0.3
+        expected.step()
+        optimizer.step()
+    torch.testing.assert_close(folded, plain, rtol=1e-6, atol=1e-7)
+    state = optimizer.state[folded]
+    torch.testing.assert_close(state["exp_avg_sq"], expected.state[plain]["exp_avg_sq"], rtol=1e-5, atol=0)
+    assert optimizer.coefficient == 1.0

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass
@@ -74,7 +75,7 @@ def _topological(orders: set[tuple[int, ...]], universe: Sequence[int]) -> list[
     rank_of = {unit: position for position, unit in enumerate(universe)}
     waiting = {unit: set[int]() for order in orders for unit in order}
     for order in orders:
-        for before, after in zip(order, order[1:], strict=False):
+        for before, after in pairwise(order):
             waiting[after].add(before)
     merged: list[int] = []
     while waiting:
@@ -84,8 +85,8 @@ def _topological(orders: set[tuple[int, ...]], universe: Sequence[int]) -> list[
         chosen = min(ready, key=lambda unit: rank_of[unit])
         merged.append(chosen)
         del waiting[chosen]
-        for before in waiting.values():
-            before.discard(chosen)
+        for earlier in waiting.values():
+            earlier.discard(chosen)
     return merged
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
+from .init import forget_part, whole_value
 from .layout import build_layout
 from .policy import Policy
 from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
@@ -127,7 +128,9 @@ def _grouped(blocks: Sequence[tuple[str, nn.Module]], count: int) -> list[UnitSp
 
 
 def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
-    specs, inside, found = [], set(), set()
+    specs: list[UnitSpec] = []
+    inside: set[int] = set()
+    found: set[str] = set()
     for name, part in module.named_modules():
         found.add(type(part).__name__)
         if id(part) in inside or type(part).__name__ not in classes or part is module:
@@ -260,7 +263,10 @@ class UnitBuilder:
                     f"parameter {entry.name} is on the meta device and has no values. Remedy: build the model inside "
                     "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
                 )
-            flat[entry.offset : entry.end].copy_(param.detach().reshape(-1))
+            whole = whole_value(param)
+            if whole is not None:
+                forget_part(param)
+            flat[entry.offset : entry.end].copy_((param.detach() if whole is None else whole).reshape(-1))
         self.comm.broadcast(flat, 0, "initial parameters")
         return flat
 

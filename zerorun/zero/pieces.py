@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -87,7 +88,7 @@ def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int],
 def split_lengths(piece: OptimizerPiece) -> list[int]:
     """Lengths that cut ``piece`` in front of each of its runs."""
     starts = [run.offset for run in piece.runs] + [piece.tensor.numel()]
-    return [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    return [end - start for start, end in pairwise(starts)]
 
 
 def split_piece(piece: OptimizerPiece, tensors: list[torch.Tensor]) -> list[OptimizerPiece]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import Communicator
+from ..ops.adam import FusedAdam
 from .norm import local_square_sum
 from .pieces import OptimizerPiece, owns_everything, split_lengths, split_piece
 from .runtime import Runtime
@@ -76,7 +77,9 @@ class ShardedOptimizer:
             piece.tensor.grad = None if skip else piece.gradient
             if not skip:
                 gradients.append(piece.gradient)
-        if coefficient != 1.0 and gradients:
+        if isinstance(self.optimizer, FusedAdam):
+            self.optimizer.coefficient = coefficient
+        elif coefficient != 1.0 and gradients:
             torch._foreach_mul_(gradients, coefficient)
         self.optimizer.step()
         for piece in self.pieces:

@@ -1,0 +1,117 @@
+"""The same training as in reference.py, by a zerorun engine on this rank. To be called inside ``run_ranks``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Case, Place
+from reference import OPTIMIZERS, Result
+from torch import nn
+
+import zerorun
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes`` put in; sections are merged, not replaced."""
+    result = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
+def make_config(
+    stage: int = 0,
+    *,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    precision: str = "fp32",
+    optimizer: str = "AdamW",
+    **changes: Any,
+) -> dict[str, Any]:
+    """A configuration; ``changes`` are further keys, merged into their sections."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": optimizer, "params": OPTIMIZERS[optimizer][1]},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"]["initial_scale_power"] = 8  # does not overflow in these models
+    return merged(config, changes)
+
+
+_topologies: dict[int, zerorun.Topology] = {}
+
+
+def shared_topology(shard_degree: int | None = None) -> zerorun.Topology:
+    """One for each degree in this process, so that hundreds of engines do not make hundreds of process groups."""
+    degree = shard_degree or dist.get_world_size()
+    if degree not in _topologies:
+        _topologies[degree] = zerorun.Topology.create(
+            dist.get_world_size(), dist.get_rank(), shard_degree=degree, device_type="cpu"
+        )
+    return _topologies[degree]
+
+
+def make_engine(case: Case, config: dict[str, Any], **options: Any) -> zerorun.Engine:
+    """An engine over a new module of ``case``. ``options``: further arguments of ``zerorun.initialize``."""
+    module = case.build()
+    if case.groups:
+        options.setdefault("model_parameters", case.groups(module))
+    if "topology" not in options:
+        options["topology"] = shared_topology(config["zero_optimization"].get("shard_degree"))
+    return zerorun.initialize(module, config, **options)
+
+
+def global_mean(value: float) -> float:
+    """The mean over ranks, in fp64 and rank order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return sum(values) / len(values)
+
+
+def train(case: Case, config: dict[str, Any], steps: int, **options: Any) -> Result:
+    """Train for ``steps`` optimizer steps and take the engine down again."""
+    engine = make_engine(case, config, **options)
+    result = run_steps(engine, case, steps)
+    finish(engine, result)
+    return result
+
+
+def run_steps(engine: zerorun.Engine, case: Case, steps: int) -> Result:
+    result = Result()
+    for step in range(steps):
+        total = 0.0
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = case.loss(engine, Place(dist.get_rank(), step, micro))
+            engine.backward(loss)
+            engine.step()
+            total += loss.item() / engine.gradient_accumulation_steps()
+        result.losses.append(total)
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        result.norms.append(norm)
+    return result
+
+
+def finish(engine: zerorun.Engine, result: Result) -> None:
+    """Average the losses over ranks, take the weights, and destroy the engine, which leaves them in the module."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, result.losses)
+    result.losses = [sum(losses) / len(losses) for losses in zip(*values, strict=True)]
+    result.weights = engine.state_dict()
+    module = engine.module
+    engine.destroy()
+    assert_plain(module, result.weights)
+
+
+def assert_plain(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """The parameters own full values: those of ``weights``."""
+    for name, value in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
+        assert torch.equal(value, weights[name]), f"destroy() gave {name} other values than engine.state_dict()"

@@ -1,0 +1,144 @@
+"""The layers of the package: imports point downwards only, and some files need no torch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Module -> layer. A module may import from its own layer as long as there is no cycle, and from lower ones.
+LAYERS = {
+    "errors": 0,
+    "log": 0,
+    "batch": 1,
+    "config": 1,
+    "config_fields": 1,
+    "config_params": 1,
+    "config_rules": 1,
+    "config_schema": 1,
+    "config_sections": 1,
+    "config_source": 1,
+    "config_walk": 1,
+    "schedules": 1,
+    "zero.layout": 1,
+    "zero.order": 1,
+    "zero.policy": 1,
+    "arguments": 1,
+    "topology": 2,
+    "comm": 2,
+    "ops": 2,
+    "ops.adam": 2,
+    "ops.lion": 2,
+    "precision": 3,
+    "zero": 3,
+    "zero.access": 3,
+    "zero.init": 3,
+    "zero.norm": 3,
+    "zero.partition": 3,
+    "zero.pieces": 3,
+    "zero.report": 3,
+    "zero.runtime": 3,
+    "zero.stepping": 3,
+    "zero.unit": 3,
+    "dataloader": 4,
+    "optim": 4,
+    "engine": 5,
+    "initialize": 5,
+    "launcher": 0,
+    "launcher.bootstrap": 1,
+    "launcher.plan": 3,
+    "launcher.report": 3,
+    "launcher.supervisor": 4,
+    "launcher.cli": 5,
+}
+NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
+NO_TORCH |= {"errors", "log", "batch", "arguments", "zero.policy"}
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package, by its name after "zerorun."."""
+    found = {}
+    for folder, prefix in (("zerorun", ""), ("ops", "ops."), ("launcher", "launcher.")):
+        for path in (ROOT / folder).rglob("*.py"):
+            name = prefix + ".".join(path.relative_to(ROOT / folder).with_suffix("").parts)
+            found[name.removesuffix("__init__").removesuffix(".")] = path
+    found.pop("", None)
+    return found
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
+    """Full names of what a file imports, function-local imports included; relative names resolved."""
+    package = ["zerorun", *name.split(".")]
+    if path.name != "__init__.py":
+        package.pop()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(name: str, path: Path) -> set[str]:
+    known = sources()
+    found = {full.removeprefix("zerorun.") for full in imports(name, path) if full.startswith("zerorun.")}
+    return {target for target in found if target in known and target != name}
+
+
+def test_every_module_has_a_layer() -> None:
+    assert sorted(sources()) == sorted(LAYERS)
+
+
+def test_imports_point_downwards() -> None:
+    upward = [
+        f"{name} (layer {LAYERS[name]}) imports {target} (layer {LAYERS[target]})"
+        for name, path in sources().items()
+        for target in own_imports(name, path)
+        if LAYERS[target] > LAYERS[name]
+    ]
+    assert not upward
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: own_imports(name, path) for name, path in sources().items()}
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail, name])
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_configuration_and_launcher_import_no_torch() -> None:
+    known = sources()
+    for name in NO_TORCH:
+        assert not [full for full in imports(name, known[name]) if full.split(".")[0] == "torch"], name
+
+
+def test_ops_and_launcher_keep_to_themselves() -> None:
+    allowed = {"launcher": {"errors", "log", "config"}, "ops": set()}
+    for name, path in sources().items():
+        top = name.split(".")[0]
+        if top in allowed:
+            outside = {target.split(".")[0] for target in own_imports(name, path)} - {top} - allowed[top]
+            assert not outside, f"{name} imports {outside}"
+
+
+def test_nobody_imports_the_bare_roots() -> None:
+    """``import ops`` works from a checkout's root by accident, and would be a second copy of zerorun.ops."""
+    for path in [*ROOT.glob("*/**/*.py")]:
+        if "build" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
+        assert not [name for name in names if name.split(".")[0] in ("ops", "launcher")], path
