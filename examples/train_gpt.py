@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import zerorun
 
-REPORT_EVERY = 20  # steps
+REPORT_EVERY = 25  # steps
 VALIDATION_BATCHES = 8  # of train_batch_size windows
 NOT_TEXT = {"site-packages", "dist-packages", "test", "encodings"}  # other people's code, test data, number tables
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250}  # one GPU, dense bf16
@@ -115,7 +115,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context)
     multiplied = sum(p.numel() for p in model.blocks.parameters()) + model.head.weight.numel()
-    flops_per_byte = 6 * multiplied + 12 * args.layers * args.width * args.context  # forward and backward, as in PaLM
+    flops_per_token = 6 * multiplied + 12 * args.layers * args.width * args.context  # forward and backward, as in PaLM
 
     engine = zerorun.initialize(model=model, config=args.config)
     text, held_out = load_text(args.data, args.context)
@@ -139,7 +139,7 @@ def main() -> None:
             speed = inputs.numel() * len(losses) * dist.get_world_size() / (time.perf_counter() - began)
             valid = evaluate(engine, held_out, args.context) if evaluating else valid
             curve.append((step, train, valid if evaluating else None))
-            line = f"loss {train:.3f}, validation {valid:.3f}, {speed:,.0f} tokens/s, {usage(speed * flops_per_byte)}"
+            line = f"loss {train:.3f}, validation {valid:.3f}, {usage(engine.device, speed, flops_per_token)}"
             bar.set_postfix_str(line)
             if not terminal and dist.get_rank() == 0:
                 print(f"step {step}/{args.steps}: {line}", flush=True)
@@ -151,13 +151,17 @@ def main() -> None:
     engine.destroy()
 
 
-def usage(flops: float) -> str:
-    """Floating-point operations per second of all ranks (on GPUs that we know, as a share of the peak), and memory."""
-    if not torch.cuda.is_available():
-        return f"{flops / 1e9:.0f} GFLOP/s, {psutil.Process().memory_info().rss / 2**20:.0f} MiB per rank"
-    peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in torch.cuda.get_device_name()), None)
-    speed = f"{flops / 1e12:.1f} TFLOP/s" if peak is None else f"MFU {flops / dist.get_world_size() / peak / 1e12:.1%}"
-    return f"{speed}, {torch.cuda.max_memory_allocated() / 2**20:.0f} MiB per rank"
+def usage(device: torch.device, speed: float, flops_per_token: int) -> str:
+    """Speed of all ranks together (on a GPU that we know, MFU: the share of its peak) and memory of this rank."""
+    flops = speed * flops_per_token
+    if device.type == "cpu":
+        rate, memory = f"{flops / 1e9:.0f} GFLOP/s", psutil.Process().memory_info().rss
+    else:
+        peak = next((peak for name, peak in PEAK_TFLOPS.items() if name in torch.cuda.get_device_name(device)), None)
+        share = flops / dist.get_world_size() / 1e12
+        rate = f"{share:.1f} TFLOP/s per GPU" if peak is None else f"MFU {share / peak:.1%}"
+        memory = torch.cuda.max_memory_allocated(device)
+    return f"{speed:,.0f} tokens/s, {rate}, {memory / 2**20:.0f} MiB per rank"
 
 
 def save_curve(folder: Path, curve: list[tuple[int, float | None, float | None]]) -> None:
@@ -189,7 +193,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--context", type=int, default=128, help="bytes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--eval-every", type=int, default=100, help="steps")
+    parser.add_argument("--eval-every", type=int, default=50, help="steps")
     parser.add_argument("--out", help="folder of the loss curve (default: runs/ and the name of the configuration)")
     return parser.parse_args()
 

@@ -71,8 +71,8 @@ def main() -> None:
         if step % args.report_every == 0 or step == args.steps:
             train = mean_over_ranks(losses)
             speed = inputs.numel() * len(losses) * dist.get_world_size() / (time.perf_counter() - began)
-            flops = (4 * total + 2 * trainable) * speed  # forward and backward; no gradients of frozen weights
-            say(f"step {step}/{args.steps}: loss {train:.3f}, {speed:,.0f} tokens/s, {usage(flops)}", flush=True)
+            flops = 4 * total + 2 * trainable  # forward, backward; no weight gradients where nothing is trained
+            say(f"step {step}/{args.steps}: loss {train:.3f}, {usage(engine.device, speed, flops)}", flush=True)
             losses, began = [], time.perf_counter()
     engine.destroy()
 

@@ -12,7 +12,7 @@ from torch import nn
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # eps keeps Adam from magnifying the rounding of gradients that are nearly zero.
-    "AdamW": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
 }
 

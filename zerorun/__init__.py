@@ -18,7 +18,7 @@ if os.path.isfile(os.path.join(_checkout, "setup.py")) and os.path.isdir(os.path
     __path__.append(_checkout)
 
 _EXPORTS = {
-    "initialize": "zerorun.initialize",
+    "initialize": "zerorun.assemble",
     "Engine": "zerorun.engine",
     "add_config_arguments": "zerorun.arguments",
     "init_distributed": "zerorun.comm",

@@ -45,7 +45,7 @@ LAYERS = {
     "dataloader": 4,
     "optim": 4,
     "engine": 5,
-    "initialize": 5,
+    "assemble": 5,
     "launcher": 0,
     "launcher.bootstrap": 1,
     "launcher.plan": 3,

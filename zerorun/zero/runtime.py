@@ -104,7 +104,7 @@ class Runtime:
             for module in unit.modules:
                 enter, leave = partial(self._enter, unit), partial(self._leave, unit)
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                handles.append(module.register_forward_hook(leave))
+                handles.append(module.register_forward_hook(leave, with_kwargs=True))
         return handles
 
     def remove_hooks(self) -> None:
@@ -128,7 +128,7 @@ class Runtime:
         if unit.index:
             self._visit(self.walk, unit)
 
-    def _leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inside.pop()
         if self.session is None:
             if not unit.resident:
@@ -137,8 +137,9 @@ class Runtime:
                 self._end_pass()
         if torch.is_grad_enabled():
             visit = partial(self._before_backward, unit)
+            passed_through = {id(tensor) for tensor in tensors_in((args, kwargs))}  # made, and hooked, elsewhere
             for tensor in tensors_in(output):
-                if tensor.requires_grad and tensor.grad_fn is not None:
+                if tensor.grad_fn is not None and id(tensor) not in passed_through:
                     tensor.register_hook(visit)
 
     def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
@@ -233,9 +234,21 @@ class Runtime:
                 if not unit.resident:
                     unit.release()
             self.late = {unit.index for unit in self.units if unit.has_gradient()}
+            self._refuse_lost_slots()
             self.on_session_end()
         finally:
             self.session = None
+
+    def _refuse_lost_slots(self) -> None:
+        """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
+        for unit in (self.units[index] for index in self.late):
+            if not unit.resident and self.param_slots.occupant[unit.param_slot] != unit.index:
+                names = [n for s in unit.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+                raise OrderError(
+                    f"a gradient of parameter {names[0]!r} came when its unit {unit.name!r} had been left: the backward "
+                    "goes back and forth between units. Remedy: name the module around both units in "
+                    "zero_optimization.unit_policy, or use stage 2."
+                )
 
     def _refuse_stray_gradient(self, unit: Unit) -> None:
         """A gradient for a unit that never had its slot comes from a use of a placeholder."""

@@ -1,4 +1,4 @@
-"""initialize(): checks what it is given, on all ranks alike, and assembles an Engine."""
+"""Assembly: initialize() checks what it is given, on all ranks alike, and puts an Engine together."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def _compare_ranks(model: nn.Module, config: Config) -> None:
     dist.all_gather_object(found, mine)
     for rank, theirs in enumerate(found):
         if theirs[0] != found[0][0]:
-            _explain_difference(config.describe().splitlines(), rank, "configuration")
+            _explain_difference(config.describe().splitlines()[1:], rank, "configuration")
         if theirs[1] != found[0][1]:
             _explain_difference(described, rank, "model")
 

@@ -1,0 +1,95 @@
+"""The examples as a user starts them: real launcher, real processes, tiny models."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples" / "configs"
+LAUNCHER = ("-m", "zerorun.launcher.cli", "--nproc-per-node", "2")
+TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--context", "32")
+TIMEOUT_S = 120  # several times what a quiet machine needs
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*command: str, folder: Path) -> str:
+    """Run Python with ``command`` in ``folder`` and return its stdout; fails unless it exits with 0."""
+    drop = ("ZERORUN_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
+    env |= {"ZERORUN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def train_gpt(config: str, steps: int = 5) -> tuple[str, ...]:
+    script = str(ROOT / "examples" / "train_gpt.py")
+    return (script, "--config", str(CONFIGS / f"{config}.json"), *TINY, "--steps", str(steps))
+
+
+def losses(folder: Path) -> list[list[str]]:
+    with open(folder / "loss.csv", newline="") as file:
+        return list(csv.reader(file))
+
+
+@pytest.mark.parametrize("config", ["zero0", "zero1", "zero2", "zero3", "bf16", "fp16"])
+def test_train_gpt(tmp_path: Path, config: str) -> None:
+    out = run(*LAUNCHER, *train_gpt(config), folder=tmp_path)
+    assert "step 5/5: loss " in out
+    assert out.splitlines()[-1].startswith("validation loss ")
+    assert "nats/byte (uniform 5.545, start " in out
+    results = tmp_path / "runs" / config
+    rows = losses(results)
+    assert rows[0] == ["step", "training_loss", "validation_loss"]
+    assert [row[0] for row in rows[1:]] == ["0", "5"]
+    assert (results / "loss.png").read_bytes().startswith(PNG)
+
+
+def test_stage_and_world_size_change_nothing(tmp_path: Path) -> None:
+    """One process at stage 0 and two at stage 3 see the same batches and get the same losses."""
+    run(*train_gpt("zero0"), "--out", "one", folder=tmp_path)
+    run(*LAUNCHER, *train_gpt("zero3"), "--out", "two", folder=tmp_path)
+    rows = {name: losses(tmp_path / name)[1:] for name in ("one", "two")}
+    one, two = ([float(value) for row in found for value in row if value] for found in rows.values())
+    assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_exits_with_zero_every_time(tmp_path: Path) -> None:
+    for _ in range(5):
+        run(*LAUNCHER, *train_gpt("zero3", steps=2), folder=tmp_path)
+
+
+def test_own_text_with_accumulation_and_progress_bar(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_bytes(b"all work and no play makes a dull boy. " * 200)
+    config = (CONFIGS / "zero2.json").read_text().replace("{", '{"gradient_accumulation_steps": 2,', 1)
+    (tmp_path / "accumulate.json").write_text(config)
+    script = str(ROOT / "examples" / "train_gpt.py")
+    env = "import os, runpy, sys; os.environ['ZERORUN_TTY'] = '1'; sys.argv = sys.argv[1:]; "
+    command = ("-c", env + "runpy.run_path(sys.argv[0], run_name='__main__')", script, *TINY, "--steps", "2")
+    out = run(*command, "--data", "text", "--config", "accumulate.json", folder=tmp_path)
+    assert out.startswith("validation loss ")  # the bar is on stderr and replaces the lines
+    assert (tmp_path / "runs" / "accumulate" / "loss.png").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--lora",)], ids=["full", "lora"])
+def test_train_hf(tmp_path: Path, options: tuple[str, ...]) -> None:
+    for name in ("transformers", *(["peft"] if options else [])):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install -e '.[test]'")
+    script = str(ROOT / "examples" / "train_hf.py")
+    common = ("--config", str(CONFIGS / "zero3.json"), "--architecture", "llama", *TINY)
+    out = run(*LAUNCHER, script, *common, "--steps", "3", *options, folder=tmp_path)
+    assert "step 3/3: loss " in out
+    trained, total = (int(word.replace(",", "")) for word in out.splitlines()[0].split() if word[0].isdigit())
+    assert (trained < total / 2) == bool(options)

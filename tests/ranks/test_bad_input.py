@@ -1,0 +1,207 @@
+"""Mistakes give one clear error, the same on all ranks, and no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import Gpt
+from torch import nn
+from training import make_config, shared_topology
+
+import zerorun
+from zerorun.errors import ConfigError, ModelError, NonFiniteError, ReleasedParameterError, StepError, ZerorunError
+
+
+def attempt(action: Callable[[], Any]) -> tuple[str, str]:
+    """(name of the zerorun error that ``action`` raises, its text)."""
+    try:
+        action()
+    except ZerorunError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def make(config: dict[str, Any] | None = None, model: nn.Module | None = None, **options: Any) -> zerorun.Engine:
+    model = model if model is not None else Gpt()
+    return zerorun.initialize(model, config or make_config(3), topology=shared_topology(), **options)
+
+
+def ids() -> torch.Tensor:
+    return torch.zeros(2, 4, dtype=torch.long)
+
+
+# -- each returns (error name, text) on its rank -----------------------------------------------------------------
+
+
+def missing_config() -> tuple[str, str]:
+    return attempt(lambda: zerorun.initialize(Gpt()))
+
+
+def unknown_key_on_one_rank() -> tuple[str, str]:
+    config = make_config(1)
+    if dist.get_rank() == 1:
+        config["zero_optimization"]["stagee"] = 2
+    return attempt(lambda: make(config))
+
+
+def different_configs() -> tuple[str, str]:
+    return attempt(lambda: make(make_config(1, clip=float(dist.get_rank()))))
+
+
+def different_models() -> tuple[str, str]:
+    model = Gpt()
+    if dist.get_rank() == 1:
+        model.extra = nn.Linear(3, 3)
+    return attempt(lambda: make(model=model))
+
+
+def not_a_module() -> tuple[str, str]:
+    return attempt(lambda: zerorun.initialize("model", make_config(1)))  # type: ignore[arg-type]
+
+
+def foreign_parameters() -> tuple[str, str]:
+    return attempt(lambda: make(optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)))
+
+
+def no_trainable_parameter() -> tuple[str, str]:
+    return attempt(lambda: make(model=Gpt().requires_grad_(False)))
+
+
+def used_optimizer() -> tuple[str, str]:
+    model = Gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(ids()).sum().backward()
+    optimizer.step()
+    return attempt(lambda: make(model=model, optimizer=optimizer))
+
+
+def lbfgs() -> tuple[str, str]:
+    model = Gpt()
+    return attempt(lambda: make(model=model, optimizer=torch.optim.LBFGS(model.parameters())))
+
+
+def meta_parameters() -> tuple[str, str]:
+    with torch.device("meta"):
+        model = Gpt()
+    return attempt(lambda: make(model=model))
+
+
+def unknown_unit_class() -> tuple[str, str]:
+    return attempt(lambda: make(make_config(3, zero_optimization={"unit_policy": ["Blok"]})))
+
+
+def with_engine(action: Callable[[zerorun.Engine], Any], **config: Any) -> tuple[str, str]:
+    engine = make(make_config(3, **config))
+    result = attempt(lambda: action(engine))
+    engine.zero_grad()
+    engine.destroy()
+    return result
+
+
+def step_without_backward() -> tuple[str, str]:
+    return with_engine(lambda engine: engine.step())
+
+
+def step_twice() -> tuple[str, str]:
+    def action(engine: zerorun.Engine) -> None:
+        engine.backward(engine(ids()).mean())
+        engine.step()
+        engine.step()
+
+    return with_engine(action)
+
+
+def direct_optimizer_step() -> tuple[str, str]:
+    def action(engine: zerorun.Engine) -> None:
+        engine.backward(engine(ids()).mean())
+        assert engine.optimizer is not None
+        engine.optimizer.step()
+
+    return with_engine(action)
+
+
+def loss_not_scalar() -> tuple[str, str]:
+    return with_engine(lambda engine: engine.backward(engine(ids())))
+
+
+def loss_without_graph() -> tuple[str, str]:
+    return with_engine(lambda engine: engine.backward(torch.ones(())))
+
+
+def step_in_no_sync() -> tuple[str, str]:
+    def action(engine: zerorun.Engine) -> None:
+        with engine.no_sync():
+            engine.backward(engine(ids()).mean())
+            engine.step()
+
+    return with_engine(action)
+
+
+def nan_loss_on_one_rank() -> tuple[str, str]:
+    def action(engine: zerorun.Engine) -> None:
+        before = engine.state_dict()
+        loss = engine(ids()).mean()
+        engine.backward(loss * float("nan") if dist.get_rank() == 1 else loss)
+        try:
+            engine.step()
+        finally:
+            after = engine.state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+    return with_engine(action)
+
+
+def weight_outside_its_unit() -> tuple[str, str]:
+    class Peeking(Gpt):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) * self.never[0].weight.sum()
+
+    model = Peeking()
+    model.never = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    engine = make(model=model)
+    result = attempt(lambda: engine.backward(engine(ids()).mean()))
+    engine.zero_grad()
+    engine.destroy()
+    return result
+
+
+def state_dict_of_the_module() -> tuple[str, str]:
+    return with_engine(lambda engine: engine.module.state_dict())
+
+
+CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]] = {
+    missing_config: (ConfigError, ["no configuration", "Remedy"]),
+    unknown_key_on_one_rank: (ConfigError, ["zero_optimization.stagee", "stage"]),
+    different_configs: (ConfigError, ["rank 1 has another configuration", "gradient_clipping"]),
+    different_models: (ModelError, ["rank 1 has another model", "extra.weight"]),
+    not_a_module: (ModelError, ["nn.Module", "str"]),
+    foreign_parameters: (ModelError, ["group 0", "not a parameter of the model"]),
+    no_trainable_parameter: (ModelError, ["no trainable parameter"]),
+    used_optimizer: (ModelError, ["has been used", "fresh optimizer"]),
+    lbfgs: (ModelError, ["LBFGS"]),
+    meta_parameters: (ModelError, ["meta device", "zero.Init"]),
+    unknown_unit_class: (ConfigError, ["unit_policy", "Blok", "Block"]),
+    step_without_backward: (StepError, ["without backward"]),
+    step_twice: (StepError, ["without backward"]),
+    direct_optimizer_step: (StepError, ["engine.step()"]),
+    loss_not_scalar: (StepError, ["scalar", "mean()"]),
+    loss_without_graph: (StepError, ["does not depend"]),
+    step_in_no_sync: (StepError, ["no_sync"]),
+    nan_loss_on_one_rank: (NonFiniteError, ["NaN", "rank 1", "micro-batch 0"]),
+    weight_outside_its_unit: (ReleasedParameterError, ["never.0.weight", "unit 'never.0'", "GatheredParameters"]),
+    state_dict_of_the_module: (ReleasedParameterError, ["engine.state_dict()"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_error_is_clear_and_the_same_on_all_ranks(case: Callable[[], tuple[str, str]]) -> None:
+    kind, words = CASES[case]
+    answers = run_ranks(2, case)
+    assert {name for name, _ in answers} == {kind.__name__}
+    for word in words:
+        assert all(word in text for _, text in answers), (word, answers)

@@ -1,0 +1,68 @@
+"""The README and the example configurations: what a user copies must work."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from zerorun.config import load_config, resolve
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.json"))
+QUICK_START = [
+    "pip install -e . && zerorun --nproc-per-node 2 examples/train_gpt.py --config examples/configs/zero3.json",
+    "pip install -e '.[test]' && pytest",
+]
+
+
+def fenced_blocks(text: str) -> list[tuple[str, str]]:
+    """(language, content) of each fenced block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def default_steps() -> int:
+    source = (ROOT / "examples" / "train_gpt.py").read_text(encoding="utf-8")
+    found = re.search(r'"--steps", type=int, default=(\d+)', source)
+    assert found is not None
+    return int(found[1])
+
+
+def test_quick_start_has_exactly_the_two_blocks() -> None:
+    section = README.split("\n## Quick start\n")[1].split("\n## ")[0]
+    assert fenced_blocks(section) == [("bash", f"{command}\n") for command in QUICK_START]
+
+
+def test_python_blocks_compile() -> None:
+    blocks = [content for language, content in fenced_blocks(README) if language == "python"]
+    assert blocks
+    for block in blocks:
+        ast.parse(block)
+
+
+def test_paths_in_the_readme_exist() -> None:
+    paths = {path for path in re.findall(r"\]\(([^)#]+)\)", README) if "://" not in path}
+    paths |= set(re.findall(r"\bexamples/[\w/]+\.\w+", README))
+    assert paths
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_all_configurations_are_there() -> None:
+    assert [path.stem for path in CONFIGS] == ["bf16", "fp16", "zero0", "zero1", "zero2", "zero3"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_configuration_resolves(path: Path, ranks: int) -> None:
+    config = resolve(load_config(path), data_parallel_size=ranks)
+    assert config.train_batch_size == config.train_micro_batch_size_per_gpu * ranks
+    assert config.notes == ()
+    assert config.scheduler is not None
+    assert config.scheduler.params["total_num_steps"] == default_steps()
+    if path.stem.startswith("zero"):
+        assert config.zero_optimization.stage == int(path.stem[-1])
+    else:
+        assert getattr(config, path.stem).enabled
