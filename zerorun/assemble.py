@@ -96,6 +96,10 @@ def initialize(
     )
     engine.registry = registry
     reduce_now.append(engine._reduce_in_this_backward)
+    if sharded is not None:
+        sharded.refuse_unused = not settings.ignore_unused_parameters
+    if wanted.compile.enabled and wanted.sources.get("compile.enabled") == "file":
+        engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
     engine.announce()
     for note in wanted.notes:
         info_once(f"{note.key}: {note.reason}")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ..comm import Communicator
+from ..errors import StepError
+from ..errors import StepError
 from ..ops.adam import FusedAdam
 from .norm import local_square_sum
 from .pieces import OptimizerPiece, owns_everything, split_lengths, split_piece
@@ -45,6 +47,7 @@ class ShardedOptimizer:
     ) -> None:
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
         self._split = split
+        self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._segments = [segment for unit in units for segment in unit.trainable]
 
     def summarise(self, runtime: Runtime, bad_losses: int, weight: float) -> Summary:
@@ -69,6 +72,8 @@ class ShardedOptimizer:
         ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for.
         """
         left_out = self._unused_everywhere() if unused else set()
+        if left_out and self.refuse_unused:
+            raise StepError(self._name_unused(left_out))
         if left_out:
             self._separate(left_out)
         gradients = []
@@ -96,6 +101,13 @@ class ShardedOptimizer:
         flags = [float(used) for segment in self._segments for used in segment.used]
         totals = iter(self.comm.control_sum(torch.tensor(flags, dtype=torch.float32)).tolist())
         return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
+
+    def _name_unused(self, left_out: set[tuple[int, int]]) -> str:
+        names = [n for s in self._segments for entry, n in enumerate(s.names) if (id(s), entry) in left_out]
+        return (
+            f"{len(names)} parameters got no gradient on any rank in this step: {', '.join(names[:10])}. "
+            "Remedy: freeze them, or set zero_optimization.ignore_unused_parameters to true to leave them as they are."
+        )
 
     def _separate(self, left_out: set[tuple[int, int]]) -> None:
         """Cut the pieces that hold both parameters that move and parameters that do not."""

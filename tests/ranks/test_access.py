@@ -1,0 +1,179 @@
+"""Full values of a sharded model: zero.Init, GatheredParameters, gradients, masters and moments by name, destroy."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import Gpt, Place, token_loss, tokens
+from torch import nn
+from training import make_config, shared_topology
+
+import zerorun
+from zerorun.errors import ReleasedParameterError
+from zerorun.zero import GatheredParameters, Init
+from zerorun.zero.layout import ALIGNMENT
+
+
+class OwnInit(nn.Module):
+    """Initialisation in the children, in the parent's apply, by name, through .data, and of a part of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 24)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)) for _ in range(4))
+        self.head = nn.Linear(24, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.rand(5), persistent=False)
+        self.apply(self._init)
+        for name, param in self.named_parameters():
+            if name.endswith("1.weight"):
+                nn.init.normal_(param, std=0.1)
+        self.blocks[1][0].bias.data.add_(3.0)
+        with torch.no_grad():
+            self.blocks[2][0].weight[3].fill_(7.0)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def build_partitioned(stage: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    expected = OwnInit()
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    peak = [0]
+    with Init() as init:
+        partition = init._partition_all
+
+        def counted() -> None:
+            peak[0] = max(peak[0], sum(param.numel() for param in init._whole_now))
+            partition()
+
+        init._partition_all = counted  # type: ignore[method-assign]
+        model = OwnInit()
+    assert torch.equal(torch.rand(1), after), "other random numbers were drawn"
+    released = all(bool(param.isnan().all()) for param in model.parameters())
+    engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+    found = engine.state_dict()
+    same = all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
+    buffers = torch.equal(model.table, expected.table)
+    engine.destroy()
+    return {"same": same, "buffers": buffers, "released": released, "peak": peak[0]}
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 3), (3, 3), (2, 0)])
+def test_init_gives_the_values_it_would_give_without(world: int, stage: int) -> None:
+    largest_module = 24 * 48 + 48
+    for found in run_ranks(world, build_partitioned, stage):
+        assert found == {"same": True, "buffers": True, "released": True, "peak": largest_module}
+
+
+def edit(stage: int) -> list[str]:
+    """Edit one weight by GatheredParameters; what differs from editing it in a plain model."""
+    torch.manual_seed(0)
+    model = Gpt()
+    name, weight = next((n, p) for n, p in model.named_parameters() if "blocks" in n and p.dim() == 2)
+    engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+    with GatheredParameters([weight]):
+        shape = tuple(weight.shape)
+    with GatheredParameters((p for p in [weight]), modifier_rank=1):
+        if dist.get_rank() == 1:
+            weight.data.copy_(torch.arange(weight.numel()).view(shape) / 7)
+    wanted = torch.arange(math.prod(shape)).view(shape) / 7
+    problems = []
+    master = zerorun.zero.safe_get_full_fp32_param(weight)
+    if master is None or not torch.equal(master, wanted):
+        problems.append("master")
+    if not torch.equal(engine.state_dict()[name], wanted):
+        problems.append("state_dict")
+    try:
+        with GatheredParameters(weight):
+            weight.data.zero_()
+        problems.append("a change without modifier_rank went unnoticed")
+    except ReleasedParameterError as error:
+        if name not in str(error):
+            problems.append("the error names no parameter")
+    with GatheredParameters([nn.Parameter(torch.ones(3))]), GatheredParameters(weight, enabled=False):
+        pass
+    engine.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_parameters(stage: int) -> None:
+    assert run_ranks(2, edit, stage) == [[], []]
+
+
+def inspect(stage: int, precision: str) -> dict[str, list[float]]:
+    torch.manual_seed(0)
+    model = Gpt()
+    engine = zerorun.initialize(model, make_config(stage, precision=precision), topology=shared_topology())
+    names = [name for name, _ in engine.module.named_parameters()]
+    params = dict(engine.module.named_parameters())
+    found: dict[str, list[float]] = {}
+    for step in range(2):
+        engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
+        for name in names:
+            gradient = zerorun.zero.safe_get_full_grad(params[name])
+            assert gradient is not None
+            assert gradient.shape == engine.state_dict()[name].shape
+            found[f"{name} gradient {step}"] = gradient.flatten().tolist()[:5]
+        engine.step()
+        assert zerorun.zero.safe_get_full_grad(params[names[0]]) is None
+        for name in names:
+            moment = zerorun.zero.safe_get_full_optimizer_state(params[name], "exp_avg")
+            assert moment is not None
+            found[f"{name} moment {step}"] = moment.flatten().tolist()[:5]
+    moment = torch.ones_like(moment)
+    zerorun.zero.safe_set_full_optimizer_state(params[name], moment, "exp_avg")
+    assert torch.equal(zerorun.zero.safe_get_full_optimizer_state(params[name], "exp_avg"), moment)  # type: ignore[arg-type]
+    zerorun.zero.safe_set_full_fp32_param(params[name], moment)
+    assert torch.equal(engine.state_dict()[name].float(), moment)
+    assert zerorun.zero.safe_get_full_grad(torch.ones(2)) is None
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_and_moments_by_name_are_the_same_at_every_stage(precision: str) -> None:
+    first = run_ranks(2, inspect, 0, precision)
+    assert first[0] == first[1]
+    for stage in (1, 2, 3):
+        assert run_ranks(2, inspect, stage, precision) == first
+
+
+def cycle(stage: int, times: int) -> tuple[int, bool]:
+    """Growth of live tensors over create, train and destroy; whether the module is an ordinary one again."""
+    counts = []
+    for _ in range(times):
+        torch.manual_seed(0)
+        model = Gpt()
+        engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+        engine.backward(token_loss(engine, tokens(Place(dist.get_rank()))))
+        engine.step()
+        engine.destroy()
+        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+        plain = hooks == 0 and all(not p.isnan().any() for p in model.parameters())
+        token_loss(model, tokens(Place())).backward()
+        del engine, model
+        gc.collect()
+        counts.append(sum(isinstance(value, torch.Tensor) for value in gc.get_objects()))
+    return counts[-1] - counts[1], plain
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_destroy_frees_everything(stage: int) -> None:
+    assert run_ranks(2, cycle, stage, 6) == [(0, True)] * 2
+
+
+def test_alignment_is_one_cache_line() -> None:
+    assert ALIGNMENT * torch.float32.itemsize == 64

@@ -1,0 +1,192 @@
+"""Precision: the loss scale's state machine at every stage, overflow, fp32 accumulation, buffers, dtypes held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import Gpt, Place, tokens
+from torch import nn
+from training import make_config, shared_topology
+
+import zerorun
+from zerorun.errors import LossScaleError
+from zerorun.precision import LossScaler
+
+
+def published_scales(overflows: list[bool], window: int, hysteresis: int, start: float, minimum: float) -> list[float]:
+    """Scale after each step: halve once ``hysteresis`` overflows are used up, double after ``window`` clean steps."""
+    scale, left, last = start, hysteresis, -1
+    scales = []
+    for step, overflow in enumerate(overflows):
+        if overflow:
+            last = step
+            if left == 1:
+                scale = max(scale / 2, minimum)
+            else:
+                left -= 1
+        elif (step - last) % window == 0:
+            scale, left = scale * 2, hysteresis
+        scales.append(scale)
+    return scales
+
+
+OVERFLOWS = [False, False, True, False, True, True, False, False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize(("window", "hysteresis"), [(2, 1), (2, 2), (3, 2), (1000, 3)])
+def test_scaler_follows_the_published_state_machine(window: int, hysteresis: int) -> None:
+    scaler = LossScaler(256.0, True, window, hysteresis, minimum=1.0, hysteresis_left=hysteresis)
+    scales = []
+    for overflow in OVERFLOWS:
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    assert scales == published_scales(OVERFLOWS, window, hysteresis, 256.0, 1.0)
+
+
+def test_consecutive_hysteresis_is_refilled_by_a_clean_step() -> None:
+    scaler = LossScaler(256.0, True, 1000, 2, consecutive=True, minimum=1.0, hysteresis_left=2)
+    for overflow in (True, False, True, False, True):
+        scaler.update(overflow)
+    assert scaler.scale == 256.0
+
+
+def test_static_scale_stays() -> None:
+    scaler = LossScaler(128.0)
+    scaler.update(True)
+    assert scaler.scale == 128.0
+
+
+def fp16_config(stage: int, **fp16: Any) -> dict[str, Any]:
+    section = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2, **fp16}
+    return make_config(stage, fp16=section, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10}})
+
+
+def train_with_overflows(stage: int) -> dict[str, Any]:
+    """Plant an infinite gradient on rank 1 where OVERFLOWS says so."""
+    engine = zerorun.initialize(Gpt(), fp16_config(stage), topology=shared_topology())
+    scales, rates, moved = [], [], []
+    for step, overflow in enumerate(OVERFLOWS):
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        logits = engine(tokens(Place(dist.get_rank(), step))[:, :-1])
+        bad = float("inf") if overflow and dist.get_rank() == 1 else 1.0
+        engine.backward(logits.float().square().mean() * bad)
+        engine.step()
+        after = engine.state_dict()
+        moved.append(any(not torch.equal(before[name], after[name]) for name in before))
+        scales.append(engine.loss_scale)
+        rates.append(engine.get_lr()[0])
+    counters = (engine.global_steps, engine.skipped_steps, engine.was_step_applied())
+    engine.destroy()
+    return {"scales": scales, "rates": rates, "moved": moved, "counters": counters}
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_overflow_on_one_rank_skips_on_all(stage: int) -> None:
+    for found in run_ranks(2, train_with_overflows, stage):
+        assert found["scales"] == published_scales(OVERFLOWS, 2, 2, 256.0, 1.0)
+        assert found["counters"] == (len(OVERFLOWS), sum(OVERFLOWS), True)
+        for step, overflow in enumerate(OVERFLOWS):
+            assert not (overflow and found["moved"][step]), "weights moved in a skipped step"
+            if overflow:
+                assert found["rates"][step] == found["rates"][step - 1], "the schedule went on over a skipped step"
+
+
+def overflow_at_minimum() -> tuple[str, bool]:
+    config = fp16_config(3, initial_scale_power=1, hysteresis=1, min_loss_scale=1)
+    config["gradient_accumulation_steps"] = 2
+    engine = zerorun.initialize(Gpt(), config, topology=shared_topology())
+    text, kept = "", False
+    for step in range(4):
+        before = engine.state_dict()
+        for micro in range(2):
+            logits = engine(tokens(Place(dist.get_rank(), step, micro))[:, :-1])
+            bad = float("inf") if dist.get_rank() == 1 and micro == 1 else 1.0
+            engine.backward(logits.float().square().mean() * bad)
+            try:
+                engine.step()
+            except LossScaleError as error:
+                text = str(error)
+                after = engine.state_dict()
+                kept = all(torch.equal(before[name], after[name]) for name in before)
+        if text:
+            break
+    engine.destroy()
+    return text, kept
+
+
+def test_overflow_at_the_minimum_names_parameter_rank_and_micro_batch() -> None:
+    answers = run_ranks(2, overflow_at_minimum)
+    assert answers[0] == answers[1]
+    text, kept = answers[0]
+    assert "minimum, 1" in text
+    assert "on rank 1 in micro-batch 1" in text
+    assert "parameter '" in text
+    assert kept
+
+
+class WithTable(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, 7) / 3)
+        self.register_buffer("unsaved", torch.linspace(0, 1, 7) / 7, persistent=False)
+
+
+def dtypes_held(stage: int, precision: str) -> dict[str, Any]:
+    model = WithTable()
+    table = model.table.clone()
+    engine = zerorun.initialize(model, make_config(stage, precision=precision), topology=shared_topology())
+    segments = [segment for unit in engine.units for segment in unit.segments]
+    found = {
+        "parameters": {segment.shard.dtype for segment in segments} | {p.dtype for p in model.parameters()},
+        "masters": {segment.master.dtype for segment in segments if segment.master is not None},
+        "gradients": {segment.grad_shard.dtype for segment in segments if segment.grad_shard is not None},
+        "wire": engine.comm.wire_dtype,
+        "buffers": torch.equal(model.table, table) and model.unsaved.dtype == torch.float32,
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_dtypes_of_live_buffers(stage: int, precision: str) -> None:
+    compute = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    for found in run_ranks(2, dtypes_held, stage, precision):
+        assert found["parameters"] == {compute}
+        assert found["masters"] == found["gradients"] == {torch.float32}
+        assert found["wire"] == torch.float32
+        assert found["buffers"], "a buffer was rounded"
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
+def accumulate_tiny(stage: int) -> float:
+    """One large gradient, then 255 that vanish beside it in bf16."""
+    config = make_config(stage, accumulation=256, precision="bf16", optimizer="SGD")
+    engine = zerorun.initialize(Scalar(), config, topology=shared_topology())
+    weight = engine.module.weight
+    for micro in range(256):
+        engine.backward(engine(torch.full((16,), 256.0 if micro == 0 else 0.5)))
+        if micro < 255:
+            engine.step()
+    gradient = zerorun.zero.safe_get_full_grad(weight)
+    engine.step()
+    engine.destroy()
+    assert gradient is not None
+    return float(gradient[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tiny_gradients_accumulate_in_fp32(stage: int) -> None:
+    assert run_ranks(2, accumulate_tiny, stage) == [(256 + 255 * 0.5) / 256] * 2
