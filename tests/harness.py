@@ -218,7 +218,6 @@ def _check_leaks() -> None:
     assert not alive, f"{alive} engine(s) are still alive after the function has returned: destroy() does not free them"
 
 
-
 def _serve(pipe: Connection, folder: str) -> None:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with _stack_file(folder, rank).open("w") as stacks:

@@ -12,13 +12,15 @@ label. If ranks ever disagreed about the order, messages would wait for their co
 bytes of another unit.
 
 [Note: pending work and the end of a process]
-An asynchronous gloo operation that outlives the interpreter aborts it. Every ``Pending`` is therefore remembered until
-it has been waited for, and ``shutdown`` (called at exit) finishes what is left before the groups go away.
+gloo's threads drop the last references to tensors a little after the main thread has seen the result. A thread that does
+so while the interpreter goes down is ended in the middle of C++ code, and the process aborts. So ``shutdown`` (called at
+exit) finishes what is in flight and then drops every process group, which joins its threads.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import weakref
@@ -104,14 +106,18 @@ def _rendezvous() -> tuple[int, int, str | None]:
 
 
 def shutdown() -> None:
-    """Finish what is in flight and leave the process group, if zerorun made it. Safe to call twice."""
-    global _owns_process_group
+    """Finish what is in flight and leave the process groups. Called at exit; afterwards engines are of no use."""
     failed = hasattr(sys, "last_value")  # an unhandled exception: peers may never answer, so do not wait for them
-    for communicator in list(_live):
+    communicators = list(_live)
+    for communicator in communicators:
         communicator.drain(None if failed else _EXIT_TIMEOUT_S)
-    if _owns_process_group and dist.is_initialized() and not failed:
+    if failed or not (communicators or _owns_process_group):
+        return
+    for communicator in communicators:
+        communicator.forget_groups()
+    if dist.is_initialized():
         dist.destroy_process_group()
-    _owns_process_group = False
+    gc.collect()  # a group in a reference cycle keeps its threads
 
 
 atexit.register(shutdown)
@@ -211,7 +217,7 @@ class Communicator:
         self.in_flight: set[Pending] = set()
         self.pool = BufferPool(torch.device("cpu"))
         self._issued: dict[str, int] = defaultdict(int)
-        self._world = dist.group.WORLD
+        self._world: dist.ProcessGroup | None = dist.group.WORLD
         self._nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(self._world))
         self._groups = {axis: topology.group(axis) for axis in ("shard", "replicate")}
         _live.add(self)
@@ -300,6 +306,12 @@ class Communicator:
             except OrderError:
                 self.in_flight.clear()
                 return
+
+    def forget_groups(self) -> None:
+        """Let go of the process groups. No collective can follow."""
+        self._groups.clear()
+        self._world = None
+        object.__setattr__(self.topology, "mesh", None)
 
     # -- gloo: point to point ------------------------------------------------------------------------------------
 

@@ -37,14 +37,12 @@ WarmupType = Annotated[Literal["log", "linear"], LowerCase]
 
 
 class OptimizerParams(Section):
-    """What every known optimizer takes."""
+    """What all of torch's optimizers here take."""
 
     lr: NonNegative | None = None
     weight_decay: NonNegative | None = None
     maximize: Flag | None = None
     foreach: Flag | None = None
-    fused: Flag | None = None
-    capturable: Flag | None = None
     max_grad_norm: Annotated[
         Real | None,
         Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
@@ -65,6 +63,8 @@ class AdamParams(OptimizerParams):
     )
     bias_correction: Annotated[Flag | None, Refused("Adam without bias correction is not built.", True)] = None
     amsgrad: Flag | None = None
+    fused: Flag | None = None
+    capturable: Flag | None = None
 
 
 class SGDParams(OptimizerParams):
@@ -73,6 +73,7 @@ class SGDParams(OptimizerParams):
     momentum: NonNegative | None = None
     dampening: NonNegative | None = None
     nesterov: Flag | None = None
+    fused: Flag | None = None
 
 
 class AdagradParams(OptimizerParams):
@@ -81,6 +82,7 @@ class AdagradParams(OptimizerParams):
     lr_decay: NonNegative | None = None
     initial_accumulator_value: NonNegative | None = None
     eps: NonNegative | None = None
+    fused: Flag | None = None
 
 
 class RAdamParams(OptimizerParams):
@@ -89,6 +91,7 @@ class RAdamParams(OptimizerParams):
     betas: Betas | None = None
     eps: NonNegative | None = None
     decoupled_weight_decay: Flag | None = None
+    capturable: Flag | None = None
 
 
 class NAdamParams(RAdamParams):

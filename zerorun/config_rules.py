@@ -19,7 +19,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Everything that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _loss_scale, _offload, _shard_degree, _optimizer):
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer):
         problems += rule(config)
     return problems
 
@@ -90,6 +90,15 @@ def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"zero_optimization.{key}", wanted, reason, f"Keep shard_degree and remove {key}.")
 
 
+def _compile(config: Config) -> Iterator[ConfigProblem]:
+    if config.compile.enabled and config.compile.disable:
+        reason = "compile.enabled and compile.disable are both true."
+        yield ConfigProblem("compile.disable", True, reason, "Remove one of the two.")
+    if "backend" in config.compile.kwargs:
+        value, reason = config.compile.kwargs["backend"], "compile.backend names the backend."
+        yield ConfigProblem("compile.kwargs.backend", value, reason, "Write it as compile.backend.")
+
+
 def _optimizer(config: Config) -> Iterator[ConfigProblem]:
     if config.optimizer is not None:
         problem = refused_optimizer(config.optimizer.type, config.optimizer.params)
@@ -99,18 +108,28 @@ def _optimizer(config: Config) -> Iterator[ConfigProblem]:
 
 def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     """One note for each key of the file that changes nothing in this run, with the reason."""
-    notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path)]
+    written = _written(config)
+    notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
     for rule in (_clipping_note, _unit_notes, _static_scale_notes, _offload_notes, _adam_note, _params_notes):
         notes += rule(config)
     return tuple(notes)
 
 
-def _section_notes(config: Config, section: Section, path: str) -> Iterator[ConfigNote]:
+def _written(config: Config) -> frozenset[str]:
+    """The keys that the file gives a value other than "auto", and the objects that they stand in."""
+    keys = {key for key, source in config.sources.items() if source == "file"}.difference(config.auto)
+    parts = [key.split(".") for key in keys]
+    return frozenset(".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1))
+
+
+def _section_notes(config: Config, section: Section, path: str, written: frozenset[str]) -> Iterator[ConfigNote]:
     if section.is_off():
+        if _waits_for_switch(config, section, path, written):
+            yield ConfigNote(path.rstrip("."), '"enabled" is not given, so the section is off.')
         return
     for name, field in type(section).model_fields.items():
         key = path + (field.alias or name)
-        if config.sources.get(key) != "file":
+        if key not in written:
             continue
         value = getattr(section, name)
         for mark in field.metadata:
@@ -119,6 +138,20 @@ def _section_notes(config: Config, section: Section, path: str) -> Iterator[Conf
             if isinstance(mark, OnlyStages) and _elsewhere(config, mark) and value != field.default:
                 stages = " or ".join(map(str, mark.stages))
                 yield ConfigNote(key, f"only stage {stages} reads it; the stage is {config.zero_optimization.stage}.")
+
+
+def _waits_for_switch(config: Config, section: Section, path: str, written: frozenset[str]) -> bool:
+    """True if the file fills in a section whose switch it does not mention, and that is off for this reason."""
+    if config.sources.get(path + "enabled") != "default":
+        return False
+    for name, field in type(section).model_fields.items():
+        happens_anyway = any(
+            isinstance(mark, Refused) or (isinstance(mark, Inert) and getattr(section, name) == mark.unless)
+            for mark in field.metadata
+        )
+        if path + (field.alias or name) in written and not happens_anyway:
+            return True
+    return False
 
 
 def _elsewhere(config: Config, mark: OnlyStages) -> bool:
@@ -132,21 +165,22 @@ def _clipping_note(config: Config) -> Iterator[ConfigNote]:
 
 
 def _unit_notes(config: Config) -> Iterator[ConfigNote]:
-    zero = config.zero_optimization
+    zero, written = config.zero_optimization, _written(config)
     for name, policies in (
         ("unit_block_count", ("by_block_group",)),
         ("unit_numel", ("size_based", "by_block_and_size")),
     ):
         key = f"zero_optimization.{name}"
-        if config.sources.get(key) == "file" and zero.unit_policy not in policies:
+        if key in written and zero.unit_policy not in policies:
             yield ConfigNote(key, f"only unit_policy {' and '.join(policies)} read it.")
 
 
 def _static_scale_notes(config: Config) -> Iterator[ConfigNote]:
     if not config.fp16.enabled or not config.fp16.loss_scale:
         return
+    written = _written(config)
     for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"):
-        if config.sources.get(f"fp16.{name}") == "file":
+        if f"fp16.{name}" in written:
             yield ConfigNote(f"fp16.{name}", f"the loss scale is fixed at {config.fp16.loss_scale:g}.")
 
 

@@ -240,8 +240,8 @@ class Config(Section):
 
 @cache
 def _ordinary() -> dict[str, Any]:
-    """The defaults, with dotted keys."""
-    return flatten(Config().as_dict())
+    """The defaults, with dotted keys; those of the sections that are absent by default as well."""
+    return flatten(Config(optimizer=Optimizer(type=""), scheduler=Scheduler(type="")).as_dict())
 
 
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -39,6 +39,8 @@ REPORT = "use engine.memory_report() or engine.communication_report(), which nee
 _RECOMPUTE = Inert("checkpointed activations stay where the module's own checkpointing puts them.", unless=False)
 _PIPELINE = Inert("the model runs on every rank; there are no pipeline stages yet.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
+_CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
+_PINNED = Inert("nothing is copied from host memory yet, so nothing is pinned.", unless=True)
 _FORMAT = "zerorun's own checkpoint format makes it unnecessary: "
 
 
@@ -61,7 +63,7 @@ class Fp16(Section):
     """Half precision with a loss scale. Scales are plain factors; windows count optimizer steps."""
 
     enabled: Flag = False
-    auto_cast: Flag = False
+    auto_cast: Annotated[Flag, _CAST] = False
     loss_scale: Annotated[Real, Field(ge=0)] = 0.0  # 0: dynamic
     initial_scale_power: Annotated[Int, Field(ge=0, le=64)] = 16
     loss_scale_window: Count = 1000
@@ -78,10 +80,12 @@ class Bf16(Section):
 
     enabled: Flag = False
     check_grad_overflow: Flag = True
-    immediate_grad_update: Flag = False
+    immediate_grad_update: Annotated[Flag, Inert("gradients are always taken over while backward runs.", unless=True)] = (
+        False
+    )
     bf16_master_weights_and_grads: Annotated[Flag, Refused("master weights are kept in fp32.")] = False
     bf16_optimizer_states: Annotated[Flag, Refused("optimizer states are kept in fp32.")] = False
-    auto_cast: Annotated[Flag, Inert("inputs are passed to the module as they are.", unless=False)] = False
+    auto_cast: Annotated[Flag, _CAST] = False
     loss_scale: Annotated[Real, _SCALELESS] = 0.0
     initial_scale_power: Annotated[Int, _SCALELESS] = 0
     loss_scale_window: Annotated[Int, _SCALELESS] = 0
@@ -114,7 +118,7 @@ class OffloadOptimizer(Section):
     """Where the fp32 masters and the optimizer states live."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
-    pin_memory: Flag = True
+    pin_memory: Annotated[Flag, _PINNED] = True
     ratio: Annotated[Real, Field(ge=0, le=1), Inert("all of the states go to one device.", unless=1.0)] = 1.0
     nvme_path: Annotated[Text | None, _NVME_ONLY] = None
     buffer_count: Annotated[Int, _NVME_ONLY] = 4
@@ -133,7 +137,7 @@ class OffloadParam(Section):
     """Where the parameter shards of stage 3 live."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
-    pin_memory: Flag = True
+    pin_memory: Annotated[Flag, _PINNED] = True
     nvme_path: Annotated[Text | None, _NVME_ONLY] = None
     buffer_count: Annotated[Int, _NVME_ONLY] = 5
     buffer_size: Annotated[Int, _NVME_ONLY] = 100_000_000
@@ -143,15 +147,21 @@ class OffloadParam(Section):
         return self.device == "none"
 
 
+_LEAF = Inert("a unit is always gathered whole, with everything in it; unit_policy decides what a unit is.", unless=())
+
+
 class LeafModule(Section):
     """Modules to be gathered whole, with everything in them: by class name, module name, or end of the name."""
 
-    classes: tuple[Text, ...] = ()
-    names: tuple[Text, ...] = ()
-    name_suffixes: tuple[Text, ...] = ()
+    classes: Annotated[tuple[Text, ...], _LEAF] = ()
+    names: Annotated[tuple[Text, ...], _LEAF] = ()
+    name_suffixes: Annotated[tuple[Text, ...], _LEAF] = ()
 
 
 _STAGE_3 = OnlyStages((3,))
+_BUCKET = 500_000_000
+_ONE_BUCKET = Inert("a unit is one bucket; unit_policy decides how large it is.", unless=_BUCKET)
+_PERSIST = "small parameters are gathered with their unit."
 _QUANTIZED = Refused("quantised communication (ZeRO++) is not built.")
 _ALLGATHER = Inert("parameters are gathered in place, one unit at a time.")
 
@@ -166,26 +176,26 @@ class ZeroOptimization(Section):
     shard_degree: Annotated[Count | None, OnlyStages((1, 2, 3))] = None  # ranks; None: all data-parallel ranks
     hybrid_shard: Annotated[Flag, OnlyStages((1, 2, 3))] = False  # with shard_degree None: the ranks of one node
     overlap_comm: Flag | None = None
-    reduce_scatter: Flag = True
-    reduce_bucket_size: Elements = 500_000_000
-    allgather_bucket_size: Elements = 500_000_000
+    reduce_scatter: Annotated[
+        Flag, Inert("the stage decides how gradients are reduced; the result is the same.", unless=True)
+    ] = True
+    reduce_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
+    allgather_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
     prefetch_bucket_size: Annotated[Elements, _STAGE_3] = Field(default=50_000_000, alias="stage3_prefetch_bucket_size")
-    max_live_parameters: Annotated[Elements, _STAGE_3] = Field(
-        default=1_000_000_000, alias="stage3_max_live_parameters"
-    )
-    param_persistence_threshold: Annotated[Elements, _STAGE_3] = Field(
+    max_live_parameters: Annotated[Elements, _STAGE_3] = Field(default=1_000_000_000, alias="stage3_max_live_parameters")
+    param_persistence_threshold: Annotated[Elements, Inert(_PERSIST, unless=100_000)] = Field(
         default=100_000, alias="stage3_param_persistence_threshold"
     )
-    model_persistence_threshold: Annotated[Elements, _STAGE_3] = Field(
+    model_persistence_threshold: Annotated[Elements, Inert(_PERSIST, unless=MAX_ELEMENTS)] = Field(
         default=MAX_ELEMENTS, alias="stage3_model_persistence_threshold"
     )
     ignore_unused_parameters: Flag = True
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
-    gather_16bit_weights_on_model_save: Annotated[
-        Flag, Inert("whole 16-bit weights can always be saved.", unless=True)
-    ] = Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    gather_16bit_weights_on_model_save: Annotated[Flag, Inert("whole 16-bit weights can always be saved.", unless=True)] = (
+        Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    )
     zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1  # becomes shard_degree
     mics_shard_size: Annotated[Int, _STAGE_3] = -1  # becomes shard_degree
     mics_hierarchical_params_gather: Annotated[Flag, Inert("the backend chooses how to gather.", unless=False)] = False
@@ -373,7 +383,7 @@ class CommsLogger(Section):
 class Throughput(Section):
     """``timers.throughput``."""
 
-    enabled: Annotated[Flag, Inert("throughput is measured without being switched on.", unless=True)] = True
+    enabled: Annotated[Flag, Inert("throughput is not measured.", unless=False)] = True
     synchronized: Annotated[Flag, Inert("no step waits for the device to be timed.", unless=False)] = True
 
 
@@ -384,12 +394,12 @@ class Timers(Section):
 
 
 class Compile(Section):
-    """``torch.compile`` of the model."""
+    """``torch.compile`` of the repeated blocks, as ``engine.compile`` does it."""
 
-    disable: Flag = False
-    enabled: Flag = True
+    enabled: Flag = False
+    disable: Annotated[Flag, Inert('"enabled" decides.', unless=True)] = False
     backend: Text = "inductor"
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # further keywords of torch.compile
     deepcompile: Annotated[Flag, Refused("DeepCompile is not built.")] = False
     passes: Annotated[list[Any], Inert(_DEEPCOMPILE.reason)] = Field(default_factory=list)
     free_activation: Annotated[Flag, _DEEPCOMPILE] = False

@@ -148,9 +148,7 @@ def train_stages(model: str, configs: list[dict[str, Any]]) -> list[Result]:
 @pytest.mark.parametrize("row", by_world(FP32_ROWS))
 def test_fp32_equals_plain_pytorch(row: dict[str, Any]) -> None:
     results = run_ranks(row["world"], train_case, row["model"], settings(row, row["stage"]))
-    wanted = reference(
-        row["model"], row["world"], row["accumulation"], row["clip"], row["optimizer"]
-    )
+    wanted = reference(row["model"], row["world"], row["accumulation"], row["clip"], row["optimizer"])
     for rank, result in enumerate(results):
         assert not differences(result, wanted), f"rank {rank}"
         assert_identical(result, results[0], f"rank {rank} and rank 0")

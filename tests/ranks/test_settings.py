@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
-from models import CASES, VOCAB, WIDTH, Gpt, Mlp, Place, reset, token_loss, tokens
+from models import CASES, WIDTH, Gpt, Mlp, Place, reset, token_loss, tokens
 from reference import OPTIMIZERS, Result, differences, distance, train_reference, weights_of
 from torch import nn
 from training import finish, global_mean, make_config, make_engine, run_steps, shared_topology, train
@@ -65,11 +65,12 @@ TIMING: tuple[dict[str, Any], ...] = (
     {"reduce_bucket_size": 1, "allgather_bucket_size": 1},
     {"reduce_bucket_size": 10**10, "allgather_bucket_size": 10**10},
 )
-LOOK_AHEAD: tuple[dict[str, Any], ...] = tuple(
-    {"stage3_prefetch_bucket_size": size, "overlap_comm": overlap}
-    for size in (0, 1, 5000, 10**9)
-    for overlap in (True, False)
-) + ({"stage3_max_live_parameters": 0}, {"stage3_prefetch_bucket_size": 10**9, "stage3_max_live_parameters": 9000})
+LOOK_AHEAD: tuple[dict[str, Any], ...] = (
+    *({"stage3_prefetch_bucket_size": size} for size in (0, 1, 5000, 10**9)),
+    {"stage3_prefetch_bucket_size": 10**9, "overlap_comm": False},
+    {"stage3_max_live_parameters": 0},
+    {"stage3_prefetch_bucket_size": 10**9, "stage3_max_live_parameters": 9000},
+)
 
 
 def train_variants(model: str, configs: list[dict[str, Any]]) -> list[Result]:
@@ -167,7 +168,7 @@ def test_tiny_gradients_are_not_lost_in_the_sum(stage: int) -> None:
 
 
 def labels(place: Place) -> torch.Tensor:
-    """[2, 6] targets with a random number of -100; all of them for one micro-batch of rank 0."""
+    """[2, 6] targets with a random number of -100; one micro-batch of rank 0 has nothing else."""
     ids = tokens(place, salt=5)[:, 1:]
     chosen = random.Random(f"{place}")
     kept = 0 if place.rank == 0 and place.micro == place.step else chosen.randint(1, ids.numel())
@@ -212,11 +213,10 @@ def token_mean_reference(world_size: int, accumulation: int) -> Result:
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize("accumulation", (1, 2, 8))
-@pytest.mark.parametrize("world_size", (1, 2, 4))
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"), [(1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (4, 1), (4, 2), (4, 8)]
+)
 def test_weighted_losses_give_the_global_token_mean(world_size: int, accumulation: int, stage: int) -> None:
-    if world_size * accumulation == 1:
-        pytest.skip("the only micro-batch has no token: see the test of weights that are all zero")
     result = run_ranks(world_size, train_weighted, stage, accumulation)[0]
     assert not differences(result, token_mean_reference(world_size, accumulation))
 
@@ -254,9 +254,7 @@ def test_weights_that_are_all_zero_are_an_error(stage: int) -> None:
 def run_dialect(dialect: str, stage: int, precision: str) -> Result:
     """Three micro-batches a step, for two steps, in one of the ways to say so."""
     managed = dialect not in ("step once", "no_sync, step once")
-    config = make_config(
-        stage, accumulation=3, clip=0.5, precision=precision, managed_gradient_accumulation=managed
-    )
+    config = make_config(stage, accumulation=3, clip=0.5, precision=precision, managed_gradient_accumulation=managed)
     engine, result = make_engine(CASES["plain"], config), Result()
     for step in range(2):
         total = 0.0
@@ -610,7 +608,7 @@ def test_skipped_steps_change_the_scale_and_nothing_else() -> None:
     assert skipped > 2, "the test must see overflows"
     assert all(applied[skipped:])
     schedule = run_ranks(1, rates, 0, 1)[0]
-    for number, (done, rate, scale, changed, count) in enumerate(wanted):
+    for number, (done, _, scale, changed, count) in enumerate(wanted):
         assert changed == done or (done and schedule[0] == 0 and number == skipped)  # a warm-up may begin at rate 0
         assert count == min(number + 1, skipped)
         assert scale == 2.0 ** (24 - count)
@@ -686,7 +684,3 @@ def counts_after_cycles(stage: int, cycles: int) -> list[tuple[int, int, int]]:
 def test_engines_can_be_made_again_and_again(stage: int) -> None:
     for found in run_ranks(2, counts_after_cycles, stage, 6):
         assert found[1] == found[-1], f"(threads, files, tensors) grow: {found}"
-
-
-def test_vocabulary_is_large_enough() -> None:
-    assert int(tokens(Place(3, 3, 3)).max()) < VOCAB

@@ -622,9 +622,7 @@ def test_fingerprint_sees_content_not_spelling() -> None:
     def fingerprint(source: dict[str, Any]) -> str:
         return load_config(source).fingerprint()
 
-    assert fingerprint({"seed": 1, "bf16": {"enabled": True}}) == fingerprint(
-        {"bfloat16": {"enabled": True}, "seed": 1.0}
-    )
+    assert fingerprint({"seed": 1, "bf16": {"enabled": True}}) == fingerprint({"bfloat16": {"enabled": True}, "seed": 1.0})
     assert fingerprint({"seed": 1}) != fingerprint({"seed": 2})
 
 

@@ -10,7 +10,6 @@ import torch
 
 from ..comm import Communicator
 from ..errors import StepError
-from ..errors import StepError
 from ..ops.adam import FusedAdam
 from .norm import local_square_sum
 from .pieces import OptimizerPiece, owns_everything, split_lengths, split_piece

@@ -1,0 +1,123 @@
+"""How processes start and end: exit codes, imports, what is written where."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, torch, zerorun
+from torch import nn
+torch.set_num_threads(1)
+stage, ending = int(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+                                    "optimizer": {"type": "AdamW"}})
+for _ in range(3):
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+if ending == "raise" and torch.distributed.get_rank() == 1:
+    raise ValueError("planted")
+if ending == "exit":
+    sys.exit(0)
+print("finished", engine.global_steps)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.run(
+        command, env={**kept, "ZERORUN_DEVICE": "cpu", **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+def launch(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return start([sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(script), *args])
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_run_ends_with_exit_code_0(script: Path, stage: int) -> None:
+    done = launch(script, str(stage), "fall off the end")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("finished 3") == 2
+
+
+def test_exit_in_the_script(script: Path) -> None:
+    assert launch(script, "1", "exit").returncode == 0
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_raises(script: Path, stage: int) -> None:
+    done = launch(script, str(stage), "raise")
+    assert done.returncode == 1
+    assert "rank 1 failed first" in done.stderr
+    assert "ValueError: planted" in done.stderr
+
+
+def test_torchrun_and_plain_python(script: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    assert start([*torchrun, "3", "fall off the end"]).stdout.count("finished 3") == 2
+    assert "finished 3" in start([sys.executable, str(script), "3", "fall off the end"]).stdout
+
+
+def test_srun_variables_are_understood(script: Path) -> None:
+    """One process for each task, as srun starts them, without srun."""
+    port = str(29500 + os.getpid() % 2000)
+    common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), "3", "fall off the end"],
+            env={**os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "ZERORUN_DEVICE": "cpu"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        assert "finished 3" in process.communicate(timeout=120)[0]
+
+
+def test_half_an_environment_is_an_error(script: Path) -> None:
+    done = start([sys.executable, str(script), "0", "x"], RANK="0", WORLD_SIZE="2")
+    assert done.returncode == 1
+    assert "MASTER_ADDR, MASTER_PORT" in done.stderr
+
+
+def test_malformed_config_stops_before_anything_starts(script: Path, tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text('{"train_batch_size": 8,\n "zero_optimization": {"stage": }}')
+    done = launch(script, "0", "x", "--config", str(config))
+    assert done.returncode == 2
+    assert "line 2" in done.stderr
+    assert "column" in done.stderr
+    assert "finished" not in done.stdout
+
+
+def test_importing_is_light_and_silent() -> None:
+    """Imports what it needs, when it is needed: no torch for the configuration, no compiler front end for training."""
+    code = "import sys, zerorun, zerorun.config; print('torch' in sys.modules)"
+    assert start([sys.executable, "-c", code]).stdout == "False\n"
+    code = "import sys, torch, zerorun.assemble; print([m for m in ('torch._dynamo', 'sympy') if m in sys.modules])"
+    done = start([sys.executable, "-c", code])
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_config_command(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 64, "zero_optimisation": {"stage": 3}}))
+    done = start([sys.executable, "-m", "zerorun.config", str(config), "--world-size", "64"])
+    assert done.returncode == 2
+    assert "zero_optimization" in done.stdout + done.stderr

@@ -1,0 +1,233 @@
+"""No key is accepted in silence: each one is read, or says with a mark why it has no effect."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+
+import zerorun.schedules
+from zerorun.config import Config, ModelFacts, load_config, resolve
+from zerorun.config_fields import Inert, OnlyStages, Refused, Section, section_of
+from zerorun.config_params import OPTIMIZERS, SCHEDULERS
+from zerorun.config_schema import Optimizer, Scheduler
+from zerorun.errors import ConfigError
+from zerorun.optim import resolve_optimizer
+
+PACKAGE = Path(zerorun.schedules.__file__).parent
+
+# What the engine reads, by the names of the attributes.
+READ_BY_THE_ENGINE = {
+    "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
+    "steps_per_print dataloader_drop_last seed gradient_clipping gradient_allreduce_op communication_data_type",
+    "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+    "bf16.": "enabled check_grad_overflow",
+    "torch_autocast.": "enabled dtype",
+    "data_types.": "grad_accum_dtype",
+    "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
+    "prefetch_bucket_size max_live_parameters ignore_unused_parameters",
+    "zero_optimization.offload_optimizer.": "device",
+    "zero_optimization.offload_param.": "device",
+    "optimizer.": "type params",
+    "scheduler.": "type params",
+    "compile.": "enabled backend kwargs",
+}
+# What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.
+READ_BY_THE_CONFIGURATION = {
+    "": "data_parallel_size",
+    "data_types.": "param_dtype",
+    "zero_optimization.": "zero_hpz_partition_size mics_shard_size",
+}
+
+Entry = tuple[str, type[Section], str, FieldInfo]  # path (ends with a dot or is empty), section, attribute, field
+
+
+def fields(section: type[Section] = Config, path: str = "") -> Iterator[Entry]:
+    for name, field in section.model_fields.items():
+        inner = section_of(field)
+        if inner is None:
+            yield path, section, name, field
+        else:
+            yield from fields(inner, f"{path}{field.alias or name}.")
+
+
+def dotted(table: dict[str, str]) -> set[str]:
+    return {path + name for path, names in table.items() for name in names.split()}
+
+
+def source_of(configuration: bool) -> str:
+    files = [*PACKAGE.glob("*.py"), *(PACKAGE / "zero").glob("*.py")]
+    return "\n".join(path.read_text() for path in files if path.name.startswith("config") == configuration)
+
+
+def noted_by_its_switch(section: type[Section]) -> bool:
+    """The section does nothing at all, and switching it on is noted."""
+    switch = section.model_fields.get("enabled")
+    return switch is not None and any(isinstance(mark, Inert) and mark.unless is False for mark in switch.metadata)
+
+
+def test_every_key_is_read_or_marked() -> None:
+    known = dotted(READ_BY_THE_ENGINE) | dotted(READ_BY_THE_CONFIGURATION)
+    silent = [
+        path + name
+        for path, section, name, field in fields()
+        if path + name not in known
+        and not any(isinstance(mark, (Inert, Refused, OnlyStages)) for mark in field.metadata)
+        and not noted_by_its_switch(section)
+    ]
+    assert not silent
+
+
+def test_keys_that_are_read_have_no_mark_against_it() -> None:
+    known = dotted(READ_BY_THE_ENGINE) | dotted(READ_BY_THE_CONFIGURATION)
+    entries = {path + name: field for path, _, name, field in fields()}
+    assert known <= entries.keys()
+    assert not [key for key in known if any(isinstance(mark, (Inert, Refused)) for mark in entries[key].metadata)]
+
+
+@pytest.mark.parametrize(("table", "configuration"), [(READ_BY_THE_ENGINE, False), (READ_BY_THE_CONFIGURATION, True)])
+def test_keys_that_are_read_occur_in_the_source(table: dict[str, str], configuration: bool) -> None:
+    source = source_of(configuration)
+    names = {key.rpartition(".")[2] for key in dotted(table)}
+    assert not [name for name in names if not re.search(rf'\.{name}\b|"{name}"', source)]
+
+
+def test_features_have_a_reason_and_are_no_fields() -> None:
+    for section in {section for _, section, _, _ in fields()}:
+        assert all(feature.reason for feature in section.features.values())
+        assert not section.features.keys() & section.spellings().keys()
+
+
+# Candidates: the first that the key accepts and that is not what happens anyway.
+_CANDIDATES: tuple[Any, ...] = (True, False, 7, 1, 0.5, "fp16", "ignore", "x", ["x"], {"x": {"y": 1}}, {"x": 1})
+INERT = [
+    pytest.param(path, section, field.alias or name, field, id=path + name)
+    for path, section, name, field in fields()
+    if any(isinstance(mark, Inert) for mark in field.metadata)
+]
+
+
+@pytest.mark.parametrize(("path", "section", "key", "field"), INERT)
+def test_every_inert_key_is_noted_once(path: str, section: type[Section], key: str, field: FieldInfo) -> None:
+    (mark,) = (mark for mark in field.metadata if isinstance(mark, Inert))
+    for candidate in _CANDIDATES:
+        source: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+        place = source
+        for step in path.split(".")[:-1]:
+            place = place.setdefault(step, {})
+        if path == "optimizer.":
+            place["type"] = "SGD"
+        place |= {"enabled": True} if "enabled" in section.model_fields else {}
+        place |= {"device": "cpu"} if path.startswith("zero_optimization.offload") else {}
+        place[key] = candidate
+        try:
+            config = load_config(source)
+        except ConfigError:
+            continue
+        notes = [note.reason for note in config.notes if note.key == path + key]
+        if notes or candidate != mark.unless:
+            again = resolve(config, data_parallel_size=1)
+            assert notes == [note.reason for note in again.notes if note.key == path + key]
+            if notes:
+                assert notes == [mark.reason]
+                return
+    pytest.fail("no value of the key is noted")
+
+
+@pytest.mark.parametrize(
+    ("zero", "key"),
+    [
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size"),
+        ({"allgather_bucket_size": 2e8}, "allgather_bucket_size"),
+        ({"reduce_scatter": False}, "reduce_scatter"),
+        ({"stage3_param_persistence_threshold": 0}, "stage3_param_persistence_threshold"),
+        ({"model_persistence_threshold": 10}, "stage3_model_persistence_threshold"),
+        ({"leaf_module": {"classes": ["Experts"]}}, "leaf_module.classes"),
+        ({"leaf_module": {"names": ["experts"]}}, "leaf_module.names"),
+        ({"reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}, None),
+        ({"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "reduce_scatter": True}, None),
+        ({"unit_numel": "auto", "stage3_gather_16bit_weights_on_model_save": "auto"}, None),
+    ],
+)
+def test_tuning_keys(zero: dict[str, Any], key: str | None) -> None:
+    expected = [] if key is None else [f"zero_optimization.{key}"]
+    for stage in (2, 3):
+        source = {"train_batch_size": 8, "gradient_clipping": 0, "zero_optimization": {"stage": stage, **zero}}
+        config = load_config(source)
+        assert [note.key for note in config.notes] == expected
+        resolved = resolve(config, data_parallel_size=2, model_facts=ModelFacts(64))
+        assert [note.key for note in resolved.notes] == expected
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_casting_inputs_is_what_happens(precision: str) -> None:
+    def notes(value: bool) -> list[str]:
+        section = {"enabled": True, "auto_cast": value}
+        return [note.key for note in load_config({"gradient_clipping": 0, precision: section}).notes]
+
+    assert (notes(True), notes(False)) == ([], [f"{precision}.auto_cast"])
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ({"compile": {"enabled": True, "backend": "eager"}}, []),
+        ({"compile": {"enabled": False, "backend": "eager"}}, []),
+        ({"compile": {"disable": True}}, []),
+        ({"compile": {"deepcompile": False}}, []),
+        ({"compile": {"disable": False, "backend": "inductor"}}, ["compile"]),
+        ({"compile": {"kwargs": {"dynamic": True}}}, ["compile"]),
+        ({"compile": {"enabled": True, "kwargs": {"dynamic": True}}}, []),
+        ({"fp16": {"loss_scale": 0}}, ["fp16"]),
+        ({"fp16": {"enabled": "auto", "loss_scale": 0}}, []),
+        ({"fp16": {"enabled": False, "loss_scale": 0}}, []),
+        ({"flops_profiler": {"profile_step": 5}}, ["flops_profiler"]),
+        ({"timers": {"throughput": {"enabled": True}}}, ["timers.throughput.enabled"]),
+    ],
+)
+def test_sections_that_are_off(source: dict[str, Any], keys: list[str]) -> None:
+    assert [note.key for note in load_config({"gradient_clipping": 0, **source}).notes] == keys
+
+
+def test_compile_is_off_unless_enabled() -> None:
+    assert (Config().compile.enabled, Config().compile.backend) == (False, "inductor")
+    compile_ = load_config({"compile": {"enabled": True, "backend": "eager"}}).compile
+    assert (compile_.enabled, compile_.backend) == (True, "eager")
+    with pytest.raises(ConfigError, match=r"compile\.kwargs\.backend"):
+        load_config({"compile": {"enabled": True, "kwargs": {"backend": "eager"}}})
+    with pytest.raises(ConfigError, match="both true"):
+        load_config({"compile": {"enabled": True, "disable": True}})
+
+
+def test_defaults_of_optional_sections_are_not_printed() -> None:
+    source = {"optimizer": {"type": "SGD"}, "scheduler": {"type": "WarmupLR"}}
+    text = load_config(source).describe()
+    assert "legacy_fusion" not in text
+    assert 'optimizer.type = "SGD"' in text
+    assert "legacy_fusion = true" in load_config({"optimizer": {"type": "SGD", "legacy_fusion": True}}).describe()
+
+
+# Keywords
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_optimizer_keyword_is_taken_or_marked(kind: str) -> None:
+    for name, field in OPTIMIZERS[kind].model_fields.items():
+        if not any(isinstance(mark, (Inert, Refused)) for mark in field.metadata):
+            resolve_optimizer(kind, {name: 0})  # raises ConfigError for a keyword that the class has not
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_every_schedule_keyword_is_taken(kind: str) -> None:
+    formula = inspect.signature(getattr(zerorun.schedules, kind)).parameters
+    assert SCHEDULERS[kind].model_fields.keys() - {"last_batch_iteration"} == formula.keys()
+
+
+def test_walk_reaches_optional_sections() -> None:
+    sections = {section for _, section, _, _ in fields()}
+    assert {Optimizer, Scheduler} <= sections
