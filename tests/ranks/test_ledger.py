@@ -130,7 +130,7 @@ class Ledger:
         if stage >= 2:
             slots += 4 * (SLOTS * largest + root)
         if stage == 3:
-            slots += itemsize * (SLOTS * largest + root - root // self.ranks)
+            slots += SLOTS * -(-itemsize * largest // 64) * 64 + itemsize * (root - root // self.ranks)
         return {
             "parameters": itemsize * (self.shard if stage == 3 else self.full),
             "gradients": 4 * (self.shard if stage >= 2 else self.full),

@@ -175,7 +175,7 @@ class UnitBuilder:
     comm: Communicator
     device: torch.device
     compute_dtype: torch.dtype | None  # None: every parameter keeps its dtype
-    slot_count: int
+    slot_count: int  # shared parameter slots: one in use, the others on their way
     optimized: dict[int, int]  # id(parameter) -> parameter group
     whole: bool  # never cut a parameter
 
@@ -186,21 +186,23 @@ class UnitBuilder:
         degree = self.comm.topology.shard
         share_params = self.policy.share_param_slots and degree > 1
         share_grads = self.policy.share_grad_slots and degree > 1
-        param_slots = self._pool([self._bytes(unit.segments) for unit in sharing] if share_params else [])
-        grad_slots = self._pool([self._grad_bytes(unit) for unit in sharing] if share_grads else [])
+        param_slots = self._pool(self.slot_count, [self._bytes(u.segments) for u in sharing] if share_params else [])
+        # A gradient slot is filled when its unit's backward is over and is on the wire during the next one's.
+        in_flight = max(self.slot_count - 1, 1)
+        grad_slots = self._pool(in_flight, [self._grad_bytes(u) for u in sharing] if share_grads else [])
         for position, unit in enumerate(sharing):
             if share_params:
                 unit.resident, unit.param_slot = False, position % self.slot_count
             if share_grads:
-                unit.grad_slot = position % self.slot_count
+                unit.grad_slot = position % in_flight
         for unit in units:
             unit.is_block = unit in sharing
             unit.deferred = not unit.is_block
             self._materialise(unit, param_slots, grad_slots)
         return units, param_slots, grad_slots
 
-    def _pool(self, sizes: list[int]) -> SlotPool:
-        return SlotPool(self.slot_count, max(sizes, default=0), self.device)
+    def _pool(self, count: int, sizes: list[int]) -> SlotPool:
+        return SlotPool(count, max(sizes, default=0), self.device)
 
     def _bytes(self, segments: Sequence[Segment]) -> int:
         """Bytes of a parameter slot that holds ``segments`` one after the other."""

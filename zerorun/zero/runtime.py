@@ -278,9 +278,11 @@ class Runtime:
         self.grad_slots.occupant[unit.grad_slot] = unit.index
 
     def _reduce(self, unit: Unit) -> None:
+        while len(self.reducing) >= self.grad_slots.count:
+            self._finish_oldest()
         unit.start_reduce(self.comm)
         self.reducing.append(unit)
-        while self.reducing and (len(self.reducing) >= self.grad_slots.count or not self.overlap):
+        if not self.overlap:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
