@@ -421,13 +421,14 @@ class Engine:
 
     def describe(self) -> str:
         """The layout in a few lines: stage, units, bytes by kind, dtypes."""
-        kinds = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in self.memory_report().items())
+        held = {kind: size for kind, size in self.memory_report().items() if size}
+        kinds = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in held.items())
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
+        stage, topology = self.config.zero_optimization.stage, self.topology
         return (
-            f"stage {self.runtime.policy.stage}, {self.topology.replicate} x {self.topology.shard} data-parallel ranks, "
-            f"{len(self.units)} units, compute {compute}, master, accumulation and reduction "
+            f"stage {stage}, {topology.replicate} x {topology.shard} data-parallel ranks, {len(self.units)} units, compute {compute}, master, accumulation and reduction "
             f"{'fp32' if self.comm.wire_dtype == torch.float32 else f'fp32 ({self.comm.wire_dtype} on the wire)'}; "
-            f"per rank: {kinds}"
+            f"per rank, before optimizer states: {kinds}"
         )
 
     def announce(self) -> None:
