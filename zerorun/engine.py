@@ -424,10 +424,11 @@ class Engine:
         held = {kind: size for kind, size in self.memory_report().items() if size}
         kinds = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in held.items())
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
+        wire = str(self.comm.wire_dtype).removeprefix("torch.")
         stage, topology = self.config.zero_optimization.stage, self.topology
         return (
-            f"stage {stage}, {topology.replicate} x {topology.shard} data-parallel ranks, {len(self.units)} units, compute {compute}, master, accumulation and reduction "
-            f"{'fp32' if self.comm.wire_dtype == torch.float32 else f'fp32 ({self.comm.wire_dtype} on the wire)'}; "
+            f"stage {stage}, {topology.replicate} x {topology.shard} data-parallel ranks, {len(self.units)} units; "
+            f"compute {compute}, master, accumulation and sums float32, gradients on the wire {wire}; "
             f"per rank, before optimizer states: {kinds}"
         )
 

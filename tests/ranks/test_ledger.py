@@ -31,7 +31,8 @@ from zerorun.zero.layout import Layout, build_layout
 from zerorun.zero.order import gathers
 from zerorun.zero.partition import UnitPolicy, choose_units
 
-SLOTS = 2  # by default: one unit in use, one on its way
+SLOTS = 2  # for parameters, by default: one unit in use, one on its way
+GRAD_SLOTS = SLOTS - 1  # one is on the wire while autograd works on the next unit's gradients
 ITEMSIZE = {"fp32": 4, "bf16": 2}
 every_stage = pytest.mark.parametrize("stage", range(4))
 
@@ -128,7 +129,7 @@ class Ledger:
         root, largest = self.layouts[0].numel, max(layout.numel for layout in self.layouts[1:])
         slots = 0
         if stage >= 2:
-            slots += 4 * (SLOTS * largest + root)
+            slots += 4 * (GRAD_SLOTS * largest + root)
         if stage == 3:
             slots += SLOTS * -(-itemsize * largest // 64) * 64 + itemsize * (root - root // self.ranks)
         return {
