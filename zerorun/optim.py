@@ -243,6 +243,8 @@ def _can_fuse(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[st
     """True if torch has a fused kernel for every tensor and the user asked for no other implementation."""
     if any(key in source for source in (kwargs, *groups) for key in ("fused", "foreach", "differentiable")):
         return False
+    if optimizer_class is torch.optim.SGD and any(source.get("momentum") for source in (kwargs, *groups)):
+        return False  # the kernel fails if only some tensors have had a first step, as with parameters used later
     devices = _FUSED.get(optimizer_class, ())
     items = [item for group in groups for item in group["params"]]
     tensors = [item[1] if isinstance(item, tuple) else item for item in items]

@@ -9,8 +9,8 @@ A *pass* is one forward of the model, a *session* one backward. In both, units a
 When the hook of an earlier unit's output fires in a backward, autograd has finished the later unit: its nodes were made
 later, ready nodes run latest first, and gradients of leaves are stored before anything else. So there is no hook for a
 parameter; a unit's gradients are collected when the next unit is visited. Gradients that come even later stay on the
-parameter, are found at the end of the backward, and are reduced in ``settle``; from then on the unit is *deferred* to the
-end of the backward on all ranks.
+parameter, are found at the end of the backward, and are reduced in ``settle``, where ranks also agree on the order that
+this backward had. A unit that is late again is from then on *deferred* to the end of the backward, on all ranks.
 
 Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
 """
@@ -85,7 +85,10 @@ class Runtime:
         self.outstanding: deque[Walk] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
         self.visited: set[int] = set()  # units with a forward since the last step
         self.completed: set[int] = set()  # units reduced in this session
+        self.revisited: set[int] = set()  # of those, units that were visited again
         self.late: set[int] = set()  # units whose gradients came after their turn
+        self._late_before: set[int] = set()
+        self._last_session: Walk | None = None
         self.reducing: deque[Unit] = deque()  # reductions in flight, oldest first
         self.sharing: list[Pending] = []  # stage 0: reduced gradients on their way to every rank
         self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
@@ -115,13 +118,13 @@ class Runtime:
     def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit.index == 0:
             self._recover()
-        elif not unit.resident:
-            self._refuse_nesting(unit)
-        self._inside.append(unit.index)
-        if self.session is not None:
+        if self.session is not None:  # recomputation, which may stop half-way and never leave
             if unit.index:
                 self._visit(self.session, unit)
             return
+        if not unit.resident:
+            self._refuse_nesting(unit)
+        self._inside.append(unit.index)
         if self.walk is None:
             self._begin_pass(unit)
         assert self.walk is not None
@@ -129,8 +132,8 @@ class Runtime:
             self._visit(self.walk, unit)
 
     def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._inside.pop()
         if self.session is None:
+            self._inside.pop()
             if not unit.resident:
                 unit.release()
             if not self._inside:
@@ -203,6 +206,7 @@ class Runtime:
         self._phases += 1
         self.reducing_session = self.shares_grads or self.reduce_now()
         self.completed.clear()
+        self.revisited.clear()
         passes = list(self.outstanding)
         self.outstanding.clear()
         for walk in passes:
@@ -237,11 +241,11 @@ class Runtime:
             self._refuse_lost_slots()
             self.on_session_end()
         finally:
-            self.session = None
+            self.session, self._last_session = None, walk
 
     def _refuse_lost_slots(self) -> None:
         """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
-        for unit in (self.units[index] for index in self.late):
+        for unit in (self.units[index] for index in self.late - self.revisited):
             if not unit.resident and self.param_slots.occupant[unit.param_slot] != unit.index:
                 names = [n for s in unit.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
                 raise OrderError(
@@ -299,6 +303,8 @@ class Runtime:
     def _visit(self, walk: Walk, unit: Unit) -> None:
         """``unit`` is needed now: walk the agreed list up to it, or ask the other ranks."""
         self.visited.add(unit.index)
+        if unit.index in self.completed:
+            self.revisited.add(unit.index)
         if walk.current != unit.index:
             walk.visits.append(unit.index)
             position = walk.find(unit.index)
@@ -451,10 +457,16 @@ class Runtime:
         self.sharing.clear()
 
     def settle(self, late: set[int]) -> None:
-        """Reduce the gradients that came late on any rank. ``late``: the union over ranks."""
+        """Reduce the gradients that came late on any rank. ``late``: the union over ranks.
+
+        The next backward follows the order of this one; a unit that is late again waits for the end of the backward.
+        """
+        if self._last_session is not None:
+            self._agree(self._last_session, self._universe()[::-1])
         for index in sorted(late):
             unit = self.units[index]
-            unit.deferred = True
+            unit.deferred = unit.deferred or index in self._late_before
+            self._late_before.add(index)
             if unit.grad_slot >= 0:
                 self._free_grad_slot(unit)
             unit.absorb()
