@@ -63,6 +63,7 @@ def initialize(
     wanted, raw = _agree(lambda: _prepare(model, config, args, optimizer, model_parameters, topology, device))
     _compare_ranks(model, wanted)
     settings = wanted.zero_optimization
+    owns_topology = topology is None
     topology = topology or Topology.create(
         dist.get_world_size(), dist.get_rank(), shard_degree=_shard_degree(wanted), device_type=device.type
     )
@@ -80,7 +81,7 @@ def initialize(
     runtime.overlap = settings.overlap_comm is not False
     sharded = _shard_optimizer(raw, units, comm, topology)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
-    guard_state_dict(model, runtime)
+    runtime._handles.append(guard_state_dict(model, runtime))
     engine = Engine(
         model,
         wanted,
@@ -95,6 +96,7 @@ def initialize(
         compute,
     )
     engine.registry = registry
+    engine.owns_topology = owns_topology
     reduce_now.append(engine._reduce_in_this_backward)
     if sharded is not None:
         sharded.refuse_unused = not settings.ignore_unused_parameters

@@ -52,6 +52,7 @@ class Engine:
         self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
         self.compute_dtype = compute_dtype
         self.device = comm.device
+        self.owns_topology = False  # made by initialize(): its groups go with the engine
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
         self._in_no_sync = self._in_engine_backward = self._applied = False
@@ -304,9 +305,10 @@ class Engine:
     def _inspect(self, unit: Unit) -> None:
         """Note non-finite gradients of one backward. On while the loss scale is at its minimum, before the last chance."""
         for segment in unit.trainable:
-            for name, param in zip(segment.names, segment.params, strict=True):
-                if param.grad is not None and not bool(torch.isfinite(param.grad).all()):
-                    self._culprits.append((self._sessions, name))
+            for index, (name, param) in enumerate(zip(segment.names, segment.params, strict=True)):
+                for gradient in (param.grad, segment.late.get(index)):
+                    if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                        self._culprits.append((self._sessions, name))
 
     def _explain(self, what: str, micro_batches: list[int]) -> str:
         """A message that is the same on all ranks, naming the first of them that saw it."""
@@ -418,6 +420,8 @@ class Engine:
         restore_module(self.module, self.units, self.runtime)
         self.sharded = None
         self.units.clear()
+        if self.owns_topology:
+            self.topology.close()
 
     def describe(self) -> str:
         """The layout in a few lines: stage, units, bytes by kind, dtypes."""

@@ -44,6 +44,13 @@ class Topology:
             raise TopologyError("this Topology was made without process groups; use Topology.create().")
         return self.mesh.get_group(axis)
 
+    def close(self) -> None:
+        """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
+        for axis in ("replicate", "shard"):
+            group = self.group(axis)
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+
     @classmethod
     def create(cls, world_size: int, rank: int, *, shard_degree: int | None = None, device_type: str) -> Topology:
         """Validate the degrees, then make the groups. Every rank must call it. Raises TopologyError."""

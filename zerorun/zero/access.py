@@ -266,7 +266,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None or found[1].segment.grad_shard is None:
         return None
     registry, home = found
-    registry.runtime.finish_reductions()
+    late = registry.runtime.comm.control_objects(registry.runtime.late)
+    registry.runtime.settle(set().union(*late))
     if not home.segment.reduced:
         return None
     flat = _gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)

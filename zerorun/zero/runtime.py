@@ -85,7 +85,6 @@ class Runtime:
         self.outstanding: deque[Walk] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
         self.visited: set[int] = set()  # units with a forward since the last step
         self.completed: set[int] = set()  # units reduced in this session
-        self.revisited: set[int] = set()  # of those, units that were visited again
         self.late: set[int] = set()  # units whose gradients came after their turn
         self._late_before: set[int] = set()
         self._last_session: Walk | None = None
@@ -206,7 +205,6 @@ class Runtime:
         self._phases += 1
         self.reducing_session = self.shares_grads or self.reduce_now()
         self.completed.clear()
-        self.revisited.clear()
         passes = list(self.outstanding)
         self.outstanding.clear()
         for walk in passes:
@@ -239,15 +237,20 @@ class Runtime:
                     unit.release()
             self.late = {unit.index for unit in self.units if unit.has_gradient()}
             self._refuse_lost_slots()
+            for index in self.late:
+                for segment in self.units[index].trainable:
+                    segment.set_late_aside()
             self.on_session_end()
         finally:
             self.session, self._last_session = None, walk
 
     def _refuse_lost_slots(self) -> None:
         """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
-        for unit in (self.units[index] for index in self.late - self.revisited):
+        for unit in (self.units[index] for index in self.late):
             if not unit.resident and self.param_slots.occupant[unit.param_slot] != unit.index:
                 names = [n for s in unit.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+                if not names:
+                    continue
                 raise OrderError(
                     f"a gradient of parameter {names[0]!r} came when its unit {unit.name!r} had been left: the backward "
                     "goes back and forth between units. Remedy: name the module around both units in "
@@ -303,8 +306,6 @@ class Runtime:
     def _visit(self, walk: Walk, unit: Unit) -> None:
         """``unit`` is needed now: walk the agreed list up to it, or ask the other ranks."""
         self.visited.add(unit.index)
-        if unit.index in self.completed:
-            self.revisited.add(unit.index)
         if walk.current != unit.index:
             walk.visits.append(unit.index)
             position = walk.find(unit.index)
@@ -367,6 +368,9 @@ class Runtime:
         """Nothing is in shared slot ``slot`` from here on. All ranks must do it at the same point."""
         occupant = self.param_slots.occupant[slot]
         if occupant is not None:
+            if self.session is not None:  # gradients that are there by now were made from its own weights
+                for segment in self.units[occupant].trainable:
+                    segment.set_late_aside()
             self.units[occupant].finish_gather()
             self.units[occupant].release()
             self.param_slots.occupant[slot] = None

@@ -86,6 +86,7 @@ class Segment:
         self.gap_views: list[torch.Tensor] = []  # of grad_full: what belongs to no parameter
         self.loud: list[torch.Tensor] = []  # what the parameters show while released
         self.used = [False] * len(self.params)  # got a gradient on this rank since the last step
+        self.late: dict[int, torch.Tensor] = {}  # fp32 gradients that came after the unit's turn, by parameter
         self.accumulated = False  # grad_full holds gradients that are not reduced yet
         self.reduced = False  # grad_shard holds reduced gradients of this step
         self.carry: torch.Tensor | None = None  # reduced gradients set aside while grad_full fills again
@@ -115,7 +116,9 @@ class Segment:
         """Move ``parameter.grad`` into the gradient slot: copied if the slot is fresh, else added."""
         present, grads, missing = [], [], []
         for index, param in enumerate(self.params):
-            grad = param.grad
+            grad, late = param.grad, self.late.pop(index, None)
+            if late is not None:
+                grad = late if grad is None else late.add_(grad)
             if grad is None:
                 missing.append(self.grad_views[index])
                 continue
@@ -132,6 +135,15 @@ class Segment:
             self.accumulated = True
         elif present:
             torch._foreach_add_(present, grads)
+
+    def set_late_aside(self) -> None:
+        """Keep gradients that came after the unit's turn in fp32, where autograd would add to them in their dtype."""
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                kept = self.late.get(index)
+                self.late[index] = grad.to(torch.float32, copy=True) if kept is None else kept.add_(grad)
+                param.grad = None
 
     def _set_reduced_aside(self) -> None:
         """A second backward of the same step fills a slot whose shard part is already reduced: keep that part."""
@@ -150,6 +162,7 @@ class Segment:
         """Start the next step with no gradient."""
         self.accumulated = self.reduced = False
         self.carry = None
+        self.late.clear()
         self.used = [False] * len(self.params)
         for param in self.params:
             param.grad = None
@@ -208,7 +221,13 @@ class Unit:
 
     def has_gradient(self) -> bool:
         """True if autograd has left a gradient that is not absorbed yet."""
-        return any(param.grad is not None for segment in self.trainable for param in segment.params)
+        for segment in self.trainable:  # plain loops: a generator would cost a Python call for each parameter
+            if segment.late:
+                return True
+            for param in segment.params:
+                if param.grad is not None:
+                    return True
+        return False
 
     def absorb(self) -> None:
         """Move the gradients of all segments into the gradient slot."""
