@@ -262,9 +262,10 @@ def addresses(engine: zerorun.Engine) -> list[int]:
 def live_tensors() -> tuple[int, int]:
     """(tensors, bytes of their storages) that Python can reach."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return len(tensors), sum(storages.values())
+    real = (torch.Tensor, torch.nn.Parameter)  # torch.compile leaves others, without storage, in a worker it ran in
+    tensors = [thing for thing in gc.get_objects() if type(thing) in real]
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return len(tensors), sum(sizes.values())
 
 
 def watch(name: str, config: dict[str, Any]) -> list[tuple[Any, ...]]:
