@@ -79,7 +79,7 @@ def initialize(
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
     runtime.overlap = settings.overlap_comm is not False
-    sharded = _shard_optimizer(raw, units, comm, topology)
+    sharded = _shard_optimizer(raw, units, comm)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
     runtime._handles.append(guard_state_dict(model, runtime))
     engine = Engine(
@@ -100,7 +100,7 @@ def initialize(
     reduce_now.append(engine._reduce_in_this_backward)
     if sharded is not None:
         sharded.refuse_unused = not settings.ignore_unused_parameters
-    if wanted.compile.enabled and wanted.sources.get("compile.enabled") == "file":
+    if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
     engine.announce()
     for note in wanted.notes:
@@ -211,6 +211,7 @@ def _raw_optimizer(
     name, params = "", {}
     if client is not None:
         refuse_unusable(client)
+        _refuse_used(client)
         groups, whole = client.param_groups, not is_elementwise(client)
     elif config.optimizer is not None:
         name, params = config.optimizer.type, dict(config.optimizer.params)
@@ -377,7 +378,7 @@ def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) ->
                 module._buffers[name] = moved
 
 
-def _shard_optimizer(raw: _Raw, units: list[Unit], comm: Communicator, topology: Topology) -> ShardedOptimizer | None:
+def _shard_optimizer(raw: _Raw, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:
     if not raw.groups:
         return None
     pieces = build_pieces(units, lambda param: raw.group_of[id(param)], whole=raw.whole)
@@ -385,7 +386,6 @@ def _shard_optimizer(raw: _Raw, units: list[Unit], comm: Communicator, topology:
     for piece in pieces:
         members[piece.group].append(piece)
     if raw.optimizer is not None:
-        _refuse_used(raw.optimizer)
         for group, owned in zip(raw.optimizer.param_groups, members, strict=True):
             group["params"] = [piece.tensor for piece in owned]
         optimizer = raw.optimizer

@@ -315,14 +315,13 @@ class Engine:
         by_rank = self.comm.control_objects(micro_batches)
         seen = [(rank, found[0]) for rank, found in enumerate(by_rank) if found]
         where = f", first on rank {seen[0][0]} in micro-batch {seen[0][1]} of this step" if seen else ""
-        hint = " A stage-3 parameter used outside its module's forward reads as NaN, too." if self._shares() else ""
+        hint = ""
+        if self.runtime.shares_params:
+            hint = " A stage-3 parameter used outside its module's forward reads as NaN, too."
         return (
             f"{what} at step {self.global_steps}{where}. Weights are those before this step.{hint} "
             "Remedy: look at the data of this step, lower the learning rate, or clip gradients."
         )
-
-    def _shares(self) -> bool:
-        return any(not unit.resident for unit in self.units)
 
     def _forget_gradients(self) -> None:
         for unit in self.units:
