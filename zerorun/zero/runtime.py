@@ -248,7 +248,7 @@ class Runtime:
         """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
         for unit in (self.units[index] for index in self.late):
             if not unit.resident and self.param_slots.occupant[unit.param_slot] != unit.index:
-                names = [n for s in unit.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+                names = unit.names_with_gradient()
                 if not names:
                     continue
                 raise OrderError(
@@ -261,7 +261,7 @@ class Runtime:
         """A gradient for a unit that never had its slot comes from a use of a placeholder."""
         if unit.resident or unit.index in self.visited or not unit.has_gradient():
             return
-        names = [n for s in unit.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+        names = unit.names_with_gradient()
         raise released_parameter(names[0], unit.name)
 
     def _complete(self, unit: Unit) -> None:

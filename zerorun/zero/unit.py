@@ -229,6 +229,10 @@ class Unit:
                     return True
         return False
 
+    def names_with_gradient(self) -> list[str]:
+        """Parameters whose gradient lies where autograd left it. For error messages."""
+        return [n for s in self.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+
     def absorb(self) -> None:
         """Move the gradients of all segments into the gradient slot."""
         self.finish_reduce()
