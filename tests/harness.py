@@ -65,6 +65,7 @@ class Pool:
             "OMP_NUM_THREADS": "1",
             "ZERORUN_DEVICE": "cpu",
             "ZERORUN_ORDER_TIMEOUT_S": "15",
+            "ZERORUN_PEER_MEMORY": "0" if self.world_size == 3 else "1",  # so that both transports see every test
         }
         command = [sys.executable, __file__, str(pipe.fileno()), self._folder.name]
         return subprocess.Popen(command, env=env, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL)

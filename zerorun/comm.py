@@ -20,6 +20,7 @@ exit) finishes what is in flight and then drops every process group, which joins
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -30,16 +31,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .errors import OrderError, TopologyError
+from .peer_memory import Exchange, PeerMemory, PeerMemoryError
 from .topology import Topology
+from .zero.layout import Piece
 
 # Seconds that an exiting process gives collectives in flight to finish.
 _EXIT_TIMEOUT_S = 10
+# Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
+_STRETCH = 131072
+_UNANSWERED = (
+    "collective '{}' could not be completed on rank {}: another rank ended or did not take part. "
+    "Look at the first failing rank's own error. ({})"
+)
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _owns_process_group = False
 
@@ -129,10 +138,14 @@ class Pending:
     __slots__ = ("_communicator", "_finish", "_works", "done", "label")
 
     def __init__(
-        self, communicator: Communicator, label: str, works: list[dist.Work], finish: Callable[[], None] | None
+        self,
+        communicator: Communicator,
+        label: str,
+        works: Sequence[dist.Work | Exchange],
+        finish: Callable[[], None] | None,
     ) -> None:
         self._communicator = communicator
-        self._works = works
+        self._works: Sequence[Any] = works
         self._finish = finish
         self.label = label
         self.done = False
@@ -151,10 +164,7 @@ class Pending:
         except RuntimeError as error:
             self.done = True
             self._communicator.in_flight.discard(self)
-            raise OrderError(
-                f"collective '{self.label}' could not be completed on rank {dist.get_rank()}: another rank ended or "
-                f"did not take part. Look at the first failing rank's own error. ({error})"
-            ) from error
+            raise OrderError(_UNANSWERED.format(self.label, dist.get_rank(), error)) from error
         self.done = True
         self._communicator.in_flight.discard(self)
         if self._finish is not None:
@@ -168,14 +178,6 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0  # sent to other ranks
-
-
-class _Exchange(NamedTuple):
-    """A reduce-scatter between its messages and its sum."""
-
-    works: list[dist.Work]
-    parts: list[torch.Tensor]  # by rank: versions of this rank's chunk
-    borrowed: list[torch.Tensor]  # from the pool, to be given back after the sum
 
 
 class BufferPool:
@@ -220,7 +222,18 @@ class Communicator:
         self._world: dist.ProcessGroup | None = dist.group.WORLD
         self._nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(self._world))
         self._groups = {axis: topology.group(axis) for axis in ("shard", "replicate")}
+        self._served: list[PeerMemory] = []
+        self._memories = {axis: self._connect(axis) for axis in self._groups}
         _live.add(self)
+
+    def _connect(self, axis: str) -> PeerMemory | None:
+        size = self.topology.shard if axis == "shard" else self.topology.replicate
+        if self._nccl or size == 1:
+            return None
+        return PeerMemory.connect(self._groups[axis], self._rank(axis), size, self._served)
+
+    def _rank(self, axis: str) -> int:
+        return self.topology.shard_rank if axis == "shard" else self.topology.replicate_rank
 
     # -- asynchronous, on flat buffers ---------------------------------------------------------------------------
 
@@ -237,7 +250,7 @@ class Communicator:
         self._count(label, own.numel() * (degree - 1) * own.element_size())
         if self._nccl:
             return self._nccl_all_gather(full, bounds, own, label)
-        return self._p2p_all_gather(self._groups["shard"], rank, full, bounds, label)
+        return self._p2p_all_gather("shard", full, bounds, label, source)
 
     def reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, *, accumulate: bool
@@ -253,13 +266,18 @@ class Communicator:
             return self._host_reduce_scatter(full, bounds, out, label, accumulate)
         return self._p2p_reduce_scatter(full, bounds, out, label, accumulate)
 
+    @property
+    def reads_parts(self) -> bool:
+        """True if ``sum_parts`` can replace ``reduce_scatter``."""
+        return self._memories["shard"] is not None and self.topology.replicate == 1 and self.wire_dtype == torch.float32
+
     # -- blocking, small -----------------------------------------------------------------------------------------
 
     def control_sum(self, values: torch.Tensor, label: str = "control") -> torch.Tensor:
         """Sum a small CPU tensor over all data-parallel ranks, in place. For decisions, not for data."""
         if self.topology.data_parallel_size > 1:
             self._count(label, values.numel() * values.element_size())
-            dist.all_reduce(values, group=self._world)
+            self._finish_control(dist.all_reduce(values, group=self._world, async_op=True))
         return values
 
     def control_gather(self, values: torch.Tensor, timeout_s: float | None = None) -> list[torch.Tensor]:
@@ -268,15 +286,36 @@ class Communicator:
         gathered = [torch.empty_like(values) for _ in range(size)]
         self._count("control", values.numel() * values.element_size())
         work = dist.all_gather(gathered, values, group=self._world, async_op=True)
-        pending = Pending(self, "control: which unit next", [work], None)
-        pending.wait(timeout_s)
+        self._finish_control(work, timeout_s)
         return gathered
 
     def control_objects(self, value: Any) -> list[Any]:
         """All ranks' picklable values, by rank. Set-up and error paths only."""
         gathered: list[Any] = [None] * self.topology.data_parallel_size
+        self._finish_control(dist.barrier(group=self._world, async_op=True))
         dist.all_gather_object(gathered, value, group=self._world)
         return gathered
+
+    def _finish_control(self, work: dist.Work, timeout_s: float | None = None) -> None:
+        """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        try:
+            if self._served:
+                self._served[0].wait_until(work.is_completed, timeout)
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+        except RuntimeError as error:
+            raise OrderError(_UNANSWERED.format("control", dist.get_rank(), error)) from error
+
+    def settle(self) -> None:
+        """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
+        try:
+            for memory in self._served:
+                memory.finish()
+        except PeerMemoryError as error:
+            raise OrderError(_UNANSWERED.format("before an update", dist.get_rank(), error)) from error
 
     def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
         """Give every data-parallel rank the contiguous ``tensor`` of rank ``source``."""
@@ -306,6 +345,10 @@ class Communicator:
             except OrderError:
                 self.in_flight.clear()
                 return
+        if timeout_s is not None:  # others may still read what this rank offered
+            with contextlib.suppress(PeerMemoryError):
+                for memory in self._served:
+                    memory.finish(timedelta(seconds=timeout_s))
 
     def forget_groups(self) -> None:
         """Let go of the process groups. No collective can follow."""
@@ -313,52 +356,145 @@ class Communicator:
         self._world = None
         object.__setattr__(self.topology, "mesh", None)
 
-    # -- gloo: point to point ------------------------------------------------------------------------------------
+    # -- gloo: through peer memory on one host, else point to point -----------------------------------------------
 
     def _p2p_all_gather(
-        self, group: dist.ProcessGroup, rank: int, full: torch.Tensor, bounds: Sequence[int], label: str
+        self,
+        axis: str,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        label: str,
+        source: torch.Tensor | None = None,
+        *,
+        until_given: bool = False,
     ) -> Pending:
-        tag, target = self._tag(label), full
+        rank, tag, target = self._rank(axis), self._tag(label), full
         if full.is_cuda:  # two ranks on one GPU: through host memory
-            full = target.to("cpu")
+            full, source = target.to("cpu"), None
+        chunks = [full[low:high] for low, high in pairwise(bounds)]
 
         def finish() -> None:
             if target.is_cuda:
                 target.copy_(full)
 
-        chunks = [full[low:high] for low, high in pairwise(bounds)]
-        works = [group.recv([chunk], peer, tag) for peer, chunk in enumerate(chunks) if peer != rank and chunk.numel()]
-        if chunks[rank].numel():
-            works += [group.send([chunks[rank]], peer, tag) for peer in range(len(chunks)) if peer != rank]
+        works: list[dist.Work | Exchange] = []
+        if memory := self._memories[axis]:
+
+            def take(tables: list[torch.Tensor]) -> None:
+                for peer, chunk in enumerate(chunks):
+                    if peer != rank and chunk.numel():
+                        memory.read_tensor(peer, int(tables[peer][0]), chunk)
+
+            own = chunks[rank] if source is None else source
+            works.append(memory.exchange(tag, label, [own], take, until_given=until_given))
+        else:
+            group, others = self._groups[axis], [peer for peer in range(len(chunks)) if peer != rank]
+            works += [group.recv([chunks[peer]], peer, tag) for peer in others if chunks[peer].numel()]
+            works += [group.send([chunks[rank]], peer, tag) for peer in others if chunks[rank].numel()]
         return Pending(self, label, works, finish)
 
-    def _exchange_parts(
-        self, group: dist.ProcessGroup, rank: int, full: torch.Tensor, bounds: Sequence[int], label: str
-    ) -> _Exchange:
-        """Send every other rank its chunk, receive the others' versions of ours."""
-        tag, own_numel = self._tag(label), bounds[rank + 1] - bounds[rank]
-        outgoing = full
-        works: list[dist.Work] = []
-        parts: list[torch.Tensor] = []
-        borrowed: list[torch.Tensor] = []
+    def _start_sum(
+        self, axis: str, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
+    ) -> tuple[list[dist.Work | Exchange], Callable[[], None]]:
+        """Let ``out`` become, or grow by, the sum over ``axis`` of this rank's chunk of ``full``: (works, what then)."""
+        rank, outgoing = self._rank(axis), full
         if self.wire_dtype != full.dtype:
             outgoing = self.pool.take(full.numel(), self.wire_dtype).copy_(full)
-            borrowed.append(outgoing)
-        for peer in range(len(bounds) - 1):
+        self._count(label, (full.numel() - out.numel()) * outgoing.element_size())
+        if self._memories[axis]:
+            piece = Piece(0, bounds[rank], 0, out.numel())
+            works, finish = [self._start_direct_sum(axis, [full], [outgoing], [piece], out, label, accumulate)], _nothing
+        else:
+            works, finish = self._start_sent_sum(axis, full, outgoing, bounds, out, label, accumulate)
+
+        def finish_and_give() -> None:
+            finish()
+            if outgoing is not full:
+                self.pool.give(outgoing)
+
+        return works, finish_and_give
+
+    def _start_direct_sum(
+        self,
+        axis: str,
+        parts: Sequence[torch.Tensor],
+        offered: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        out: torch.Tensor,
+        label: str,
+        accumulate: bool,
+    ) -> dist.Work | Exchange:
+        """Read and add bit by bit: what was read is added while it is in the processor's cache.
+
+        ``parts`` are flat, as are ``offered``, what the others may read of them. ``pieces`` says what of them goes where
+        in ``out``.
+        """
+        rank, memory = self._rank(axis), self._memories[axis]
+        assert memory is not None
+        dtype = offered[0].dtype
+
+        def take(tables: list[torch.Tensor]) -> None:
+            longest = min(_STRETCH, max((piece.numel for piece in pieces), default=0))
+            scratch = [self.pool.take(longest, dtype) for _ in tables[1:]]
+            for piece in pieces:
+                addresses = [int(table[piece.entry]) for table in tables]
+                for begin in range(0, piece.numel, _STRETCH):
+                    numel, start = min(_STRETCH, piece.numel - begin), piece.start + begin
+                    found = [buffer[:numel] for buffer in scratch]
+                    found.insert(rank, parts[piece.entry][start : start + numel])
+                    for peer, address in enumerate(addresses):
+                        if peer != rank:
+                            memory.read_tensor(peer, address + start * dtype.itemsize, found[peer])
+                    into = piece.shard_start + begin
+                    _sum_in_rank_order(found, out[into : into + numel], accumulate)
+            for buffer in scratch:
+                self.pool.give(buffer)
+
+        return memory.exchange(self._tag(label), label, offered, take, until_given=True)
+
+    def _start_sent_sum(
+        self,
+        axis: str,
+        full: torch.Tensor,
+        outgoing: torch.Tensor,
+        bounds: Sequence[int],
+        out: torch.Tensor,
+        label: str,
+        accumulate: bool,
+    ) -> tuple[list[dist.Work | Exchange], Callable[[], None]]:
+        """Send every other rank its chunk, receive the others' versions of ours, then add."""
+        group, rank, tag = self._groups[axis], self._rank(axis), self._tag(label)
+        works: list[dist.Work | Exchange] = []
+        parts: list[torch.Tensor] = []
+        for peer, (low, high) in enumerate(pairwise(bounds)):
             if peer == rank:
-                parts.append(full[bounds[rank] : bounds[rank + 1]])
+                parts.append(full[low:high])
                 continue
-            part = self.pool.take(own_numel, self.wire_dtype)
-            borrowed.append(part)
+            part = self.pool.take(out.numel(), outgoing.dtype)
             parts.append(part)
-            if own_numel:
+            if out.numel():
                 works.append(group.recv([part], peer, tag))
-            chunk = outgoing[bounds[peer] : bounds[peer + 1]]
-            if chunk.numel():
-                works.append(group.send([chunk], peer, tag))
-        sent = full.numel() - own_numel
-        self._count(label, sent * self.wire_dtype.itemsize)
-        return _Exchange(works, parts, borrowed)
+            if high > low:
+                works.append(group.send([outgoing[low:high]], peer, tag))
+
+        def finish() -> None:
+            _sum_in_rank_order(parts, out, accumulate)
+            for peer, part in enumerate(parts):
+                if peer != rank:
+                    self.pool.give(part)
+
+        return works, finish
+
+    def sum_parts(
+        self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
+    ) -> Pending:
+        """``reduce_scatter`` of fp32 tensors [numel] that lie apart, if ``reads_parts``: nothing is packed.
+
+        ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
+        """
+        self._count(label, (sum(part.numel() for part in parts) - sum(p.numel for p in pieces)) * out.element_size())
+        work = self._start_direct_sum("shard", parts, parts, pieces, out, label, accumulate)
+        return Pending(self, label, [work], None)
 
     def _p2p_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
@@ -367,40 +503,33 @@ class Communicator:
         if topology.data_parallel_size == 1:
             _store(full, out, accumulate)
             return Pending(self, label, [], None)
-        if topology.shard == 1:
-            works, parts, borrowed = _Exchange([], [full], [])
+        if topology.replicate == 1:
+            works, finish = self._start_sum("shard", full, bounds, out, label, accumulate)
+            return Pending(self, label, works, finish)
+        own = self.pool.take(out.numel(), torch.float32)
+        if topology.shard > 1:
+            works, finish = self._start_sum("shard", full, bounds, own, label, False)
         else:
-            works, parts, borrowed = self._exchange_parts(
-                self._groups["shard"], topology.shard_rank, full, bounds, label
-            )
+            own.copy_(full)
+            works, finish = [], _nothing
 
-        def finish() -> None:
-            if topology.replicate == 1:
-                _sum_in_rank_order(parts, out, accumulate)
-            else:
-                own = self.pool.take(out.numel(), torch.float32)
-                _sum_in_rank_order(parts, own, False)
-                self._p2p_all_reduce(own, f"{label} over replicas")
-                _store(own, out, accumulate)
-                self.pool.give(own)
-            for buffer in borrowed:
-                self.pool.give(buffer)
+        def finish_over_replicas() -> None:
+            finish()
+            self._p2p_all_reduce(own, f"{label} over replicas")
+            _store(own, out, accumulate)
+            self.pool.give(own)
 
-        return Pending(self, label, works, finish)
+        return Pending(self, label, works, finish_over_replicas)
 
     def _p2p_all_reduce(self, buffer: torch.Tensor, label: str) -> None:
         """Sum a flat buffer over the replicate axis, in place: reduce-scatter, then all-gather."""
-        group, rank, size = self._groups["replicate"], self.topology.replicate_rank, self.topology.replicate
+        rank, size = self.topology.replicate_rank, self.topology.replicate
         step = -(-buffer.numel() // size)
         bounds = [min(step * index, buffer.numel()) for index in range(size + 1)]
-        works, parts, borrowed = self._exchange_parts(group, rank, buffer, bounds, label)
-        Pending(self, label, works, None).wait()
         own = buffer[bounds[rank] : bounds[rank + 1]]
-        _sum_in_rank_order(parts, own, False)
-        for part in borrowed:
-            self.pool.give(part)
+        Pending(self, label, *self._start_sum("replicate", buffer, bounds, own, label, False)).wait()
         self._count(label, own.numel() * (size - 1) * own.element_size())
-        self._p2p_all_gather(group, rank, buffer, bounds, label).wait()
+        self._p2p_all_gather("replicate", buffer, bounds, label, until_given=True).wait()
 
     def _host_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
@@ -419,9 +548,7 @@ class Communicator:
 
     # -- NCCL ----------------------------------------------------------------------------------------------------
 
-    def _nccl_all_gather(
-        self, full: torch.Tensor, bounds: Sequence[int], own: torch.Tensor, label: str
-    ) -> Pending:
+    def _nccl_all_gather(self, full: torch.Tensor, bounds: Sequence[int], own: torch.Tensor, label: str) -> Pending:
         group = self._groups["shard"]
         if full.numel() == own.numel() * self.topology.shard:
             work = group._allgather_base(full, own)
@@ -454,6 +581,10 @@ class Communicator:
             _store(own, out, accumulate)
 
         return Pending(self, label, works, finish)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _store(value: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:

@@ -28,6 +28,7 @@ LAYERS = {
     "arguments": 1,
     "topology": 2,
     "comm": 2,
+    "peer_memory": 2,
     "ops": 2,
     "ops.adam": 2,
     "ops.lion": 2,

@@ -120,6 +120,7 @@ def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> No
             for entry, param in zip(segment.layout.entries, segment.params, strict=True):
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
+    runtime.comm.settle()
     runtime.remove_hooks()
     for registry in list(_registries):
         if registry.runtime is runtime:
@@ -166,6 +167,7 @@ def _store_owned(segment: Segment, entry: int, owned: torch.Tensor, value: torch
 
 def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
     segment = home.segment
+    registry.runtime.comm.settle()
     if home.unit.resident:
         _entry_view(home, segment.full).copy_(value)
     else:

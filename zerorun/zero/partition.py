@@ -23,6 +23,8 @@ from .policy import Policy
 from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
 
 ROOT = "root"
+# Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
+LARGE_NUMEL = 65536
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,8 @@ class UnitBuilder:
         for index, (segment, dtype) in enumerate(zip(unit.segments, dtypes, strict=True)):
             values = self._values(segment)  # [numel], the dtype the user gave
             segment.dtype = dtype
+            large = segment.layout.numel >= LARGE_NUMEL * len(segment.params)
+            segment.unpacked = large and dtype == torch.float32 and self.comm.reads_parts
             if unit.resident:
                 segment.adopt_full(values if values.dtype == dtype else values.to(dtype))
                 segment.shard = segment.full[segment.low : segment.high]

@@ -274,7 +274,7 @@ class Runtime:
             self.finish_reductions()
         if self.inspect is not None:
             self.inspect(unit)
-        unit.absorb()
+        unit.absorb(loosely=self.reducing_session)
         if self.reducing_session:
             self._reduce(unit)
 
@@ -285,7 +285,7 @@ class Runtime:
         self.grad_slots.occupant[unit.grad_slot] = unit.index
 
     def _reduce(self, unit: Unit) -> None:
-        while len(self.reducing) >= self.grad_slots.count:
+        while len(self.reducing) >= 2:
             self._finish_oldest()
         unit.start_reduce(self.comm)
         self.reducing.append(unit)

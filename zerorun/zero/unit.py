@@ -23,7 +23,8 @@ one NaN expanded to the shape. A mistake shows up as a NaN or an error, never as
 [Note: gradients come as a whole unit]
 Autograd leaves fresh gradients on ``parameter.grad``. When the unit's backward is over, ``absorb`` moves them all into the
 gradient slot at once and in fp32: one call for a unit, no hook for a parameter, and 8 bytes of traffic per fp32 element
-instead of the 16 of zeroing a buffer and accumulating into it.
+instead of the 16 of zeroing a buffer and accumulating into it. Where ranks read each other's memory and the parameters are
+large, even that is left out: an ``unpacked`` segment is summed from where autograd left the gradients.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Segment:
         by_name = dict(zip(names, params, strict=True))
         self.layout = layout
         self.rank = rank  # on the shard axis
+        self.pieces = layout.pieces(rank)
+        self.unpacked = False  # gradients are reduced from where autograd leaves them
         self.names = [entry.name for entry in layout.entries]
         self.params = [by_name[name] for name in self.names]
         self.dtype = self.params[0].dtype
@@ -87,7 +90,8 @@ class Segment:
         self.loud: list[torch.Tensor] = []  # what the parameters show while released
         self.used = [False] * len(self.params)  # got a gradient on this rank since the last step
         self.late: dict[int, torch.Tensor] = {}  # fp32 gradients that came after the unit's turn, by parameter
-        self.accumulated = False  # grad_full holds gradients that are not reduced yet
+        self.loose: list[torch.Tensor] | None = None  # the gradients where autograd left them, flat, instead of grad_full
+        self.accumulated = False  # grad_full or loose holds gradients that are not reduced yet
         self.reduced = False  # grad_shard holds reduced gradients of this step
         self.carry: torch.Tensor | None = None  # reduced gradients set aside while grad_full fills again
 
@@ -111,6 +115,26 @@ class Segment:
         ends = [0, *(e.end for e in self.layout.entries)]
         starts = [*(e.offset for e in self.layout.entries), self.layout.numel]
         self.gap_views = [grad_full[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
+
+    def take_loose(self) -> bool:
+        """Take over ``parameter.grad`` as they lie, if they are all there, alone and in the dtype of the sum."""
+        if self.accumulated or self.late or not self.unpacked:
+            return False
+        grads = [param.grad for param in self.params]
+        if not all(grad is not None and grad.layout == torch.strided and grad.is_contiguous() for grad in grads):
+            return False
+        self._set_reduced_aside()
+        self.loose = [grad.view(-1) for grad in grads if grad is not None]
+        self.used = [True] * len(self.params)
+        for param in self.params:
+            param.grad = None
+        self.accumulated = True
+        return True
+
+    def parts(self) -> list[torch.Tensor]:
+        """The unreduced gradients by parameter, flat."""
+        assert self.grad_full is not None
+        return self.loose or [self.grad_full[e.offset : e.end] for e in self.layout.entries]
 
     def absorb(self) -> None:
         """Move ``parameter.grad`` into the gradient slot: copied if the slot is fresh, else added."""
@@ -161,7 +185,7 @@ class Segment:
     def forget_gradients(self) -> None:
         """Start the next step with no gradient."""
         self.accumulated = self.reduced = False
-        self.carry = None
+        self.loose = self.carry = None
         self.late.clear()
         self.used = [False] * len(self.params)
         for param in self.params:
@@ -233,25 +257,26 @@ class Unit:
         """Parameters whose gradient lies where autograd left it. For error messages."""
         return [n for s in self.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
 
-    def absorb(self) -> None:
-        """Move the gradients of all segments into the gradient slot."""
+    def absorb(self, *, loosely: bool = False) -> None:
+        """Move the gradients of all segments into the gradient slot. ``loosely``: leave them in place where possible."""
         self.finish_reduce()
         for segment in self.trainable:
-            segment.absorb()
+            if not (loosely and segment.take_loose()):
+                segment.absorb()
 
     def start_reduce(self, comm: Communicator) -> None:
         """Issue the reduction of what is accumulated. ``finish_reduce`` must follow before the shard is read."""
         for segment in self.trainable:
-            assert segment.grad_full is not None
-            assert segment.grad_shard is not None
-            pending = comm.reduce_scatter(
-                segment.grad_full,
-                segment.layout.bounds,
-                segment.grad_shard,
-                f"{self.name}: reduce-scatter gradients",
-                accumulate=segment.reduced and not segment.shares_grad_memory,
-            )
+            full, out, bounds = segment.grad_full, segment.grad_shard, segment.layout.bounds
+            assert full is not None
+            assert out is not None
+            label, accumulate = f"{self.name}: reduce-scatter gradients", segment.reduced and not segment.shares_grad_memory
+            if segment.unpacked:
+                pending = comm.sum_parts(segment.parts(), segment.pieces, out, label, accumulate=accumulate)
+            else:
+                pending = comm.reduce_scatter(full, bounds, out, label, accumulate=accumulate)
             self.reducing.append(pending)
+            segment.loose = None  # the collective keeps them as long as it needs them
             segment.accumulated, segment.reduced = False, True
 
     def finish_reduce(self) -> None:
