@@ -191,12 +191,14 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of ``numel`` elements; contents undefined. Give it back with ``give``."""
         size = numel * dtype.itemsize
-        fitting = [index for index, buffer in enumerate(self._free) if buffer.numel() >= size]
-        if fitting:
-            buffer = self._free.pop(min(fitting, key=lambda index: self._free[index].numel()))
-        else:
-            buffer = torch.empty(-(-size // 64) * 64, dtype=torch.uint8, device=self._device)
-            self.bytes += buffer.numel()
+        best = -1
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= size and (best < 0 or buffer.numel() < self._free[best].numel()):
+                best = index
+        if best >= 0:
+            return self._free.pop(best)[:size].view(dtype)
+        buffer = torch.empty(-(-size // 64) * 64, dtype=torch.uint8, device=self._device)
+        self.bytes += buffer.numel()
         return buffer[:size].view(dtype)
 
     def give(self, view: torch.Tensor) -> None:

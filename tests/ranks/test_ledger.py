@@ -330,9 +330,11 @@ def python_calls(stage: int, precision: str, count: int) -> int:
 
     for step in range(4):
         if step == 3:
+            engine.comm.settle()
             sys.setprofile(profile)
         engine.backward(engine(torch.ones(2, 8)).float().mean())
         engine.step()
+    engine.comm.settle()
     sys.setprofile(None)
     engine.destroy()
     return calls
