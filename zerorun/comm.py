@@ -37,12 +37,13 @@ import torch
 import torch.distributed as dist
 
 from .errors import OrderError, TopologyError
-from .peer_memory import Exchange, PeerMemory, PeerMemoryError
+from .peer_memory import Exchange, PeerEnded, PeerMemory, PeerMemoryError
 from .topology import Topology
 from .zero.layout import Piece
 
-# Seconds that an exiting process gives collectives in flight to finish.
+# Seconds that an exiting process gives collectives in flight to finish, and others to read what it offers.
 _EXIT_TIMEOUT_S = 10
+_EXIT_READ_TIMEOUT_S = 60
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
 _STRETCH = 131072
 _UNANSWERED = (
@@ -271,7 +272,8 @@ class Communicator:
     @property
     def reads_parts(self) -> bool:
         """True if ``sum_parts`` can replace ``reduce_scatter``."""
-        return self._memories["shard"] is not None and self.topology.replicate == 1 and self.wire_dtype == torch.float32
+        direct = self._memories["shard"] is not None and self.topology.replicate == 1 and self.device.type == "cpu"
+        return direct and self.wire_dtype == torch.float32
 
     # -- blocking, small -----------------------------------------------------------------------------------------
 
@@ -303,7 +305,8 @@ class Communicator:
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         try:
             if self._served:
-                self._served[0].wait_until(work.is_completed, timeout)
+                with contextlib.suppress(PeerEnded):  # it may have done its part
+                    self._served[0].wait_until(work.is_completed, timeout)
             if timeout is None:
                 work.wait()
             else:
@@ -350,7 +353,7 @@ class Communicator:
         if timeout_s is not None:  # others may still read what this rank offered
             with contextlib.suppress(PeerMemoryError):
                 for memory in self._served:
-                    memory.finish(timedelta(seconds=timeout_s))
+                    memory.finish(timedelta(seconds=_EXIT_READ_TIMEOUT_S))
 
     def forget_groups(self) -> None:
         """Let go of the process groups. No collective can follow."""

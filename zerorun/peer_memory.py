@@ -55,7 +55,11 @@ class _Range(ctypes.Structure):
 
 
 class PeerMemoryError(RuntimeError):
-    """A peer has ended, or means to do something else."""
+    """A peer does not answer, or means to do something else."""
+
+
+class PeerEnded(PeerMemoryError):
+    """A peer's process has ended."""
 
 
 class Exchange:
@@ -114,12 +118,12 @@ class PeerMemory:
         self._peers = [peer for peer in range(size) if peer != rank]
         self._boards: dict[int, tuple[int, int]] = {}  # peer -> (process, address)
         self._alive = select.poll()
-        self._handles: list[int] = []  # of processes
+        self._handles: dict[int, int] = {}  # of processes -> peer
+        self._ended: set[int] = set()  # peers whose process has ended, as far as noticed
         self._number = 0  # of the next offer
         self._reading: deque[Exchange] = deque()  # not taken yet
         self._offered: deque[Exchange] = deque()  # not known to be read by all others
         self._word = (ctypes.c_int64 * _ENTRY)()
-        self._next_check = 0.0
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup, rank: int, size: int, together: list[PeerMemory]) -> PeerMemory | None:
@@ -154,7 +158,7 @@ class PeerMemory:
                 handle = os.pidfd_open(process)
             except OSError:
                 return False
-            self._handles.append(handle)
+            self._handles[handle] = peer
             self._alive.register(handle, select.POLLIN)
             if found.raw != expected:
                 return False
@@ -220,24 +224,22 @@ class PeerMemory:
             self._offered.popleft()
 
     def wait_until(self, done: Callable[[], bool], timeout: timedelta | None = None) -> None:
-        """Read for others until ``done()``. Raises PeerMemoryError if a peer has ended, or after the timeout."""
+        """Read for others until ``done()``. Raises PeerEnded, or PeerMemoryError after the timeout."""
         begun, pause = time.monotonic(), 0.0
         limit_s = timeout.total_seconds() if timeout is not None else _PATIENCE_S
-        self._next_check = begun + _CHECK_S
+        next_check = begun + _CHECK_S
         while not done():
             self.serve()
             now = time.monotonic()
-            if now > self._next_check:
-                self._next_check = now + _CHECK_S
-                self._refuse_dead_peers(done)
+            if now > next_check:
+                next_check = now + _CHECK_S
+                self._ended.update(self._handles[handle] for handle, _ in self._alive.poll(0))
+                if self._ended and not done():
+                    raise PeerEnded("another rank of this host has ended")
             if now - begun > limit_s:
                 raise PeerMemoryError(f"no answer from another rank in {limit_s:g} s")
             time.sleep(pause)
             pause = min(pause + 5e-6, 2e-4)
-
-    def _refuse_dead_peers(self, done: Callable[[], bool]) -> None:
-        if self._alive.poll(0) and not done():
-            raise PeerMemoryError("another rank of this host has ended")
 
     # -- boards --------------------------------------------------------------------------------------------------
 
@@ -282,9 +284,12 @@ class PeerMemory:
             self._board[SLOTS * (_ENTRY + peer) + number % SLOTS] = number + 1
 
     def read_by_all(self, number: int) -> bool:
-        """True if all others have read this rank's offer ``number``."""
+        """True if all others have read this rank's offer ``number``, or never will."""
         offset = (SLOTS * (_ENTRY + self.rank) + number % SLOTS) * _ITEM
-        return all(self._read_board(peer, offset, 1) and self._word[0] == number + 1 for peer in self._peers)
+        return all(
+            peer in self._ended or (self._read_board(peer, offset, 1) and self._word[0] == number + 1)
+            for peer in self._peers
+        )
 
     def _read_board(self, peer: int, offset: int, items: int) -> bool:
         """Copy int64 values of a peer's board to ``_word``. False if the peer has ended: who waits finds out."""

@@ -1,0 +1,213 @@
+"""Ranks of one host read each other's memory: results do not change, whoever is late, and whatever ends or differs."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import CASES
+from reference import Result, differences, train_reference
+from training import make_config, make_engine, run_steps, train
+
+from zerorun import peer_memory
+from zerorun.comm import Communicator
+from zerorun.peer_memory import PeerMemory, PeerMemoryError
+from zerorun.zero import partition
+
+STEPS = 3
+every_stage = pytest.mark.parametrize("stage", range(4))
+
+
+def connect() -> PeerMemory:
+    memory = PeerMemory.connect(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), [])  # type: ignore[arg-type]
+    assert memory is not None
+    return memory
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------
+
+
+def exchange_many(count: int) -> bool:
+    """Rank r offers r + 10 i in exchange i; waits come late and out of order."""
+    peer_memory.SLOTS, memory = 8, connect()
+    rank, found, made = dist.get_rank(), {}, {}
+    for index in range(count):
+
+        def take(tables: list[torch.Tensor], index: int = index) -> None:
+            values = [torch.zeros(3) for _ in tables]
+            for peer in range(len(tables)):
+                if peer != rank:
+                    memory.read_tensor(peer, int(tables[peer][0]), values[peer])
+            found[index] = [value[1].item() for value in values]
+
+        made[index] = memory.exchange(5, "test", [torch.full((3,), rank + 10.0 * index)], take, until_given=index % 2 == 0)
+        if index % 3 == 2:
+            made[index].wait()
+    memory.finish()
+    peer_memory.SLOTS = 4096
+    others = [peer for peer in range(dist.get_world_size()) if peer != rank]
+    return all(found[index][peer] == peer + 10 * index for index in range(count) for peer in others)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_more_exchanges_than_slots(world: int) -> None:
+    assert run_ranks(world, exchange_many, 50) == [True] * world
+
+
+def disagree() -> str:
+    memory = connect()
+    try:
+        memory.exchange(dist.get_rank(), "gather of unit 7", [torch.zeros(1)], lambda tables: None, until_given=True).wait()
+    except PeerMemoryError as error:
+        dist.barrier()
+        return str(error)
+    return ""
+
+
+def test_ranks_that_mean_different_things_are_told() -> None:
+    for message in run_ranks(2, disagree):
+        assert "gather of unit 7" in message
+        assert "ranks" in message
+
+
+def connected(variable: str) -> tuple[bool, bool]:
+    """(with the variable as the harness sets it, with 0 on one rank)."""
+    engine = make_engine(CASES["plain"], make_config(3))
+    usual = engine.comm.reads_parts
+    engine.destroy()
+    before = os.environ.pop(variable, "1")
+    os.environ[variable] = "0" if dist.get_rank() == 1 else before
+    refused = PeerMemory.connect(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), [])  # type: ignore[arg-type]
+    os.environ[variable] = before
+    return usual, refused is not None
+
+
+@pytest.mark.parametrize(("world", "usual"), [(2, True), (3, False)])
+def test_all_ranks_or_none(world: int, usual: bool) -> None:
+    assert run_ranks(world, connected, "ZERORUN_PEER_MEMORY") == [(usual, False)] * world
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
+    """The run with every fp32 gradient summed from where autograd left it, and whether that was so."""
+    partition.LARGE_NUMEL, usual = 0, partition.LARGE_NUMEL
+    try:
+        seen = []
+        real = Communicator.sum_parts
+        Communicator.sum_parts = lambda self, *a, **k: seen.append(1) or real(self, *a, **k)  # type: ignore
+        return train(CASES[model], config, STEPS), bool(seen)
+    finally:
+        partition.LARGE_NUMEL, Communicator.sum_parts = usual, real  # type: ignore[method-assign]
+
+
+@every_stage
+@pytest.mark.parametrize("model", tuple(CASES))
+def test_unpacked_gradients_give_the_same_run(model: str, stage: int) -> None:
+    number = list(CASES).index(model) + stage
+    world, accumulation, clip = (2, 4)[number % 4 // 3], (1, 3)[number % 2], (0.0, 0.5)[number // 2 % 2]
+    config = make_config(stage, accumulation=accumulation, clip=clip)
+    expected = train_reference(
+        CASES[model], world_size=world, steps=STEPS, accumulation=accumulation, clip=clip, optimizer="AdamW"
+    )
+    for result, unpacked in run_ranks(world, train_unpacked, model, config):
+        assert unpacked
+        assert differences(result, expected) == []
+
+
+def train_with_pauses(config: dict[str, Any], seed: int | None) -> Result:
+    """Ranks pause at random: each is late, and early, somewhere."""
+    case = CASES["plain"]
+    engine = make_engine(case, config)
+    if seed is not None:
+        pauses = random.Random(seed + dist.get_rank())
+        for module in engine.module.modules():
+            module.register_forward_hook(lambda *args: time.sleep(pauses.choice((0, 0, 0.01))))
+            module.register_full_backward_hook(lambda *args: time.sleep(pauses.choice((0, 0, 0.01))))
+    result = run_steps(engine, case, STEPS)
+    result.weights = {name: value.clone() for name, value in engine.state_dict().items()}
+    engine.destroy()
+    return result
+
+
+@every_stage
+@pytest.mark.parametrize("world", (2, 4))
+def test_late_ranks_change_nothing(world: int, stage: int) -> None:
+    config = make_config(stage, accumulation=2, clip=0.5, precision="bf16" if stage % 2 else "fp32")
+    expected = run_ranks(world, train_with_pauses, config, None)
+    for seed in (1, 2):
+        for found, usual in zip(run_ranks(world, train_with_pauses, config, 10 * seed), expected, strict=True):
+            assert found.losses == usual.losses
+            assert all(torch.equal(value, usual.weights[name]) for name, value in found.weights.items())
+
+
+# -- ends --------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time, torch, zerorun
+from torch import nn
+torch.set_num_threads(1)
+stage, ending = int(sys.argv[1]), sys.argv[2]
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage},
+                                    "optimizer": {"type": "AdamW"}})
+rank = torch.distributed.get_rank()
+for step in range(3):
+    loss = engine(torch.ones(2, 64)).square().mean()
+    if ending == "die" and step == 2 and rank == 1:
+        os.kill(os.getpid(), 9)
+    engine.backward(loss)
+    engine.step()
+if ending == "rank 0 goes on alone" and rank == 0:
+    time.sleep(3)
+    assert all(value.isfinite().all() for value in engine.module.state_dict().values())
+"""
+
+
+def start(tmp_path: Path, stage: int, ending: str) -> list[subprocess.Popen[str]]:
+    """Two ranks without a launcher that would end one for the other."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ZERORUN_DEVICE": "cpu"}
+    command = [sys.executable, str(tmp_path / "train.py"), str(stage), ending]
+    return [
+        subprocess.Popen(
+            command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+@every_stage
+def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, stage: int) -> None:
+    first, second = start(tmp_path, stage, "die")
+    assert second.wait(60) == -signal.SIGKILL
+    begun = time.monotonic()
+    errors = first.communicate(timeout=30)[1]
+    assert time.monotonic() - begun < 15
+    assert first.returncode == 1
+    assert "OrderError" in errors
+    assert "another rank ended" in errors
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_a_rank_may_go_on_after_the_others_are_done(tmp_path: Path, stage: int) -> None:
+    for process in start(tmp_path, stage, "rank 0 goes on alone"):
+        assert process.communicate(timeout=60)[1].count("Error") == 0
+        assert process.returncode == 0
