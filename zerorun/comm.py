@@ -1,10 +1,11 @@
 """Communication: the only file that calls collectives. In place on flat buffers, labelled, counted.
 
 [Note: why not the stock collectives on gloo]
-gloo's all-gather and reduce-scatter copy through buffers of their own. Sending each shard straight from the flat buffer
-it lies in to the place where the receiver wants it needs no copy, and takes about a third of the time (64 MiB, 2 ranks
-on one machine: 15 ms against 48-61 ms). The sum of a reduce-scatter is then ours to order: ranks ascending, in fp32,
-so that it gives the same bits in every run and at every stage.
+Ranks of one host read each other's memory (peer_memory.py). Between hosts, gloo's all-gather and reduce-scatter would copy
+through buffers of their own. Sending each shard straight from the flat buffer it lies in to the place where the receiver
+wants it needs no copy, and takes about a third of the time (64 MiB, 2 ranks: 15 ms against 48-61 ms). The sum of a
+reduce-scatter is then ours to order: ranks ascending, in fp32, so that it gives the same bits in every run and at every
+stage.
 
 [Note: tags]
 Point-to-point messages carry a tag made from a checksum of the collective's label and the number of calls with that
@@ -233,7 +234,13 @@ class Communicator:
         size = self.topology.shard if axis == "shard" else self.topology.replicate
         if self._nccl or size == 1:
             return None
-        return PeerMemory.connect(self._groups[axis], self._rank(axis), size, self._served)
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * size
+            dist.all_gather_object(values, value, group=self._groups[axis])
+            return values
+
+        return PeerMemory.connect(gather, self._rank(axis), size, self._served)
 
     def _rank(self, axis: str) -> int:
         return self.topology.shard_rank if axis == "shard" else self.topology.replicate_rank
@@ -296,9 +303,13 @@ class Communicator:
     def control_objects(self, value: Any) -> list[Any]:
         """All ranks' picklable values, by rank. Set-up and error paths only."""
         gathered: list[Any] = [None] * self.topology.data_parallel_size
-        self._finish_control(dist.barrier(group=self._world, async_op=True))
+        self.barrier()
         dist.all_gather_object(gathered, value, group=self._world)
         return gathered
+
+    def barrier(self) -> None:
+        """Return when all data-parallel ranks have called it."""
+        self._finish_control(dist.barrier(group=self._world, async_op=True))
 
     def _finish_control(self, work: dist.Work, timeout_s: float | None = None) -> None:
         """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""

@@ -37,7 +37,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 SLOTS = 4096  # offers that may wait to be read
 _ENTRY = 4  # int64 of an entry
@@ -126,23 +125,22 @@ class PeerMemory:
         self._word = (ctypes.c_int64 * _ENTRY)()
 
     @classmethod
-    def connect(cls, group: dist.ProcessGroup, rank: int, size: int, together: list[PeerMemory]) -> PeerMemory | None:
-        """Boards of ``group`` if all its ranks can read one another, else None. All its ranks must call it.
+    def connect(
+        cls, gather: Callable[[Any], list[Any]], rank: int, size: int, together: list[PeerMemory]
+    ) -> PeerMemory | None:
+        """Boards of a group if all its ranks can read one another, else None. All its ranks must call it.
 
-        What is made is added to ``together``: the groups that this process serves while it waits in any of them.
+        ``gather`` gives every rank's value to all of them. What is made is added to ``together``: the groups that this
+        process serves while it waits in any of them.
         """
         memory = cls(rank, size, together)
-        able = _readable() is not None and os.environ.get("ZERORUN_PEER_MEMORY", "1") != "0"
-        if able:
-            _readable().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # type: ignore[union-attr]
-        token = ctypes.addressof(memory._token)
-        card = (os.getpid(), ctypes.addressof(memory._board), token, memory._token.raw) if able else None
-        cards: list[Any] = [None] * size
-        dist.all_gather_object(cards, card, group=group)
-        able = all(card is not None for card in cards) and memory._open(cards)
-        answers: list[Any] = [None] * size
-        dist.all_gather_object(answers, able, group=group)
-        if not all(answers):
+        library, card = _readable(), None
+        if library is not None and os.environ.get("ZERORUN_PEER_MEMORY", "1") != "0":
+            library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # else Yama lets only ancestors read
+            token = ctypes.addressof(memory._token)
+            card = (os.getpid(), ctypes.addressof(memory._board), token, memory._token.raw)
+        cards = gather(card)
+        if not all(gather(all(cards) and memory._open(cards))):
             return None
         together.append(memory)
         return memory

@@ -29,8 +29,14 @@ STEPS = 3
 every_stage = pytest.mark.parametrize("stage", range(4))
 
 
+def gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def connect() -> PeerMemory:
-    memory = PeerMemory.connect(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), [])  # type: ignore[arg-type]
+    memory = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size(), [])
     assert memory is not None
     return memory
 
@@ -88,7 +94,7 @@ def connected(variable: str) -> tuple[bool, bool]:
     engine.destroy()
     before = os.environ.pop(variable, "1")
     os.environ[variable] = "0" if dist.get_rank() == 1 else before
-    refused = PeerMemory.connect(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), [])  # type: ignore[arg-type]
+    refused = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size(), [])
     os.environ[variable] = before
     return usual, refused is not None
 

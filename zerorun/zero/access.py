@@ -121,6 +121,7 @@ def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> No
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
     runtime.comm.settle()
+    runtime.comm.barrier()  # others may still be looking whether this rank has settled
     runtime.remove_hooks()
     for registry in list(_registries):
         if registry.runtime is runtime:

@@ -124,7 +124,7 @@ class Segment:
         if not all(grad is not None and grad.layout == torch.strided and grad.is_contiguous() for grad in grads):
             return False
         self._set_reduced_aside()
-        self.loose = [grad.view(-1) for grad in grads if grad is not None]
+        self.loose = [grad.detach().view(-1) for grad in grads if grad is not None]
         self.used = [True] * len(self.params)
         for param in self.params:
             param.grad = None
