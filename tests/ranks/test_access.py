@@ -175,5 +175,26 @@ def test_destroy_frees_everything(stage: int) -> None:
     assert run_ranks(2, cycle, stage, 6) == [(0, True)] * 2
 
 
+def average_after_steps(stage: int, precision: str) -> list[bool]:
+    """A loop that reads parameters right after step(), as moving averages do, sees the values of that step."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage, precision=precision), topology=shared_topology())
+    found = []
+    for step in range(3):
+        engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
+        engine.step()
+        seen = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+        full = engine.state_dict()
+        found.append(all(torch.equal(value, full[name]) for name, value in seen.items()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (3, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+def test_parameters_are_readable_right_after_a_step(precision: str, world: int, stage: int) -> None:
+    assert run_ranks(world, average_after_steps, stage, precision) == [[True] * 3] * world
+
+
 def test_alignment_is_one_cache_line() -> None:
     assert ALIGNMENT * torch.float32.itemsize == 64

@@ -73,8 +73,6 @@ def _entry_view(home: Home, flat: torch.Tensor) -> torch.Tensor:
 def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
     """The flat compute-dtype parameters [numel] of a segment. Collective for units that share slots."""
     if unit.resident:
-        unit.finish_gather()
-        unit.attach()
         return segment.full
     full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=segment.shard.device)
     label = f"{unit.name}: all-gather on request"
@@ -102,7 +100,6 @@ def guard_state_dict(module: nn.Module, runtime: Runtime) -> Any:
     """Make plain ``module.state_dict()`` give full tensors or raise, never placeholders. Returns the hook's handle."""
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        runtime.finish_gathers(blocks=True)
         if runtime.shares_params and not runtime.state_dict_allowed:
             raise ReleasedParameterError(
                 "module.state_dict() at stage 3 would hold placeholders: no rank has the full weights. "
@@ -249,7 +246,6 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     if found is None or found[1].segment.master is None:
         return None
     registry, home = found
-    home.unit.finish_gather()
     master = home.segment.master
     return _entry_view(home, _gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
 

@@ -198,8 +198,7 @@ class UnitBuilder:
             if share_grads:
                 unit.grad_slot = position % in_flight
         for unit in units:
-            unit.is_block = unit in sharing
-            unit.deferred = not unit.is_block
+            unit.deferred = unit not in sharing
             self._materialise(unit, param_slots, grad_slots)
         return units, param_slots, grad_slots
 

@@ -172,7 +172,6 @@ class Runtime:
 
     def _begin_pass(self, entry: Unit) -> None:
         self._phases += 1
-        self.finish_gathers(blocks=False)
         key = ("forward", entry.index, torch.is_grad_enabled())
         self.walk = Walk(key, self.plans.get(key))
 
@@ -187,13 +186,6 @@ class Runtime:
         self.walk = None
         if walk.key[2] and walk.visits:  # type: ignore[index]
             self.outstanding.append(walk)
-
-    def finish_gathers(self, *, blocks: bool) -> None:
-        """Units with slots of their own are whole from here on; ``blocks``: also those that wait for their visit."""
-        for unit in self.units:
-            if unit.resident and not unit.attached and (blocks or not unit.is_block):
-                unit.finish_gather()
-                unit.attach()
 
     def _universe(self) -> list[int]:
         """Units that are visited, as the model defines them."""
@@ -479,16 +471,19 @@ class Runtime:
         self.late.clear()
 
     def publish(self) -> None:
-        """The shards have new values: gather units with slots of their own, let go of what shared slots hold."""
+        """The shards have new values: gather units with slots of their own, let go of what shared slots hold.
+
+        Returns when that is done: loops that read parameters after step(), for a moving average say, must see new values.
+        """
         for slot in range(self.param_slots.count if self.shares_params else 0):
             self.evict(slot)
         if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
             return
-        for unit in self.units:
-            if unit.resident and unit.segments:
-                unit.finish_gather()
-                unit.release()
-                unit.start_gather(self.comm, "updated parameters")
+        resident = [unit for unit in self.units if unit.resident]
+        for unit in resident:
+            unit.start_gather(self.comm, "updated parameters")
+        for unit in resident:
+            unit.finish_gather()
 
     def forget(self) -> None:
         """After a step: nothing is outstanding."""

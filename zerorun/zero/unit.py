@@ -207,7 +207,6 @@ class Unit:
         self.gathering: list[Pending] = []
         self.reducing: list[Pending] = []
         self.attached = True
-        self.is_block = False  # waits for its gather when it is visited; other units when a pass begins
         self.deferred = False  # its gradients may come after its turn: reduce it when the backward is over
 
     # -- parameters ----------------------------------------------------------------------------------------------
