@@ -325,7 +325,7 @@ class Communicator:
         except RuntimeError as error:
             raise OrderError(_UNANSWERED.format("control", dist.get_rank(), error)) from error
 
-    def settle(self) -> None:
+    def quiesce(self) -> None:
         """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
         try:
             for memory in self._served:

@@ -274,7 +274,7 @@ def watch(name: str, config: dict[str, Any]) -> list[tuple[Any, ...]]:
     found = []
     for step in range(5):
         run_step(engine, case, step)
-        engine.comm.settle()  # what others may still read is alive until they have
+        engine.comm.quiesce()  # what others may still read is alive until they have
         found.append((addresses(engine), engine.memory_report(), engine.comm.pool.bytes, live_tensors()))
     engine.destroy()
     return found
@@ -330,11 +330,11 @@ def python_calls(stage: int, precision: str, count: int) -> int:
 
     for step in range(4):
         if step == 3:
-            engine.comm.settle()
+            engine.comm.quiesce()
             sys.setprofile(profile)
         engine.backward(engine(torch.ones(2, 8)).float().mean())
         engine.step()
-    engine.comm.settle()
+    engine.comm.quiesce()
     sys.setprofile(None)
     engine.destroy()
     return calls

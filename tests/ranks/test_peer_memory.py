@@ -119,10 +119,12 @@ def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
         partition.LARGE_NUMEL, Communicator.sum_parts = usual, real  # type: ignore[method-assign]
 
 
-@every_stage
 @pytest.mark.parametrize("model", tuple(CASES))
-def test_unpacked_gradients_give_the_same_run(model: str, stage: int) -> None:
-    number = list(CASES).index(model) + stage
+@pytest.mark.parametrize("turn", (0, 2))
+def test_unpacked_gradients_give_the_same_run(turn: int, model: str) -> None:
+    number = list(CASES).index(model) + turn
+    stage = number % 4
+    number += number // 4  # else accumulation would always go with the same stages
     world, accumulation, clip = (2, 4)[number % 4 // 3], (1, 3)[number % 2], (0.0, 0.5)[number // 2 % 2]
     config = make_config(stage, accumulation=accumulation, clip=clip)
     expected = train_reference(
@@ -153,10 +155,9 @@ def train_with_pauses(config: dict[str, Any], seed: int | None) -> Result:
 def test_late_ranks_change_nothing(world: int, stage: int) -> None:
     config = make_config(stage, accumulation=2, clip=0.5, precision="bf16" if stage % 2 else "fp32")
     expected = run_ranks(world, train_with_pauses, config, None)
-    for seed in (1, 2):
-        for found, usual in zip(run_ranks(world, train_with_pauses, config, 10 * seed), expected, strict=True):
-            assert found.losses == usual.losses
-            assert all(torch.equal(value, usual.weights[name]) for name, value in found.weights.items())
+    for found, usual in zip(run_ranks(world, train_with_pauses, config, 1), expected, strict=True):
+        assert found.losses == usual.losses
+        assert all(torch.equal(value, usual.weights[name]) for name, value in found.weights.items())
 
 
 # -- ends --------------------------------------------------------------------------------------------------------

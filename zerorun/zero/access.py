@@ -117,7 +117,7 @@ def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> No
             for entry, param in zip(segment.layout.entries, segment.params, strict=True):
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
-    runtime.comm.settle()
+    runtime.comm.quiesce()
     runtime.comm.barrier()  # others may still be looking whether this rank has settled
     runtime.remove_hooks()
     for registry in list(_registries):
@@ -165,7 +165,7 @@ def _store_owned(segment: Segment, entry: int, owned: torch.Tensor, value: torch
 
 def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
     segment = home.segment
-    registry.runtime.comm.settle()
+    registry.runtime.comm.quiesce()
     if home.unit.resident:
         _entry_view(home, segment.full).copy_(value)
     else:

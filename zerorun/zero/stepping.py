@@ -71,7 +71,7 @@ class ShardedOptimizer:
         ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for.
         """
         left_out = self._unused_everywhere() if unused else set()
-        self.comm.settle()
+        self.comm.quiesce()
         if left_out and self.refuse_unused:
             raise StepError(self._name_unused(left_out))
         if left_out:
