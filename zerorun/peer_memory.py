@@ -34,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ class PeerMemory:
     # -- boards --------------------------------------------------------------------------------------------------
 
     def read(self, peer: int, address: int, target: int, size: int) -> None:
-        """Copy ``size`` bytes at ``address`` of ``peer`` to ``target``. Raises PeerMemoryError or OSError."""
+        """Copy ``size`` bytes at ``address`` of ``peer`` to ``target``. Raises OSError."""
         process = self._boards[peer][0]
         here, there = _Range(target, size), _Range(address, size)
         copied = _readable().process_vm_readv(  # type: ignore[union-attr]
@@ -298,17 +299,15 @@ class PeerMemory:
         return True
 
 
+@cache
 def _readable() -> ctypes.CDLL | None:
     """The C library, if this system can read the memory of other processes in the way this file needs."""
-    global _library
-    if _library is None and sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
-        library = ctypes.CDLL(None, use_errno=True)
-        if hasattr(library, "process_vm_readv") and hasattr(os, "pidfd_open"):
-            pointer, count = ctypes.POINTER(_Range), ctypes.c_ulong
-            library.process_vm_readv.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
-            library.process_vm_readv.restype = ctypes.c_ssize_t
-            _library = library
-    return _library
-
-
-_library: ctypes.CDLL | None = None
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "process_vm_readv") or not hasattr(os, "pidfd_open"):
+        return None
+    pointer, count = ctypes.POINTER(_Range), ctypes.c_ulong
+    library.process_vm_readv.argtypes = (ctypes.c_int, pointer, count, pointer, count, count)
+    library.process_vm_readv.restype = ctypes.c_ssize_t
+    return library

@@ -13,6 +13,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | ``grad_shard``     | Segment | [shard]         | fp32    | a view of ``grad_full`` if that is its own, else its own   |
 | moments            | torch.optim | like master | fp32    | on 1-D (or whole) pieces of ``master``                     |
 | parameter.grad     | autograd | the user's     | compute | autograd's own, from its backward until ``absorb``         |
+| ``loose``          | Segment | flat, a list    | fp32    | as autograd left them, from ``absorb`` until they are sent |
 
 ``owned`` is the shard, or at stage 0 the whole buffer. Frozen segments have no master and no gradient.
 
