@@ -74,11 +74,12 @@ def initialize(
     _move_buffers(model, device, comm)
     builder = UnitBuilder(policy, comm, device, compute, 2, raw.group_of, raw.whole)
     specs = choose_units(model, _unit_policy(wanted))
-    builder.slot_count = _slot_count(wanted, [sum(p.numel() for _, p in spec.params) for spec in specs[1:]])
+    overlap = _overlap(wanted, comm)
+    builder.slot_count = _slot_count(wanted, overlap, [sum(p.numel() for _, p in spec.params) for spec in specs[1:]])
     units, param_slots, grad_slots = builder.build(specs)
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
-    runtime.overlap = settings.overlap_comm is not False
+    runtime.overlap = overlap
     sharded = _shard_optimizer(raw, units, comm)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
     runtime._handles.append(guard_state_dict(model, runtime))
@@ -335,17 +336,26 @@ def _unit_policy(config: Config) -> UnitPolicy:
     return UnitPolicy("classes", classes=tuple(settings.unit_policy))
 
 
-def _slot_count(config: Config, numels: list[int]) -> int:
-    """2 (one unit in use, one on its way) unless the configuration asks for more or less look-ahead."""
+def _overlap(config: Config, comm: Communicator) -> bool:
+    """Whether units are gathered before they are needed, and reduced while the backward goes on.
+
+    Stage 3 is chosen to save memory. Where ranks copy from one another's memory by themselves, nothing goes on behind the
+    computation: being early would only hide the wait for a slower rank, at the price of a slot and a unit's gradients.
+    """
+    settings = config.zero_optimization
+    return settings.overlap_comm if settings.overlap_comm is not None else settings.stage < 3 or not comm.reads_peers
+
+
+def _slot_count(config: Config, overlap: bool, numels: list[int]) -> int:
+    """One for the unit in use, and one for the next to ``overlap``, unless the configuration asks for other look-ahead."""
     settings, sources = config.zero_optimization, config.sources
     largest = max(numels, default=0)
-    ahead = 1
-    if largest and sources.get("zero_optimization.stage3_prefetch_bucket_size", "default") != "default":
-        ahead = -(-settings.prefetch_bucket_size // largest)
-    if largest and sources.get("zero_optimization.stage3_max_live_parameters", "default") != "default":
-        ahead = min(ahead, max(settings.max_live_parameters // largest - 1, 0))
-    if settings.overlap_comm is False:
-        ahead = 0
+    ahead = int(overlap)
+    if settings.overlap_comm is not False and largest:
+        if sources.get("zero_optimization.stage3_prefetch_bucket_size", "default") != "default":
+            ahead = -(-settings.prefetch_bucket_size // largest)
+        if sources.get("zero_optimization.stage3_max_live_parameters", "default") != "default":
+            ahead = min(ahead, max(settings.max_live_parameters // largest - 1, 0))
     return min(1 + ahead, max(len(numels), 1))
 
 

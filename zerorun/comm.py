@@ -277,9 +277,14 @@ class Communicator:
         return self._p2p_reduce_scatter(full, bounds, out, label, accumulate)
 
     @property
+    def reads_peers(self) -> bool:
+        """True if the ranks that shard copy from one another's memory by themselves: nothing moves while they compute."""
+        return self._memories["shard"] is not None
+
+    @property
     def reads_parts(self) -> bool:
         """True if ``sum_parts`` can replace ``reduce_scatter``."""
-        direct = self._memories["shard"] is not None and self.topology.replicate == 1 and self.device.type == "cpu"
+        direct = self.reads_peers and self.topology.replicate == 1 and self.device.type == "cpu"
         return direct and self.wire_dtype == torch.float32
 
     # -- blocking, small -----------------------------------------------------------------------------------------

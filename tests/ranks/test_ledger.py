@@ -31,8 +31,7 @@ from zerorun.zero.layout import Layout, build_layout
 from zerorun.zero.order import gathers
 from zerorun.zero.partition import UnitPolicy, choose_units
 
-SLOTS = 2  # for parameters, by default: one unit in use, one on its way
-GRAD_SLOTS = SLOTS - 1  # one is on the wire while autograd works on the next unit's gradients
+GRAD_SLOTS = 1  # one is on the wire while autograd works on the next unit's gradients
 ITEMSIZE = {"fp32": 4, "bf16": 2}
 every_stage = pytest.mark.parametrize("stage", range(4))
 
@@ -86,18 +85,22 @@ CASES = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """The layouts of a model's units for ``ranks`` ranks; the first is that of the root."""
+    """The layouts of a model's units for ``ranks`` ranks; the first is that of the root.
+
+    ``slots`` for parameters: one for the unit in use, and one for the next if that is gathered meanwhile.
+    """
 
     layouts: list[Layout]
     ranks: int
+    slots: int = 2
 
     @classmethod
-    def of(cls, module: nn.Module, ranks: int) -> Ledger:
+    def of(cls, module: nn.Module, ranks: int, slots: int = 2) -> Ledger:
         layouts = []
         for spec in choose_units(module, UnitPolicy()):
             names, shapes = [name for name, _ in spec.params], [tuple(param.shape) for _, param in spec.params]
             layouts.append(build_layout(names, shapes, ranks))
-        return cls(layouts, ranks)
+        return cls(layouts, ranks, slots)
 
     @property
     def padding(self) -> int:
@@ -131,7 +134,7 @@ class Ledger:
         if stage >= 2:
             slots += 4 * (GRAD_SLOTS * largest + root)
         if stage == 3:
-            slots += SLOTS * -(-itemsize * largest // 64) * 64 + itemsize * (root - root // self.ranks)
+            slots += self.slots * -(-itemsize * largest // 64) * 64 + itemsize * (root - root // self.ranks)
         return {
             "parameters": itemsize * (self.shard if stage == 3 else self.full),
             "gradients": 4 * (self.shard if stage >= 2 else self.full),
@@ -150,9 +153,9 @@ class Ledger:
         if stage < 3:
             return reduced + itemsize * sum(away)
         blocks = list(range(1, len(self.layouts)))
-        slot_of = [-1, *((block - 1) % SLOTS for block in blocks)]
+        slot_of = [-1, *((block - 1) % self.slots for block in blocks)]
         visits = (blocks + blocks[::-1]) * accumulation
-        gathered = gathers(visits, slot_of, [None] * SLOTS)
+        gathered = gathers(visits, slot_of, [None] * self.slots)
         return reduced + itemsize * (away[0] + sum(away[block] for block in gathered))
 
 
@@ -185,21 +188,23 @@ def account(name: str, config: dict[str, Any]) -> tuple[dict[str, int], int, int
     return memory, pool, sent
 
 
-CELLS = [("even", 2), ("even", 4), ("padded", 2), ("padded", 3), ("blocks", 3), ("blocks", 4)]
+# Model, ranks, slots for parameters.
+CELLS = [("even", 2, 2), ("even", 4, 1), ("padded", 2, 1), ("padded", 3, 2), ("blocks", 3, 1), ("blocks", 4, 2)]
 
 
 @every_stage
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
-@pytest.mark.parametrize(("name", "ranks"), CELLS)
-def test_bytes_are_those_of_the_formula(name: str, ranks: int, precision: str, stage: int) -> None:
+@pytest.mark.parametrize(("name", "ranks", "slots"), CELLS)
+def test_bytes_are_those_of_the_formula(name: str, ranks: int, slots: int, precision: str, stage: int) -> None:
     itemsize = ITEMSIZE[precision]
-    ledger = Ledger.of(CASES[name].build(), ranks)
-    results = run_ranks(ranks, account, name, make_config(stage, precision=precision))
+    ledger = Ledger.of(CASES[name].build(), ranks, slots)
+    config = make_config(stage, precision=precision, zero_optimization={"overlap_comm": slots > 1})
+    results = run_ranks(ranks, account, name, config)
     for rank, (memory, pool, sent) in enumerate(results):
         assert memory == ledger.memory(rank, stage, itemsize)
         assert sent == ledger.sent(stage, itemsize)
         largest = max(layout.numel for layout in ledger.layouts)
-        assert pool <= 4 * SLOTS * (largest - largest // ranks) + 64 * SLOTS * ranks
+        assert pool <= 8 * (largest - largest // ranks) + 128 * ranks
     if not ledger.padding:
         check_textbook(results[0], ledger.full, ranks, precision, stage)
 
@@ -220,6 +225,20 @@ def check_textbook(found: tuple[dict[str, int], int, int], params: int, ranks: i
         assert stage == 3 or elements == limit * params * (ranks - 1) / ranks
 
 
+def slots(config: dict[str, Any]) -> tuple[int, bool]:
+    """(shared slots for parameters, whether ranks read each other's memory)."""
+    engine = make_engine(CASES["even"], config)
+    found = engine.runtime.param_slots.count, engine.comm.reads_peers
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_stage_3_looks_ahead_where_bytes_move_meanwhile(ranks: int) -> None:
+    for count, reads_peers in run_ranks(ranks, slots, make_config(3)):
+        assert count == (1 if reads_peers else 2)
+
+
 def test_padding_is_small() -> None:
     """Less than 16 elements for a parameter and for a shard."""
     for name, case in CASES.items():
@@ -235,7 +254,8 @@ def test_padding_is_small() -> None:
 def test_accumulation_sends_what_it_must(stage: int) -> None:
     """Whole gradients are reduced once a step, shards in every backward; weights are published once a step."""
     ledger = Ledger.of(CASES["even"].build(), 2)
-    for _, _, sent in run_ranks(2, account, "even", make_config(stage, accumulation=3)):
+    config = make_config(stage, accumulation=3, zero_optimization={"overlap_comm": True})
+    for _, _, sent in run_ranks(2, account, "even", config):
         expected = ledger.sent(stage, 4, accumulation=3)
         assert sent == expected if stage < 3 else sent <= expected  # slots may still hold a unit of the last backward
 
