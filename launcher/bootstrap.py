@@ -30,6 +30,11 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def die_with_parent() -> None:
+    """In a child, between fork and exec: be killed when the parent is."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 class Guard:
     """A process that kills the workers' groups when the launcher disappears without a word.
 
@@ -50,7 +55,7 @@ class Guard:
 
     def tie_worker(self) -> None:
         """In a worker, between fork and exec: die with the launcher, and tell the guard which group to kill."""
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        die_with_parent()
         if os.getppid() != self._launcher:  # the launcher died before the line above
             os._exit(1)
         os.write(self._writer, b"%d\n" % os.getpid())

@@ -1,32 +1,35 @@
 """The ``zerorun`` command: ``zerorun [options] script.py [script args...]``.
 
-Reads the command line and the machine (devices, cores, terminal, a free port), makes a plan and has it run. It knows
-this machine only. More hosts need, besides their options here, a step between the plan and the supervisor that starts
-one supervisor per host; neither of the two has to change for that.
+Reads the command line and the machine (hosts, devices, cores, terminal), makes a request and has a job run it.
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
 import os
+import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerorun.errors import ConfigError, LaunchError
 
-from .plan import LaunchRequest, Target, build_plan, render_json, render_text
+if TYPE_CHECKING:
+    from .hosts import Host
+    from .plan import LaunchRequest
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
+_LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
+_ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then in the current one; later ones win
 
 _EPILOG = """\
 Options after the script are the script's own and reach it unchanged.
-exit status: that of the worker that failed first (128 + n if signal n ended it); 0 if all ended well;
-2 if nothing was started.
+exit status: that of the worker that failed first (128 + n if signal n ended it); 69 if a host failed first; 0 if all
+ended well; 2 if nothing was started.
 """
 
 
@@ -44,44 +47,104 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(args: argparse.Namespace) -> int:
     if not args.no_config_check:
         check_config(args.target_args)
-    from .supervisor import Supervisor, reserve_port  # here, so that --help does not pay for it
+    from .carriers import CARRIERS, CarrierOptions  # here, so that --help does not pay for it
+    from .facts import reserve_port, usable_cores
+    from .job import Job, JobOptions
+    from .plan import Rendezvous, build_plan, render_json, render_text
 
-    with reserve_port(args.master_port) as port:
-        plan = build_plan(make_request(args, port, os.environ))
-        if args.dry_run is not None:
-            print(render_json(plan) if args.dry_run == "json" else render_text(plan))
-            return 0
-        return Supervisor(plan, grace=args.grace, log_dir=args.log_dir).run()
+    launcher, hosts = choose_hosts(args, os.environ)
+    request = make_request(args, launcher, hosts, os.environ)
+    options = CarrierOptions(
+        args.python or sys.executable,
+        pythonpath=os.environ.get("PYTHONPATH"),
+        extra=tuple(shlex.split(args.launcher_args)),
+        ssh_port=args.ssh_port,
+    )
+
+    def carrier(host: Host) -> Sequence[str] | None:
+        return None if host.name in request.local_names else CARRIERS[launcher](host, options)
+
+    if args.dry_run is not None:
+        carriers = {host.name: list(command) for host in hosts if (command := carrier(host)) is not None}
+        if carriers:
+            meeting = Rendezvous(args.master_addr or hosts[0].name, args.master_port or "(a free one)")
+            plan = build_plan(request, meeting)
+        else:
+            with reserve_port(args.master_port) as port:
+                cores = {hosts[0].name: usable_cores()}
+                plan = build_plan(request, Rendezvous(args.master_addr or "127.0.0.1", port), cores=cores)
+        print(render_json(plan, carriers) if args.dry_run == "json" else render_text(plan, carriers))
+        return 0
+    job_options = JobOptions(
+        carrier=carrier,
+        master_addr=args.master_addr,
+        master_port=args.master_port,
+        grace=args.grace,
+        log_dir=args.log_dir,
+        max_restarts=args.max_restarts,
+        min_nodes=args.min_nodes,
+    )
+    return Job(request, job_options).run()
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zerorun",
         usage="zerorun [options] script.py [script args...]",
-        description="Start one worker per device on this machine and see them through.",
+        description="Start one worker per device, on this machine or on many hosts, and see them through.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add(parser, "--nproc-per-node", "--nproc", "--num-gpus", type=_worker_count, default="auto", metavar="N",
-         help="workers: a number, gpu (visible GPUs), cpu (usable cores) or auto (visible GPUs, else 1; the default)")
+    _add_worker_options(parser)
+    _add_host_options(parser)
+    _add_run_options(parser)
+    parser.add_argument("--version", action="version", version=f"zerorun {_version()}")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_worker_options(parser: argparse.ArgumentParser) -> None:
+    _add(parser, "--nproc-per-node", "--nproc", "--num-gpus", "--num-accelerators", type=_worker_count, default="auto",
+         metavar="N", help="workers of a host: a number, gpu (visible GPUs), cpu (usable cores) or auto (the slots of the "
+         "hostfile or of SLURM, visible GPUs, else 1; the default)")
     _add(parser, "-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     _add(parser, "--no-python", action="store_true", help="the script is a program to be run without Python")
-    _add(parser, "--master-addr", default="127.0.0.1", metavar="ADDR", help="rendezvous address (default: 127.0.0.1)")
-    _add(parser, "--master-port", type=_port, metavar="PORT", help="rendezvous port (default: a free one)")
+    _add(parser, "--python", metavar="PATH", help="Python on the other hosts (default: the path of this one)")
     _add(parser, "--omp-threads", type=_positive, metavar="N",
          help="OMP_NUM_THREADS of each worker (default: as in the environment, else cores / workers)")
+    _add(parser, "--bind-cores", "--bind-cores-to-rank", action="store_true",
+         help="bind each worker to its share of the host's cores, those of one NUMA node together")
     _add(parser, "--local-rank-arg", action="store_true", help="give the script --local_rank=N, as deepspeed does")
+    _add(parser, "--export", action="append", default=[], metavar="NAME[=VALUE]", type=_export,
+         help="give the workers this variable, also on other hosts; may be repeated")
+
+
+def _add_host_options(parser: argparse.ArgumentParser) -> None:
+    _add(parser, "-H", "--hostfile", metavar="FILE", help="lines such as: node1 slots=8 (user=NAME port=N); # comments")
+    _add(parser, "-i", "--include", default="", metavar="FILTER", help="only these: node1@node2:0,2@node[3-5]:0-3")
+    _add(parser, "-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
+    _add(parser, "--num-nodes", "--nnodes", type=_node_counts, default=(None, None), metavar="N",
+         help="the first N hosts; MIN:MAX allows restarts on fewer")
+    _add(parser, "--min-nodes", type=_positive, metavar="N", help="restart on what is left if that is N hosts or more")
+    _add(parser, "--launcher", choices=_LAUNCHERS,
+         help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local)")
+    _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun, pdsh or mpirun")
+    _add(parser, "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
+    _add(parser, "--master-addr", metavar="ADDR", help="rendezvous address (default: the first host's own)")
+    _add(parser, "--master-port", type=_port, metavar="PORT", help="rendezvous port (default: a free one)")
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--log-dir", type=Path, metavar="DIR", help="also append each stream to DIR/rankN.{stdout,stderr}.log")
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="SECONDS",
          help="time between a request to end and SIGKILL (default: 5); raise it for scripts that save on SIGTERM")
+    _add(parser, "--max-restarts", type=_count, default=0, metavar="N",
+         help="start all workers again, up to N times, after a worker or host has failed (default: 0)")
     _add(parser, "--no-config-check", action="store_true",
          help="do not check the .json file that the script gets by --config or --deepspeed_config")
     _add(parser, "--dry-run", dest="dry_run", action="store_const", const="text", help="print the plan; start nothing")
     _add(parser, "--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
-    parser.add_argument("--version", action="version", version=f"zerorun {_version()}")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
 
 
 def _add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
@@ -97,16 +160,15 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     """``argv`` as a namespace with ``target`` and ``target_args``; exits with status 2 if it cannot be understood."""
     args, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        parser.error(
-            f"unknown option {unknown[0]}. This version starts workers on this machine only; options of the script "
-            "belong after the script."
-        )
+        parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         parser.error("no script given")
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
     args.target, *args.target_args = command
+    least, args.num_nodes = args.num_nodes
+    args.min_nodes = args.min_nodes or least
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
     return args
@@ -145,48 +207,159 @@ def _worker_count(text: str) -> int | str:
     return text if text in ("auto", "gpu", "cpu") else _positive(text)
 
 
-def visible_gpus(environment: Mapping[str, str]) -> int:
-    """How many GPUs a worker will see: what CUDA_VISIBLE_DEVICES allows, else the device files."""
-    allowed = environment.get("CUDA_VISIBLE_DEVICES")
-    if allowed is None:
-        return len(glob.glob("/dev/nvidia[0-9]*"))
-    names = [name.strip() for name in allowed.split(",")]
-    return next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))  # CUDA stops there too
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
 
 
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
+def _node_counts(text: str) -> tuple[int | None, int]:
+    """``N`` or ``MIN:MAX``."""
+    low, colon, high = text.partition(":")
+    if not colon:
+        return None, _positive(text)
+    if _positive(low) > _positive(high):
+        raise argparse.ArgumentTypeError(f"{text!r}: the first number is larger than the second")
+    return int(low), int(high)
+
+
+def _export(text: str) -> tuple[str, str | None]:
+    name, equals, value = text.partition("=")
+    if not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is not the name of a variable")
+    return name, value if equals else None
+
+
+def own_names() -> set[str]:
+    """The names by which a hostfile may call this machine."""
+    name = socket.gethostname()
+    return {"localhost", "127.0.0.1", "::1", name.lower(), name.partition(".")[0].lower()}
+
+
+def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, list[Host]]:
+    """(how to reach them, the hosts with the slots to use), from the command line, the hostfile and SLURM."""
+    from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
+
+    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
+    launcher = args.launcher
+    if args.hostfile is not None:
+        launcher = launcher or "ssh"
+        if launcher == "local":
+            raise LaunchError("--launcher local reaches no host of a hostfile. Remedy: leave one of the two out.")
+        hosts = parse_hostfile(_read(args.hostfile), args.hostfile)
+    elif launcher == "slurm" or (launcher is None and in_allocation(environment)):
+        launcher = "slurm"
+        if "SLURM_JOB_NODELIST" not in environment:
+            raise LaunchError("--launcher slurm: this is no SLURM allocation. Remedy: run it in salloc or sbatch.")
+        hosts = slurm_hosts(environment, asked)
+        if args.nproc_per_node == "auto":
+            hosts = [Host(host.name, host.slots or (0,)) for host in hosts]
+    elif launcher in (None, "local"):
+        return "local", _own_host(args, environment)
+    else:
+        raise LaunchError(f"--launcher {launcher}: which hosts? Remedy: give --hostfile.")
+    hosts = select(hosts, args.include, args.exclude)
+    return launcher, limit_slots(first_hosts(hosts, args.num_nodes), asked)
+
+
+def in_allocation(environment: Mapping[str, str]) -> bool:
+    """True in a SLURM allocation, but not in a task that srun has started there: that one has a part already."""
+    inside = environment.get("SLURM_STEP_ID", "").isdigit() and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return "SLURM_JOB_NODELIST" in environment and not inside
+
+
+def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:
+    from .hosts import Host, limit_slots, select
+
+    if args.num_nodes not in (None, 1):
+        raise LaunchError(f"--num-nodes {args.num_nodes}: which hosts? Remedy: give --hostfile, or run inside SLURM.")
+    if not args.include and not args.exclude:
+        return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
+    from .facts import visible_gpus
+
+    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
+    hosts = [Host("localhost", tuple(range(max(1, visible_gpus(environment)))))]
+    return limit_slots(select(hosts, args.include, args.exclude), asked)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise LaunchError(f"--hostfile {path}: {reason}. Remedy: give a file with a line for each host.") from None
 
 
 def count_workers(asked: int | str, environment: Mapping[str, str]) -> int:
+    from .facts import usable_cores, visible_gpus
+
     if isinstance(asked, int):
         return asked
     if asked == "cpu":
-        return usable_cores()
+        return len(usable_cores())
     gpus = visible_gpus(environment)
     if asked == "gpu" and gpus == 0:
         raise LaunchError("--nproc-per-node gpu: no GPU is visible here. Remedy: give a number, or cpu.")
     return max(1, gpus)
 
 
-def make_request(args: argparse.Namespace, port: int, environment: Mapping[str, str]) -> LaunchRequest:
+def make_request(
+    args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
+) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
-    nproc = count_workers(args.nproc_per_node, environment)
+    from .plan import LaunchRequest, Target, exported
+
     inherited = environment.get("OMP_NUM_THREADS", "")
-    threads = args.omp_threads or (int(inherited) if inherited.isdecimal() else max(1, usable_cores() // nproc))
-    kind = Target.MODULE if args.module else Target.PROGRAM if args.no_python else Target.SCRIPT
+    named = own_names() if launcher in ("local", "ssh") else set()
+    local = tuple(host.name for host in hosts if host.name.lower() in named)
+    several = len(local) < len(hosts)
+    exports = read_exports(args.export, environment, files=several)
     return LaunchRequest(
         target=args.target,
         target_args=tuple(args.target_args),
-        kind=kind,
-        nproc=nproc,
-        master_addr=args.master_addr,
-        master_port=port,
-        python=sys.executable,
-        omp_threads=threads,
+        kind=Target.MODULE if args.module else Target.PROGRAM if args.no_python else Target.SCRIPT,
+        hosts=tuple(hosts),
+        python=args.python or sys.executable,
+        omp_threads=args.omp_threads or (int(inherited) if inherited.isdecimal() else None),
         pass_local_rank=args.local_rank_arg,
         terminal_columns=shutil.get_terminal_size().columns if sys.stderr.isatty() else None,
+        bind_cores=args.bind_cores,
+        exports={**exported(environment), **exports} if several else exports,
+        visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
+        local_names=local,
+        restarts=args.max_restarts,
     )
+
+
+def read_exports(
+    named: Sequence[tuple[str, str | None]], environment: Mapping[str, str], *, files: bool
+) -> dict[str, str]:
+    """With ``files`` the variables of the ``.zerorun_env`` and ``.deepspeed_env`` files; over them those of --export."""
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path.cwd()) if files else ():
+        for name in (environment.get("DS_ENV_FILE", _ENV_FILES[0]), *_ENV_FILES[1:]):
+            if (folder / name).is_file():
+                found.update(_parse_env_file(folder / name))
+    for name, value in named:
+        if value is None and name not in environment:
+            raise LaunchError(f"--export {name}: there is no such variable here. Remedy: --export {name}=VALUE.")
+        found[name] = environment[name] if value is None else value
+    return found
+
+
+def _parse_env_file(path: Path) -> dict[str, str]:
+    """Lines NAME=VALUE, the value as it stands but for quotes around it; blank lines and comments are left out."""
+    found = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise LaunchError(f"{path}, line {number}: expected NAME=VALUE. Remedy: mend it or make it a comment.")
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+        found[name] = value[1:-1] if quoted else value
+    return found
 
 
 def config_argument(script_args: Sequence[str]) -> str | None:

@@ -51,7 +51,15 @@ LAYERS = {
     "launcher.bootstrap": 1,
     "launcher.plan": 3,
     "launcher.report": 3,
-    "launcher.supervisor": 4,
+    "launcher.hosts": 2,
+    "launcher.line": 2,
+    "launcher.facts": 2,
+    "launcher.screen": 2,
+    "launcher.node": 4,
+    "launcher.agent": 4,
+    "launcher.carriers": 4,
+    "launcher.remote": 4,
+    "launcher.job": 4,
     "launcher.cli": 5,
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}

@@ -1,0 +1,195 @@
+"""The supervisor of another host: does what the launcher says over a line, and ends everything when the line is cut.
+
+    python -m zerorun.launcher.agent      started by the launcher through ssh, srun, ...; the line is stdin and stdout
+
+The launcher asks (``do``), the agent tells (``is``):
+
+| do        | with                        | the agent then                                                       |
+|-----------|-----------------------------|----------------------------------------------------------------------|
+| job       | cwd, env, log_dir, grace    | changes folder, checks it, answers ``ready``                         |
+| reserve   | port or null                | holds a port of this host, listens for probes, answers ``reserved``  |
+| probe     | address, port               | connects there, answers ``probed`` with the interface                |
+| start     | workers                     | starts them; tells ``output``, ``end`` and at last ``empty``         |
+| interrupt, terminate, kill, pass | signal, grace | see node.py                                                 |
+| pause     | on                          | stops or goes on reading the workers' output                         |
+| ping      | t                           | answers ``pong`` with t and its own clock                            |
+| leave     | status                      | exits with that status once no worker is left                        |
+
+What goes wrong before workers run is ``trouble``, with a text. A launcher that is not heard for SILENT_SECONDS is taken for
+dead: its host may be gone without a word, and the kernel would wait for many minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from zerorun.errors import LaunchError
+
+from .facts import bound_socket, describe_host, probe
+from .line import Line, Message, encode
+from .node import LocalNode, make_log_dir
+from .plan import WorkerCommand, python_folder_first
+
+PING_SECONDS = 2.0
+SILENT_SECONDS = 12.0
+_CONGESTED = 1 << 20  # bytes that the launcher has not taken, after which the workers are made to wait
+LOST_STATUS = 70  # the line to the launcher was cut
+
+
+class Agent:
+    """Serves one launcher. ``run`` returns the exit status."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(line.reader, selectors.EVENT_READ, self._read)
+        self._node: LocalNode | None = None
+        self._holder: socket.socket | None = None
+        self._heard = time.monotonic()
+        self._status: int | None = None  # to exit with, once told
+        self._paused = False
+        self._grace = 5.0
+        self._lost = False
+
+    def run(self) -> int:
+        self._line.send({"is": "hello", **describe_host(os.environ)})
+        while True:
+            node = self._node
+            if (self._status is not None or self._lost) and (node is None or not node.busy):
+                self._hang_up()
+                return LOST_STATUS if self._status is None else self._status
+            for key, _ in self._selector.select(min(1.0, node.patience() if node else 1.0)):
+                key.data()
+            self._line.flush()
+            now = time.monotonic()
+            if not self._lost and (self._line.ended or now - self._heard > SILENT_SECONDS):
+                self._lose()
+            if node is not None:
+                node.tick(now)
+                node.pause(self._paused or self._line.waiting > _CONGESTED)
+
+    def _lose(self) -> None:
+        self._lost = True
+        self._selector.unregister(self._line.reader)
+        if self._node is not None and self._node.busy:
+            self._node.terminate(self._grace)
+
+    def _hang_up(self) -> None:
+        deadline = time.monotonic() + 1.0
+        while self._line.waiting and time.monotonic() < deadline:
+            self._line.flush()
+            time.sleep(0.01)
+        self._line.close()
+
+    def _read(self) -> None:
+        for message in self._line.receive():
+            self._heard = time.monotonic()
+            try:
+                self._obey(message)
+            except LaunchError as error:
+                self._line.send({"is": "trouble", "text": str(error)})
+
+    # -- what the launcher says --------------------------------------------------------------------------------------
+
+    def _obey(self, message: Message) -> None:
+        match message["do"]:
+            case "job":
+                self._prepare(message)
+            case "reserve":
+                self._reserve(message["port"])
+            case "probe":
+                self._line.send({"is": "probed", "interface": probe(message["address"], message["port"])})
+            case "start":
+                self._start(message["workers"])
+            case "pause":
+                self._paused = message["on"]
+            case "ping":
+                self._line.send({"is": "pong", "t": message["t"], "now": time.monotonic()})
+            case "leave":
+                self._status = message["status"]
+            case order if self._node is not None:
+                self._signal(self._node, order, message)
+
+    def _signal(self, node: LocalNode, order: str, message: Message) -> None:
+        match order:
+            case "interrupt":
+                node.interrupt(message["signal"], message["grace"])
+            case "terminate":
+                node.terminate(message["grace"])
+            case "kill":
+                node.kill()
+            case "pass":
+                node.pass_on(message["signal"])
+
+    def _prepare(self, message: Message) -> None:
+        try:
+            os.chdir(message["cwd"])
+        except OSError as error:
+            raise LaunchError(
+                f"cannot change to {message['cwd']!r}: {error.strerror}. Remedy: start in a folder that is on all hosts."
+            ) from None
+        script = message["script"]
+        if script is not None and not os.path.exists(script):
+            raise LaunchError(f"script not found: {script!r} in {message['cwd']!r}. Remedy: put it on all hosts.")
+        base = python_folder_first({**os.environ, **message["env"]}, sys.executable)
+        self._grace = message["grace"]
+        log_dir = None if message["log_dir"] is None else Path(message["log_dir"])
+        make_log_dir(log_dir)
+        self._node = LocalNode(self._selector, self, base=base, grace=self._grace, log_dir=log_dir)
+        self._line.send({"is": "ready"})
+
+    def _reserve(self, port: int | None) -> None:
+        self._release()
+        self._holder = bound_socket(port)
+        self._holder.listen(1024)
+        self._line.send({"is": "reserved", "port": self._holder.getsockname()[1]})
+
+    def _release(self) -> None:
+        if self._holder is not None:
+            self._holder.close()
+            self._holder = None
+
+    def _start(self, workers: list[dict[str, Any]]) -> None:
+        assert self._node is not None
+        if self._holder is not None:
+            self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
+        self._node.start([WorkerCommand(**{**w, "argv": tuple(w["argv"]), "cores": tuple(w["cores"])}) for w in workers])
+        self._line.send({"is": "started"})
+
+    # -- what the workers do -----------------------------------------------------------------------------------------
+
+    def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
+        self._line.send({"is": "output", "rank": rank, "stream": stream, "data": encode(chunk)})
+
+    def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
+        self._line.send({"is": "end", "rank": rank, "code": returncode, "at": at, "asked": asked})
+
+    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+        self._release()
+        self._line.send({"is": "empty", "unkillable": unkillable, "oom_kills": oom_kills})
+
+    def on_note(self, text: str) -> None:
+        self._line.send({"is": "note", "text": text})
+
+
+def main() -> int:
+    """Serve the launcher on stdin and stdout, which workers and libraries then cannot disturb."""
+    reader, writer = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    # Signals come over the line. Those that a scheduler sends to every process of the job are the workers' business.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, lambda *_: None)
+    return Agent(Line(reader, writer)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

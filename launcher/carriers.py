@@ -1,0 +1,69 @@
+"""Carriers: the command that starts an agent on another host and carries its line. One process for each host.
+
+A carrier is any program that runs a command on one host, with stdin and stdout connected. Everything that a job needs goes
+over that line, so that no argument, path or variable of the user's is on a command line or seen by a remote shell; only
+the name of the Python program is, quoted.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .agent import PING_SECONDS, SILENT_SECONDS
+from .hosts import Host
+
+CONNECT_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class CarrierOptions:
+    """``python``: the interpreter on the other hosts, ``module``: what it runs. ``extra``: for the carrier itself."""
+
+    python: str
+    module: str = "zerorun.launcher.agent"
+    pythonpath: str | None = None
+    extra: tuple[str, ...] = ()
+    ssh_port: int | None = None
+
+
+def agent_command(options: CarrierOptions) -> list[str]:
+    path = [] if options.pythonpath is None else ["env", f"PYTHONPATH={options.pythonpath}"]
+    return [*path, options.python, "-m", options.module]
+
+
+def ssh(host: Host, options: CarrierOptions) -> list[str]:
+    """OpenSSH. No shared connection (ControlMaster): there is one session for each host, and it lasts for the job."""
+    alive = [f"ServerAliveInterval={PING_SECONDS:.0f}", f"ServerAliveCountMax={SILENT_SECONDS / PING_SECONDS:.0f}"]
+    settings = ["BatchMode=yes", f"ConnectTimeout={CONNECT_SECONDS}", *alive]
+    fixed = ["-T", *(word for setting in settings for word in ("-o", setting))]
+    port = host.port or options.ssh_port
+    ports = [] if port is None else ["-p", str(port)]
+    return ["ssh", *fixed, *ports, *options.extra, "--", host.address, "exec " + shlex.join(agent_command(options))]
+
+
+def slurm(host: Host, options: CarrierOptions) -> list[str]:
+    """A step of the SLURM allocation on one node, with all of the node's cores, memory and GPUs."""
+    step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
+    return [*step, "--export=ALL", "--unbuffered", "--quiet", *options.extra, *agent_command(options)]
+
+
+def pdsh(host: Host, options: CarrierOptions) -> list[str]:
+    """pdsh, for sites whose remote shell is one of its modules. -N: no host names in front of lines."""
+    fixed = ["pdsh", "-S", "-N", "-R", "ssh"]
+    return [*fixed, *options.extra, "-w", host.address, "exec " + shlex.join(agent_command(options))]
+
+
+def openmpi(host: Host, options: CarrierOptions) -> list[str]:
+    """mpirun with one process, for sites where it is the way to other hosts."""
+    fixed = ["mpirun", "--host", host.name, "-np", "1", "--bind-to", "none", "--allow-run-as-root"]
+    return [*fixed, *options.extra, *agent_command(options)]
+
+
+CARRIERS: Mapping[str, Callable[[Host, CarrierOptions], Sequence[str]]] = {
+    "ssh": ssh,
+    "slurm": slurm,
+    "pdsh": pdsh,
+    "openmpi": openmpi,
+}

@@ -1,0 +1,293 @@
+"""Which hosts take part, with which slots: hostfiles, filters and SLURM's node lists. Pure functions on text.
+
+A hostfile has a line for each host; what follows ``#`` is a comment:
+
+    node1 slots=8
+    alice@node2 slots=8 port=2222
+    gpu[03-06] slots=4          # four hosts
+    fe80::17 slots=2            # or [fe80::17]
+
+A filter has DeepSpeed's grammar, ``HOST[:SLOT[,SLOT...]][@HOST...]``, with ranges of slots (``0-3``) and of hosts besides.
+The order of ranks is that of the hostfile, whatever the order in a filter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from zerorun.errors import LaunchError
+
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%-]+")  # also IPv6 addresses, with or without a zone
+_USER = re.compile(r"(?!-)[A-Za-z0-9_.-]+")
+_RANGE = re.compile(r"\[([^\[\]]*)\]")
+_MOST_HOSTS = 100_000  # of one range: more is a mistyped number
+_MOST_SLOTS = 4096
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host. ``slots``: the local devices to use, ascending; None if the hostfile does not say how many it has."""
+
+    name: str
+    slots: tuple[int, ...] | None = None
+    user: str | None = None
+    port: int | None = None  # of its ssh server
+
+    @property
+    def address(self) -> str:
+        """As ssh takes it."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+# -- hostfiles ---------------------------------------------------------------------------------------------------------
+
+
+def parse_hostfile(text: str, source: str) -> list[Host]:
+    """The hosts in ``text``. Raises LaunchError that names ``source``, the line, the reason and the remedy."""
+    found: dict[str, int] = {}  # name in lower case -> line
+    hosts: list[Host] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            entry = _parse_entry(words)
+            for name in expand(entry.name):
+                _check_name(name)
+                if name.lower() in found:
+                    raise ValueError(f"host {name!r} is already in line {found[name.lower()]}. Remedy: leave one out.")
+                found[name.lower()] = number
+                hosts.append(replace(entry, name=name))
+        except ValueError as error:
+            raise LaunchError(f"{source}, line {number}: {error}") from None
+    if not hosts:
+        raise LaunchError(f"{source}: no host in it. Remedy: add lines such as 'node1 slots=8'.")
+    return hosts
+
+
+def _parse_entry(words: list[str]) -> Host:
+    name, user = words[0], None
+    if "@" in name:
+        user, _, name = name.partition("@")
+        if not _USER.fullmatch(user):
+            raise ValueError(f"{user!r} is not a user name.")
+    name = name[1:-1] if _is_bracketed_address(name) else name
+    host, seen = Host(name, user=user), set()
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if key not in ("slots", "port", "user") or not equals:
+            raise ValueError(f"{word!r} is not understood. Remedy: write slots=N, port=N or user=NAME.")
+        if key in seen:
+            raise ValueError(f"{key}= is given twice.")
+        seen.add(key)
+        if key == "user":
+            if user is not None or not _USER.fullmatch(value):
+                raise ValueError(f"{word!r}: not a user name, or a second one.")
+            host = replace(host, user=value)
+        elif key == "slots":
+            host = replace(host, slots=tuple(range(_number(word, value, 1, _MOST_SLOTS))))
+        else:
+            host = replace(host, port=_number(word, value, 1, 65535))
+    return host
+
+
+def _is_bracketed_address(name: str) -> bool:
+    return name.startswith("[") and name.endswith("]") and ":" in name
+
+
+def _number(word: str, value: str, low: int, high: int) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) < 10 and low <= int(value) <= high):
+        raise ValueError(f"{word!r}: expected a number from {low} to {high}.")
+    return int(value)
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not a host name or address.")
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+def expand(name: str) -> list[str]:
+    """``node[1-3,07]`` -> node1, node2, node3, node07; several brackets give all combinations. Raises ValueError."""
+    parts = _RANGE.split(name)
+    if any("[" in part or "]" in part for part in parts[::2]):
+        raise ValueError(f"{name!r}: brackets do not match.")
+    choices: list[list[str]] = []
+    count = 1
+    for index, part in enumerate(parts):
+        choices.append([part] if index % 2 == 0 else _expand_range(name, part))
+        count *= len(choices[-1])
+        if count > _MOST_HOSTS:
+            raise ValueError(f"{name!r}: more than {_MOST_HOSTS} hosts.")
+    return ["".join(combination) for combination in product(*choices)]
+
+
+def _expand_range(name: str, text: str) -> list[str]:
+    numbers: list[str] = []
+    for item in text.split(","):
+        low, dash, high = item.partition("-")
+        high = high if dash else low
+        if not all(end.isascii() and end.isdigit() and len(end) < 10 for end in (low, high)) or int(low) > int(high):
+            raise ValueError(f"{name!r}: {item!r} is not a range.")
+        if int(high) - int(low) >= _MOST_HOSTS:
+            raise ValueError(f"{name!r}: more than {_MOST_HOSTS} hosts.")
+        numbers += [str(value).zfill(len(low)) for value in range(int(low), int(high) + 1)]
+    return numbers
+
+
+def split_list(text: str) -> list[str]:
+    """``a[1-2,4],b`` -> ``a[1-2,4]`` and ``b``: commas inside brackets do not separate."""
+    return re.findall(r"(?:[^,\[]|\[[^\]]*\]?)+", text)
+
+
+# -- filters -----------------------------------------------------------------------------------------------------------
+
+
+def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
+    """The hosts and slots that ``include`` names, or that ``exclude`` does not. Raises LaunchError."""
+    if include and exclude:
+        raise LaunchError("--include and --exclude exclude each other. Remedy: use one of them.")
+    if not include and not exclude:
+        return list(hosts)
+    option, text = ("--include", include) if include else ("--exclude", exclude)
+    named = _parse_filter(option, text, hosts)
+    kept: list[Host] = []
+    for host in hosts:
+        slots = named.get(host.name)
+        whole = host.name in named and slots is None
+        if whole or (exclude and host.name not in named):
+            kept += [host] if whole == bool(include) else []
+        elif slots is not None and host.slots is not None:
+            kept.append(replace(host, slots=tuple(slot for slot in host.slots if (slot in slots) == bool(include))))
+    kept = [host for host in kept if host.slots != ()]
+    if not kept:
+        raise LaunchError(f"{option} {text!r} leaves no host. Hosts: {_names(hosts)}.")
+    return kept
+
+
+def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, frozenset[int] | None]:
+    """Host -> the slots named; None for all of them."""
+    known = {host.name: host for host in hosts}
+    named: dict[str, frozenset[int] | None] = {}
+    for entry in text.split("@"):
+        try:
+            names, slots = _parse_filter_entry(entry.strip(), known)
+            for name in names:
+                host = known.get(name)
+                if host is None:
+                    raise ValueError(f"no host {name!r}.{_suggestion(name, known)} Hosts: {_names(hosts)}.")
+                _check_slots(host, slots)
+                before = named.get(name, frozenset())
+                named[name] = None if slots is None or before is None else before | slots
+        except ValueError as error:
+            raise LaunchError(f"{option} {text!r}: {error}") from None
+    return named
+
+
+def _parse_filter_entry(entry: str, known: Iterable[str]) -> tuple[list[str], frozenset[int] | None]:
+    if entry in known:  # before any splitting: an IPv6 address has colons of its own
+        return [entry], None
+    address, bracket, rest = entry.partition("]")
+    if entry.startswith("[") and bracket and ":" in address:
+        names, colon, slots = [address[1:]], rest[:1], rest[1:]
+        if rest and colon != ":":
+            raise ValueError(f"{entry!r} is not understood.")
+    else:
+        name, colon, slots = entry.rpartition(":")
+        names = expand(name if colon else entry)
+    if not names[0]:
+        raise ValueError("a host is missing. Remedy: HOST, HOST:0,2 or several of them with @ between.")
+    return names, _parse_slots(entry, slots) if colon else None
+
+
+def _parse_slots(entry: str, text: str) -> frozenset[int]:
+    try:
+        return frozenset(int(number) for number in _expand_range(entry, text))
+    except ValueError:
+        raise ValueError(f"{entry!r}: {text!r} is not a list of slots. Remedy: 0,2 or 0-3.") from None
+
+
+def _check_slots(host: Host, slots: frozenset[int] | None) -> None:
+    if slots is None:
+        return
+    if host.slots is None:
+        raise ValueError(f"the slots of {host.name!r} are not known. Remedy: add slots=N to its line in the hostfile.")
+    missing = sorted(slots - set(host.slots))
+    if missing:
+        raise ValueError(f"host {host.name!r} has slots 0 to {len(host.slots) - 1}, not {missing[0]}.")
+
+
+def _suggestion(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def _names(hosts: Sequence[Host]) -> str:
+    shown = ", ".join(host.name for host in hosts[:12])
+    return shown if len(hosts) <= 12 else f"{shown} and {len(hosts) - 12} more"
+
+
+def first_hosts(hosts: Sequence[Host], count: int | None) -> list[Host]:
+    """The first ``count`` hosts; all for None. Raises LaunchError if there are fewer."""
+    if count is not None and count > len(hosts):
+        raise LaunchError(f"--num-nodes {count}: there are only {len(hosts)} hosts: {_names(hosts)}.")
+    return list(hosts[:count])
+
+
+def limit_slots(hosts: Sequence[Host], count: int | None) -> list[Host]:
+    """``count`` slots of each host. Raises LaunchError for a host that has fewer, or an unknown number."""
+    limited = []
+    for host in hosts:
+        if host.slots is None:
+            if count is None:
+                raise LaunchError(
+                    f"host {host.name!r}: how many workers? Remedy: add slots=N to its line in the hostfile, or give "
+                    "--nproc-per-node N."
+                )
+            limited.append(replace(host, slots=tuple(range(count))))
+        elif count is not None and count > len(host.slots):
+            raise LaunchError(f"--nproc-per-node {count}: host {host.name!r} has only {len(host.slots)} slots.")
+        else:
+            kept = host.slots[:count]
+            limited.append(replace(host, slots=kept))
+    return limited
+
+
+# -- SLURM -------------------------------------------------------------------------------------------------------------
+
+
+def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]:
+    """The nodes of the allocation in ``environment``. Slots: GPUs; without any, tasks, unless the user has ``asked``."""
+    names = [name for part in split_list(environment["SLURM_JOB_NODELIST"]) for name in expand(part)]
+    gpus = _slurm_gpus(environment)
+    if gpus:
+        return [Host(name, tuple(range(gpus))) for name in names]
+    tasks = [] if asked is not None else _slurm_tasks(environment.get("SLURM_TASKS_PER_NODE", ""))
+    if len(tasks) != len(names):
+        return [Host(name) for name in names]
+    return [Host(name, tuple(range(count))) for name, count in zip(names, tasks, strict=True)]
+
+
+def _slurm_gpus(environment: Mapping[str, str]) -> int:
+    for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        count = environment.get(variable, "").rpartition(":")[2]  # perhaps a100:4
+        if count.isdigit() and int(count):
+            return int(count)
+    return 0
+
+
+def _slurm_tasks(text: str) -> list[int]:
+    """``2(x3),1`` -> 2, 2, 2, 1."""
+    counts: list[int] = []
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
+        if match is None:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts

@@ -1,0 +1,96 @@
+"""The line between the launcher and the supervisor of another host: one JSON object per line, both ways.
+
+JSON and line feeds because the carriers in between (ssh, srun, mpirun) may be line-buffered or not clean for all bytes.
+Neither end ever waits for the other: what a slow reader does not take is kept, and what a login shell prints before the
+first message is put aside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+from typing import Any
+
+Message = dict[str, Any]
+
+_CHUNK = 1 << 16
+_MOST_STRAY_LINES = 50
+
+
+class Line:
+    """Messages over the descriptors ``reader`` and ``writer``, which become non-blocking. Closes them in ``close``."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self.reader, self.writer = reader, writer
+        self.stray: list[str] = []  # lines that are no messages
+        self.ended = False  # nothing more will come, or nobody listens
+        self._incoming = b""
+        self._outgoing = bytearray()
+        for fd in {reader, writer}:
+            os.set_blocking(fd, False)
+        self._poll = select.poll()
+        self._poll.register(writer, select.POLLOUT)
+
+    def send(self, message: Message) -> None:
+        """Queue ``message`` and write what can be written now."""
+        if not self.ended:
+            self._outgoing += json.dumps(message).encode("ascii") + b"\n"
+            self.flush()
+
+    def flush(self) -> None:
+        while self._outgoing and not self.ended and self._poll.poll(0):
+            try:
+                written = os.write(self.writer, self._outgoing[:_CHUNK])
+            except BlockingIOError:
+                return
+            except OSError:
+                self.ended = True
+                self._outgoing.clear()
+                return
+            del self._outgoing[:written]
+
+    @property
+    def waiting(self) -> int:
+        """Bytes that the other end has not taken yet."""
+        return len(self._outgoing)
+
+    def receive(self) -> list[Message]:
+        """What has come. Sets ``ended`` at the end of the line."""
+        try:
+            chunk = os.read(self.reader, _CHUNK)
+        except BlockingIOError:
+            return []
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.ended = True
+            return []
+        *lines, self._incoming = (self._incoming + chunk).split(b"\n")
+        return [message for line in lines if (message := self._parse(line)) is not None]
+
+    def _parse(self, line: bytes) -> Message | None:
+        if line.startswith(b"{"):
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                if isinstance(message, dict):
+                    return message
+        if line.strip() and len(self.stray) < _MOST_STRAY_LINES:
+            self.stray.append(line.decode(errors="replace"))
+        return None
+
+    def close(self) -> None:
+        self.ended = True
+        for fd in {self.reader, self.writer}:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def encode(data: bytes) -> str:
+    """Any bytes as JSON text; ``decode`` is the way back."""
+    return data.decode("latin-1")
+
+
+def decode(text: str) -> bytes:
+    return text.encode("latin-1")

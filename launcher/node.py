@@ -1,0 +1,410 @@
+"""The workers of one host: starts them, watches them, and leaves nothing of them behind.
+
+Works inside somebody else's ``select`` loop, in one thread: the launcher's for its own host, an agent's on another host.
+What happens goes to a :class:`Listener`. Workers are watched through pidfds, which become ready in the order of the
+deaths; where the kernel has none they are looked at every 50 ms.
+
+``interrupt`` passes a signal on and ``terminate`` ends the groups with SIGTERM; after either, SIGKILL follows in ``grace``
+seconds. Ctrl-C goes to whole process groups, as in a terminal. SIGTERM and SIGHUP go to the workers themselves only: a
+data loader process that dies of it would break the checkpoint that its worker is about to save.
+
+However the workers end, the rest of their groups ends with them, and on Linux also the processes that left the groups
+(this process adopts them). A worker that has ended stays a zombie until then: its id, which is also its group's id, cannot
+be given to anybody else, so a signal to the group never hits a stranger. If this process is killed: see bootstrap.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from zerorun.errors import LaunchError
+
+from .bootstrap import Guard, adopt_orphans
+from .plan import WorkerCommand, full_environment
+
+GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
+DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended
+_LOOK_SECONDS = 1.0
+STREAMS = ("stdout", "stderr")
+
+
+class Listener(Protocol):
+    """Hears what happens on a node."""
+
+    def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
+        """``chunk`` is empty at the end of the stream."""
+
+    def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
+        """``at``: by this host's ``time.monotonic``. ``asked``: it had been told to stop."""
+
+    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+        """All workers have ended, their output is delivered, and nothing of them is left but ``unkillable``."""
+
+    def on_note(self, text: str) -> None:
+        """Something that the user should know."""
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, command: WorkerCommand, process: subprocess.Popen[bytes]) -> None:
+        self.command, self.process = command, process
+        self.returncode: int | None = None
+        self.asked = False
+        self.group_gone = False
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its process group."""
+        return self.process.pid
+
+    def send(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)  # not process.send_signal, which would reap a zombie
+
+    def send_group(self, number: int) -> None:
+        if self.group_gone:
+            return
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            self.group_gone = True
+        except PermissionError:  # only processes of another user are left
+            pass
+
+
+class LocalNode:
+    """Runs workers on this host. ``start`` may be called again once they are all gone.
+
+    ``base``: the environment that commands add to. ``gives_stdin``: the first worker reads what this process would.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        listener: Listener,
+        *,
+        base: Mapping[str, str],
+        grace: float,
+        log_dir: Path | None = None,
+        gives_stdin: bool = False,
+    ) -> None:
+        self._selector, self._listener, self._base = selector, listener, base
+        self._grace, self._log_dir, self._gives_stdin = grace, log_dir, gives_stdin
+        self._workers: list[Worker] = []
+        self._streams: dict[int, Callable[[], None]] = {}  # by file descriptor: reads it once
+        self._reading = True
+        self._guard: Guard | None = None
+        self._has_pidfds = True
+        self._next_look = 0.0  # when to look for orphans next
+        self._terminated = False
+        self._kill_at: float | None = None
+        self._drain_until: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True from ``start`` until everything of it is gone."""
+        return self._guard is not None
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    def start(self, commands: Iterable[WorkerCommand]) -> None:
+        """Start ``commands``. Raises LaunchError, and leaves none running, if one cannot be started."""
+        make_log_dir(self._log_dir)
+        adopt_orphans()
+        self._oom_before = count_oom_kills()
+        self._terminated, self._kill_at, self._drain_until = False, None, None
+        self._guard = Guard()
+        try:
+            for command in commands:
+                self._start_worker(command)
+        except BaseException:
+            self.end_now()
+            raise
+
+    def _start_worker(self, command: WorkerCommand) -> None:
+        guard, cores = self._guard, command.cores
+        assert guard is not None
+
+        def before_exec() -> None:
+            guard.tie_worker()
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        try:
+            process = subprocess.Popen(
+                command.argv,
+                env=full_environment(command, self._base),
+                stdin=None if self._gives_stdin and command.local_rank == 0 else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]!r}: {reason}") from None
+        assert process.stdout is not None and process.stderr is not None
+        worker = Worker(command, process)
+        self._workers.append(worker)
+        self._watch(worker)
+        for stream, pipe in zip(STREAMS, (process.stdout, process.stderr), strict=True):
+            self._connect(pipe.fileno(), command.rank, stream)
+
+    def _watch(self, worker: Worker) -> None:
+        try:
+            pidfd = os.pidfd_open(worker.pid)
+        except OSError:  # kernel older than 5.3, or a sandbox without it
+            self._has_pidfds = False
+            return
+
+        def ended() -> None:
+            self._selector.unregister(pidfd)
+            os.close(pidfd)
+            self._look_at(worker)
+
+        self._selector.register(pidfd, selectors.EVENT_READ, ended)
+
+    def _connect(self, fd: int, rank: int, stream: str) -> None:
+        log = Log(self._log_dir, rank, stream, self._listener.on_note)
+
+        def read() -> None:
+            chunk = os.read(fd, 1 << 16)
+            log.write(chunk)
+            if not chunk:
+                self._selector.unregister(fd)
+                del self._streams[fd]
+                log.close()
+            self._listener.on_output(rank, stream, chunk)
+
+        self._streams[fd] = read
+        if self._reading:
+            self._selector.register(fd, selectors.EVENT_READ, read)
+
+    # -- while they run ----------------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        """Let the workers' output wait, or go on reading it."""
+        if paused != self._reading or self._drain_until is not None:
+            return
+        self._reading = not paused
+        for fd, read in self._streams.items():
+            if paused:
+                self._selector.unregister(fd)
+            else:
+                self._selector.register(fd, selectors.EVENT_READ, read)
+
+    def patience(self) -> float:
+        """How long the loop may sleep, in seconds."""
+        if not self.busy:
+            return 1.0
+        if not self._running():
+            return 0.02
+        return 0.05 if self._kill_at is not None or not self._has_pidfds else 1.0
+
+    def tick(self, now: float) -> None:
+        """Do what is due. To be called at least as often as ``patience`` says."""
+        if not self.busy:
+            return
+        if not self._has_pidfds:
+            for worker in self._running():
+                self._look_at(worker)
+        if not self._running() and not self._terminated:
+            self.terminate(self._grace)  # what the workers left behind
+        if self._kill_at is not None and now >= self._kill_at:
+            self._signal_all(signal.SIGKILL)
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self._orphans()
+        given_up = self._kill_at is not None and now >= self._kill_at + GIVE_UP_SECONDS
+        if given_up or (not self._running() and not self._leftovers()):
+            self._finish(now, [*self._living_groups(), *self._orphans()] if given_up else [])
+
+    def _finish(self, now: float, unkillable: list[int]) -> None:
+        """Take what the workers' pipes still hold. All writers are gone, so the end comes at once, if nobody hid."""
+        if self._drain_until is None:
+            self.pause(False)  # what is left fits the pipes: take it even if nobody reads, for the report's sake
+            self._drain_until = now + DRAIN_SECONDS
+        if self._streams and now < self._drain_until:
+            return
+        for fd in self._streams:
+            self._selector.unregister(fd)
+        self._streams.clear()
+        self._dismiss()
+        self._listener.on_empty(unkillable, count_oom_kills() - self._oom_before)
+
+    def _dismiss(self) -> None:
+        if self._guard is not None:
+            self._guard.dismiss()
+            self._guard = None
+        for worker in self._workers:
+            for pipe in (worker.process.stdout, worker.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+        self._workers.clear()
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.returncode is None]
+
+    def _look_at(self, worker: Worker) -> None:
+        """See whether ``worker`` has ended, without taking its zombie away."""
+        if worker.returncode is not None:
+            return
+        info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if info is None:
+            return
+        worker.returncode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        self._listener.on_end(worker.command.rank, worker.returncode, time.monotonic(), worker.asked)
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal that ends nothing here to each worker."""
+        for worker in self._running():
+            worker.send(number)
+
+    def interrupt(self, number: int, grace: float) -> None:
+        """Pass ``number`` on once, as a request to end."""
+        self._kill_at = time.monotonic() + grace
+        for worker in self._running():
+            worker.asked = True
+            if number == signal.SIGINT:
+                worker.send_group(number)
+            else:
+                worker.send(number)
+
+    def terminate(self, grace: float) -> None:
+        """SIGTERM to everything that the workers have started."""
+        self._terminated = True
+        kill_at = time.monotonic() + grace
+        self._kill_at = kill_at if self._kill_at is None else min(kill_at, self._kill_at)
+        self._signal_all(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL, now."""
+        self._kill_at = time.monotonic()
+
+    def end_now(self) -> None:
+        """Kill and reap all workers before returning. For the way out of an error."""
+        for worker in self._workers:
+            worker.send_group(signal.SIGKILL)
+        for worker in self._workers:
+            if worker.returncode is None:
+                worker.process.wait()
+        self._dismiss()
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self._running():
+            worker.asked = True
+        for worker in self._workers:
+            worker.send_group(number)
+        if not self._running():
+            for pid in self._orphans():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, number)
+
+    def _leftovers(self) -> bool:
+        """Whether something that the workers started is still there. Only asked when all workers have ended."""
+        for worker in self._workers:
+            if worker.process.returncode is None:
+                worker.process.wait()  # from here on the group has an end: no member is left
+        orphans = self._orphans()
+        for worker in self._workers:
+            worker.send_group(0)
+        return bool(orphans or self._living_groups())
+
+    def _living_groups(self) -> list[int]:
+        return [worker.pid for worker in self._workers if not worker.group_gone]
+
+    def _orphans(self) -> list[int]:
+        """Living processes that this one has adopted; the dead ones are reaped."""
+        try:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        except OSError:
+            return []
+        living = []
+        for pid in (int(child) for child in children):
+            if pid not in self._known_children() and os.waitpid(pid, os.WNOHANG) == (0, 0):
+                living.append(pid)
+        return living
+
+    def _known_children(self) -> set[int]:
+        assert self._guard is not None
+        return {self._guard.pid, *(worker.pid for worker in self._workers), *_other_children}
+
+
+_other_children: set[int] = set()
+
+
+def own_child(pid: int) -> None:
+    """``pid`` is a child of this process that is no worker and nobody's orphan: an ssh client, say."""
+    _other_children.add(pid)
+
+
+class Log:
+    """The file that gets one stream of one worker byte for byte, if there is a ``folder``."""
+
+    def __init__(self, folder: Path | None, rank: int, stream: str, note: Callable[[str], None]) -> None:
+        self._rank, self._note = rank, note
+        self._file: BinaryIO | None = None
+        if folder is not None:
+            self._file = open(log_file(folder, rank, stream), "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, chunk: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(chunk)
+        except OSError as error:  # a full disk must not end the training
+            self._note(f"{self._file.name}: {error.strerror}; rank {self._rank} is no longer logged there")
+            self.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def log_file(folder: Path, rank: int, stream: str) -> Path:
+    return folder / f"rank{rank}.{stream}.log"
+
+
+def make_log_dir(folder: Path | None) -> None:
+    if folder is None:
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--log-dir {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise LaunchError(f"--log-dir {folder}: no permission to write there")
+
+
+def count_oom_kills() -> int:
+    """How often the out-of-memory killer has struck in this control group so far; 0 where that cannot be read."""
+    for group in _control_groups():
+        try:
+            events = (group / "memory.events").read_text()
+        except OSError:
+            continue
+        counts = dict(line.split() for line in events.splitlines())
+        return int(counts.get("oom_kill", 0))
+    return 0
+
+
+def _control_groups() -> list[Path]:
+    root = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                return [root / line[3:].lstrip("/"), root]
+    return [root]

@@ -1,0 +1,158 @@
+"""What the workers say, on its way to the terminal: whole lines, named, never mixed.
+
+Every worker's stdout and stderr are pipes that its node reads, always. A rank that inherited the terminal would keep its
+progress bar, but its traceback could then not be repeated in the report, and its bytes would land in the middle of other
+ranks' lines. Pipes give both; what a terminal would have given is restored like this:
+
+* Rank 0 goes out as it comes, chunk by chunk, to a terminal and when it is the only rank: bars that redraw with a
+  carriage return, and prompts, work. ``ZERORUN_TTY`` and ``COLUMNS`` tell it that a terminal is there.
+* Elsewhere rank 0 goes out in whole lines (or redraws), unchanged, and the other ranks always in whole lines with
+  ``[rank k] `` in front. Of a line that was redrawn only the last state is kept, as a terminal would show it.
+* When another rank speaks while a rank's line is still open, a line feed comes between: lines never mix.
+
+Nothing here waits: a reader that does not read (a paused pager) must not keep the launcher from seeing a dead worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+from collections import deque
+
+TAIL_LINES = 60
+_MAX_OPEN_LINE = 1 << 20  # bytes without a line feed after which we stop waiting for one
+_MAX_TAIL_LINE = 4096
+_CONGESTED = 1 << 20  # bytes waiting for a slow reader after which the workers are made to wait too
+_SAFE_WRITE = 4096  # PIPE_BUF: a pipe that is ready for writing takes this much without blocking
+_TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed puts it in front of a traceback's lines
+
+
+class Screen:
+    """One place where output appears: the launcher's stdout or stderr, or both when they are the same."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._pending = bytearray()
+        self._open_rank: int | None = None  # whose line has no line feed yet
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+        self._broken = False
+
+    def put(self, rank: int, data: bytes) -> None:
+        """Append ``data`` of ``rank``; rank -1 is the launcher itself."""
+        if not data or self._broken:
+            return
+        if self._open_rank not in (None, rank):
+            self._pending += b"\n"
+        self._open_rank = None if data.endswith(b"\n") else rank
+        self._pending += data
+        self.drain()
+
+    def say(self, text: str) -> None:
+        """A message of the launcher's own."""
+        self.put(-1, text.encode(errors="replace") + b"\n")
+
+    def drain(self) -> None:
+        """Write as much as the reader takes without waiting."""
+        while self._pending and self._poll.poll(0):
+            try:
+                written = os.write(self._fd, self._pending[:_SAFE_WRITE])
+            except BlockingIOError:
+                return
+            except OSError:  # the reader is gone: the job goes on without it
+                self._broken = True
+                self._pending.clear()
+                return
+            del self._pending[:written]
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def congested(self) -> bool:
+        return len(self._pending) > _CONGESTED
+
+
+def open_screens() -> tuple[Screen, Screen]:
+    """The screens for stdout and stderr; the same one twice when both lead to the same place."""
+    stdout = Screen(1)
+    with contextlib.suppress(OSError):  # one of them is closed
+        if os.path.samestat(os.fstat(1), os.fstat(2)):
+            return stdout, stdout
+    return stdout, Screen(2)
+
+
+class Tail:
+    """The last lines of a stream, decoded, each as a terminal would show it, without torch's ``[rank0]: ``."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._open = b""
+
+    def feed(self, chunk: bytes) -> None:
+        *whole, self._open = (self._open + chunk).split(b"\n")
+        for line in whole:
+            self._lines.append(_text(line))
+        if len(self._open) > _MAX_OPEN_LINE:
+            self._open = _shown(self._open)[-_MAX_TAIL_LINE:]
+
+    def lines(self) -> list[str]:
+        rest = _text(self._open)
+        return [*self._lines, *([rest] if rest else [])]
+
+
+def _text(line: bytes) -> str:
+    text = _shown(line)[:_MAX_TAIL_LINE].decode(errors="replace")
+    return text[prefix.end() :] if (prefix := _TORCH_PREFIX.match(text)) else text
+
+
+def _shown(line: bytes) -> bytes:
+    """What remains visible of a line with carriage returns."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+class Forwarder:
+    """Passes one stream of one worker on to the screen, and keeps its tail."""
+
+    def __init__(self, rank: int, screen: Screen | None, *, raw: bool, tail: Tail | None) -> None:
+        self._rank = rank
+        self._screen = screen  # None: it is not shown
+        self._raw = raw
+        self._tail = tail
+        self._prefix = b"" if rank == 0 else b"[rank %d] " % rank
+        self._open = b""
+
+    def feed(self, chunk: bytes) -> None:
+        if self._tail is not None:
+            self._tail.feed(chunk)
+        if self._screen is None:
+            return
+        if self._raw:
+            self._screen.put(self._rank, chunk)
+            return
+        self._open += chunk
+        self._screen.put(self._rank, self._take_redraws() if self._rank == 0 else self._take_lines())
+
+    def close(self) -> None:
+        """The stream has ended: what is left of it goes out as it is."""
+        if self._open and self._screen is not None:
+            end = b"" if self._rank == 0 else b"\n"
+            self._screen.put(self._rank, self._prefix + (_shown(self._open) if end else self._open) + end)
+            self._open = b""
+
+    def _take_lines(self) -> bytes:
+        *whole, self._open = self._open.split(b"\n")
+        if len(self._open) > _MAX_OPEN_LINE:
+            whole, self._open = [*whole, self._open], b""
+        return b"".join(self._prefix + _shown(line) + b"\n" for line in whole)
+
+    def _take_redraws(self) -> bytes:
+        """Up to the last line feed or carriage return; one at the very end may be half of a CR LF and waits."""
+        cut = 1 + max(self._open.rfind(b"\n"), self._open.rfind(b"\r", 0, len(self._open) - 1))
+        if len(self._open) - cut > _MAX_OPEN_LINE:
+            cut = len(self._open)
+        taken, self._open = self._open[:cut], self._open[cut:]
+        return taken
