@@ -34,6 +34,7 @@ from zerorun.errors import LaunchError
 
 from .facts import bound_socket, describe_host, probe
 from .line import Line, Message, encode
+from .loop import dispatch
 from .node import LocalNode, make_log_dir
 from .plan import WorkerCommand, python_folder_first
 
@@ -65,8 +66,7 @@ class Agent:
             if (self._status is not None or self._lost) and (node is None or not node.busy):
                 self._hang_up()
                 return LOST_STATUS if self._status is None else self._status
-            for key, _ in self._selector.select(min(1.0, node.patience() if node else 1.0)):
-                key.data()
+            dispatch(self._selector, node.patience() if node is not None else 1.0)
             self._line.flush()
             now = time.monotonic()
             if not self._lost and (self._line.ended or now - self._heard > SILENT_SECONDS):

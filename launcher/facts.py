@@ -112,8 +112,8 @@ def bound_socket(port: int | None) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise LaunchError(f"master port {port}: {error.strerror}.") from None
         raise LaunchError(
-            f"master port {port}: it is already in use{_user_of(port)}. Remedy: leave --master-port out, and a free port is "
-            "chosen."
+            f"master port {port}: it is already in use{_user_of(port)}. "
+            "Remedy: leave --master-port out, and a free port is chosen."
         ) from None
 
 

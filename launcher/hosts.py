@@ -14,6 +14,7 @@ The order of ranks is that of the hostfile, whatever the order in a filter.
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
     """The hosts in ``text``. Raises LaunchError that names ``source``, the line, the reason and the remedy."""
     found: dict[str, int] = {}  # name in lower case -> line
     hosts: list[Host] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # as editors count; splitlines knows more
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -74,7 +75,7 @@ def _parse_entry(words: list[str]) -> Host:
     if "@" in name:
         user, _, name = name.partition("@")
         if not _USER.fullmatch(user):
-            raise ValueError(f"{user!r} is not a user name.")
+            raise ValueError(f"{user!r} is not a user name. Remedy: USER@HOST, of letters, digits and any of '._-'.")
     name = name[1:-1] if _is_bracketed_address(name) else name
     host, seen = Host(name, user=user), set()
     for word in words[1:]:
@@ -82,11 +83,11 @@ def _parse_entry(words: list[str]) -> Host:
         if key not in ("slots", "port", "user") or not equals:
             raise ValueError(f"{word!r} is not understood. Remedy: write slots=N, port=N or user=NAME.")
         if key in seen:
-            raise ValueError(f"{key}= is given twice.")
+            raise ValueError(f"{key}= is given twice. Remedy: leave one out.")
         seen.add(key)
         if key == "user":
             if user is not None or not _USER.fullmatch(value):
-                raise ValueError(f"{word!r}: not a user name, or a second one.")
+                raise ValueError(f"{word!r}: not a user name, or a second one. Remedy: give one, as USER@HOST.")
             host = replace(host, user=value)
         elif key == "slots":
             host = replace(host, slots=tuple(range(_number(word, value, 1, _MOST_SLOTS))))
@@ -101,13 +102,18 @@ def _is_bracketed_address(name: str) -> bool:
 
 def _number(word: str, value: str, low: int, high: int) -> int:
     if not (value.isascii() and value.isdigit() and len(value) < 10 and low <= int(value) <= high):
-        raise ValueError(f"{word!r}: expected a number from {low} to {high}.")
+        raise ValueError(f"{word!r}: expected a number from {low} to {high}. Remedy: correct it or leave it out.")
     return int(value)
 
 
 def _check_name(name: str) -> None:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a host name or address.")
+        raise ValueError(f"{name!r} is not a host name or address. Remedy: HOST, [IPv6] or a range such as node[1-4].")
+    if ":" in name:
+        try:
+            ipaddress.IPv6Address(name)
+        except ValueError:  # MPI's HOST:SLOTS, or HOST:PORT
+            raise ValueError(f"{name!r} is not an IPv6 address. Remedy: HOST slots=N port=N, without a colon.") from None
 
 
 # -- ranges ------------------------------------------------------------------------------------------------------------
@@ -117,14 +123,14 @@ def expand(name: str) -> list[str]:
     """``node[1-3,07]`` -> node1, node2, node3, node07; several brackets give all combinations. Raises ValueError."""
     parts = _RANGE.split(name)
     if any("[" in part or "]" in part for part in parts[::2]):
-        raise ValueError(f"{name!r}: brackets do not match.")
+        raise ValueError(f"{name!r}: brackets do not match. Remedy: write ranges as node[1-3,07].")
     choices: list[list[str]] = []
     count = 1
     for index, part in enumerate(parts):
         choices.append([part] if index % 2 == 0 else _expand_range(name, part))
         count *= len(choices[-1])
         if count > _MOST_HOSTS:
-            raise ValueError(f"{name!r}: more than {_MOST_HOSTS} hosts.")
+            raise ValueError(f"{name!r}: more than {_MOST_HOSTS} hosts. Remedy: correct the range.")
     return ["".join(combination) for combination in product(*choices)]
 
 
@@ -134,9 +140,9 @@ def _expand_range(name: str, text: str) -> list[str]:
         low, dash, high = item.partition("-")
         high = high if dash else low
         if not all(end.isascii() and end.isdigit() and len(end) < 10 for end in (low, high)) or int(low) > int(high):
-            raise ValueError(f"{name!r}: {item!r} is not a range.")
-        if int(high) - int(low) >= _MOST_HOSTS:
-            raise ValueError(f"{name!r}: more than {_MOST_HOSTS} hosts.")
+            raise ValueError(f"{name!r}: {item!r} is not a range. Remedy: write ranges as node[1-3,07].")
+        if len(numbers) + int(high) - int(low) >= _MOST_HOSTS:
+            raise ValueError(f"{name!r}: more than {_MOST_HOSTS} hosts. Remedy: correct the range.")
         numbers += [str(value).zfill(len(low)) for value in range(int(low), int(high) + 1)]
     return numbers
 
@@ -264,7 +270,13 @@ def limit_slots(hosts: Sequence[Host], count: int | None) -> list[Host]:
 
 def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]:
     """The nodes of the allocation in ``environment``. Slots: GPUs; without any, tasks, unless the user has ``asked``."""
-    names = [name for part in split_list(environment["SLURM_JOB_NODELIST"]) for name in expand(part)]
+    listed = environment["SLURM_JOB_NODELIST"]
+    try:
+        names = [name for part in split_list(listed) for name in expand(part)]
+    except ValueError as error:
+        raise LaunchError(f"SLURM_JOB_NODELIST: {error}") from None
+    if not names:
+        raise LaunchError("SLURM_JOB_NODELIST is empty. Remedy: run in salloc or sbatch, or give --hostfile.")
     gpus = _slurm_gpus(environment)
     if gpus:
         return [Host(name, tuple(range(gpus))) for name in names]
@@ -276,9 +288,9 @@ def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]
 
 def _slurm_gpus(environment: Mapping[str, str]) -> int:
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
-        count = environment.get(variable, "").rpartition(":")[2]  # perhaps a100:4
-        if count.isdigit() and int(count):
-            return int(count)
+        counts = [item.rpartition(":")[2] for item in environment.get(variable, "").split(",")]  # perhaps a100:4,v100:2
+        if all(count.isdecimal() for count in counts) and any(int(count) for count in counts):
+            return sum(int(count) for count in counts)
     return 0
 
 

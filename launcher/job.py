@@ -32,6 +32,7 @@ from zerorun.errors import LaunchError
 
 from .facts import bound_socket, describe_host
 from .hosts import Host
+from .loop import dispatch
 from .node import STREAMS, LocalNode, log_file, make_log_dir
 from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan
 from .remote import RemoteNode
@@ -165,8 +166,7 @@ class Job:
 
     def _turn(self, timeout: float) -> None:
         """Wait for something to happen and handle it; see to output that a slow reader has not taken yet."""
-        for key, _ in self._selector.select(timeout):
-            key.data()
+        dispatch(self._selector, timeout)
         self._stdout.drain()
         self._stderr.drain()
         now = time.monotonic()
@@ -344,7 +344,8 @@ class Job:
             known = node.name in [end.host for end in current.lost] or all(rank in current.ends for rank in ranks)
             if reason is not None and not known:
                 current.lost.append(HostEnd(node.name, reason, now - current.start, ranks))
-                current.settle_until = now  # the others would only wait for it
+                if current.settle_until is None:
+                    current.settle_until = now + SETTLE_SECONDS
         if current.settle_until is not None and now >= current.settle_until and not current.terminated:
             current.terminated = True
             for node in self._nodes:

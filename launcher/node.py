@@ -391,20 +391,21 @@ def make_log_dir(folder: Path | None) -> None:
 
 def count_oom_kills() -> int:
     """How often the out-of-memory killer has struck in this control group so far; 0 where that cannot be read."""
-    for group in _control_groups():
-        try:
-            events = (group / "memory.events").read_text()
-        except OSError:
-            continue
-        counts = dict(line.split() for line in events.splitlines())
-        return int(counts.get("oom_kill", 0))
+    for file in _oom_files():
+        with contextlib.suppress(OSError):
+            counts = dict(line.split() for line in file.read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
     return 0
 
 
-def _control_groups() -> list[Path]:
-    root = Path("/sys/fs/cgroup")
+def _oom_files() -> list[Path]:
+    """Where control groups of either version count; in a container the group may be mounted as the root."""
+    root, files = Path("/sys/fs/cgroup"), []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                return [root / line[3:].lstrip("/"), root]
-    return [root]
+            _, controllers, path = line.split(":", 2)
+            if controllers == "memory":
+                files += [root / "memory" / path.lstrip("/") / "memory.oom_control", root / "memory/memory.oom_control"]
+            elif not controllers:
+                files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
+    return files
