@@ -1,0 +1,84 @@
+"""Restarts: the whole job again, on a new port, on the hosts that are left if that is allowed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from jobs import Job, assert_nothing_left
+from testbed import Cluster
+
+NOTE = "print('attempt', attempt, 'rank', rank, 'of', world, 'port', os.environ['MASTER_PORT'], flush=True)\n"
+
+
+def attempts(out: str) -> list[tuple[int, int, int]]:
+    """(attempt, rank, world size) of each line, and the ports must differ between attempts."""
+    words = [line.rpartition("] ")[2].split() for line in out.splitlines() if "attempt" in line]
+    ports = {(int(word[1]), word[7]) for word in words}
+    assert len({port for _, port in ports}) == len(ports) == len({attempt for attempt, _ in ports})
+    return sorted((int(word[1]), int(word[3]), int(word[5])) for word in words)
+
+
+def test_worker_fails_and_all_start_again(cluster: Cluster, tmp_path: Path) -> None:
+    script = NOTE + "meet()\nif rank == 1 and attempt < 2: sys.exit(7)\nif attempt < 2: time.sleep(100)\n"
+    code, out, err = Job(cluster, tmp_path, script, "--max-restarts=2", hosts=3).finish(30)
+    assert code == 0, err
+    assert attempts(out) == [(attempt, rank, 3) for attempt in range(3) for rank in range(3)]
+    assert err.count("rank 1 on node1 failed first") == 2
+    assert "[zerorun] restart 1 of 2 on 3 of 3 hosts" in err and "[zerorun] restart 2 of 2 on 3 of 3 hosts" in err
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_restarts_are_used_up(cluster: Cluster, tmp_path: Path) -> None:
+    script = NOTE + "meet()\nif rank == 1: sys.exit(7)\ntime.sleep(100)\n"
+    code, out, err = Job(cluster, tmp_path, script, "--max-restarts=1", hosts=3).finish(30)
+    assert code == 7
+    assert len(attempts(out)) == 6 and err.count("failed first") == 2
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_host_crashes_and_the_others_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    script = NOTE + "meet()\nif attempt == 0: time.sleep(100)\n"
+    job = Job(cluster, tmp_path, script, "--max-restarts=1", "--nnodes=2:3", hosts=3)
+    job.wait_until_all_run()
+    cluster[1].crash()
+    code, out, err = job.finish(40)
+    assert code == 0, err
+    assert attempts(out)[3:] == [(1, 0, 2), (1, 1, 2)]
+    assert "host node1 failed first" in err and "restart 1 of 1 on 2 of 3 hosts" in err
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_host_that_comes_back_takes_part_again(cluster: Cluster, tmp_path: Path) -> None:
+    script = NOTE + "meet()\nif attempt == 0: time.sleep(100)\n"
+    job = Job(cluster, tmp_path, script, "--max-restarts=1", hosts=3)
+    job.wait_until_all_run()
+    cluster[1].crash()
+    cluster[1].boot()
+    code, out, err = job.finish(40)
+    assert code == 0, err
+    assert attempts(out)[3:] == [(1, rank, 3) for rank in range(3)]
+
+
+def test_too_few_hosts_are_left(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, "meet()\ntime.sleep(100)\n", "--max-restarts=3", hosts=3)
+    job.wait_until_all_run()
+    cluster[1].crash()
+    begin = time.monotonic()
+    code, _, err = job.finish(60)
+    assert code == 69
+    assert "no restart: 2 of 3 hosts are left, 3 are needed" in err, err
+    assert time.monotonic() - begin < 45
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_first_host_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+    """The rendezvous moves to the next host. The launcher is on host 0, so host 0 is left out of the job here."""
+    (tmp_path / "more").write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
+    script = NOTE + "meet()\nif attempt == 0: time.sleep(100)\nprint('master', os.environ['MASTER_ADDR'])\n"
+    job = Job(cluster, tmp_path, script, "--max-restarts=1", "--min-nodes=2", "--hostfile=more", hosts=3)
+    job.wait_until_all_run()
+    cluster[1].power_off()
+    code, out, err = job.finish(90)
+    assert code == 0, err
+    assert out.count(f"master {cluster[2].address}") == 2
