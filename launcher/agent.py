@@ -14,6 +14,7 @@ The launcher asks (``do``), the agent tells (``is``):
 | pause     | on                          | stops or goes on reading the workers' output                         |
 | ping      | t                           | answers ``pong`` with t and its own clock                            |
 | leave     | status                      | exits with that status once no worker is left                        |
+| refuse    | text                        | says so and exits                                                    |
 
 What goes wrong before workers run is ``trouble``, with a text. A launcher that is not heard for SILENT_SECONDS is taken for
 dead: its host may be gone without a word, and the kernel would wait for many minutes.
@@ -58,9 +59,10 @@ class Agent:
         self._paused = False
         self._grace = 5.0
         self._lost = False
+        self._hello: dict[str, Any] = {}  # to be told besides
 
     def run(self) -> int:
-        self._line.send({"is": "hello", **describe_host(os.environ)})
+        self._line.send({"is": "hello", **describe_host(os.environ), **self._hello})
         while True:
             node = self._node
             if (self._status is not None or self._lost) and (node is None or not node.busy):
@@ -114,6 +116,9 @@ class Agent:
                 self._line.send({"is": "pong", "t": message["t"], "now": time.monotonic()})
             case "leave":
                 self._status = message["status"]
+            case "refuse":
+                print(f"zerorun: error: {message['text']}", file=sys.stderr)
+                self._status = 2
             case order if self._node is not None:
                 self._signal(self._node, order, message)
 
@@ -160,8 +165,10 @@ class Agent:
         assert self._node is not None
         if self._holder is not None:
             self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
-        self._node.start([WorkerCommand(**{**w, "argv": tuple(w["argv"]), "cores": tuple(w["cores"])}) for w in workers])
-        self._line.send({"is": "started"})
+        self._node.start([self._command(worker) for worker in workers])
+
+    def _command(self, worker: dict[str, Any]) -> WorkerCommand:
+        return WorkerCommand(**{**worker, "argv": tuple(worker["argv"]), "cores": tuple(worker["cores"])})
 
     # -- what the workers do -----------------------------------------------------------------------------------------
 

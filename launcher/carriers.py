@@ -46,7 +46,7 @@ def ssh(host: Host, options: CarrierOptions) -> list[str]:
 def slurm(host: Host, options: CarrierOptions) -> list[str]:
     """A step of the SLURM allocation on one node, with all of the node's cores, memory and GPUs."""
     step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--mem=0", "--cpu-bind=none"]
-    return [*step, "--export=ALL", "--unbuffered", "--quiet", *options.extra, *agent_command(options)]
+    return [*step, "--export=ALL", "--quiet", *options.extra, *agent_command(options)]
 
 
 def pdsh(host: Host, options: CarrierOptions) -> list[str]:

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from zerorun.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from .hosts import Host
+    from .job import JobOptions
     from .plan import LaunchRequest
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
@@ -47,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _launch(args: argparse.Namespace) -> int:
     if not args.no_config_check:
         check_config(args.target_args)
+    if args.sbatch:
+        return _submit(args)
     from .carriers import CARRIERS, CarrierOptions  # here, so that --help does not pay for it
-    from .facts import reserve_port, usable_cores
     from .job import Job, JobOptions
-    from .plan import Rendezvous, build_plan, render_json, render_text
+    from .sbatch import REQUEUE_STATUS, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)
     request = make_request(args, launcher, hosts, os.environ)
@@ -66,14 +69,7 @@ def _launch(args: argparse.Namespace) -> int:
 
     if args.dry_run is not None:
         carriers = {host.name: list(command) for host in hosts if (command := carrier(host)) is not None}
-        if carriers:
-            meeting = Rendezvous(args.master_addr or hosts[0].name, args.master_port or "(a free one)")
-            plan = build_plan(request, meeting)
-        else:
-            with reserve_port(args.master_port) as port:
-                cores = {hosts[0].name: usable_cores()}
-                plan = build_plan(request, Rendezvous(args.master_addr or "127.0.0.1", port), cores=cores)
-        print(render_json(plan, carriers) if args.dry_run == "json" else render_text(plan, carriers))
+        print(_dry_run(args, request, carriers))
         return 0
     job_options = JobOptions(
         carrier=carrier,
@@ -83,8 +79,83 @@ def _launch(args: argparse.Namespace) -> int:
         log_dir=args.log_dir,
         max_restarts=args.max_restarts,
         min_nodes=args.min_nodes,
+        shown=args.tee,
+        shown_local_ranks=args.local_ranks_filter,
     )
-    return Job(request, job_options).run()
+    if by_hand(args):
+        return _by_hand(args, request, job_options)
+    status = Job(request, job_options).run()
+    if status == REQUEUE_STATUS and launcher == "slurm":
+        problem = requeue(os.environ)
+        print(f"[zerorun] {'requeued' if problem is None else f'not requeued: {problem}'}", file=sys.stderr)
+    return status
+
+
+def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
+    from .facts import reserve_port, usable_cores
+    from .plan import Rendezvous, build_plan, render_json, render_text
+
+    render = render_json if args.dry_run == "json" else render_text
+    name = request.hosts[0].name
+    if carriers:
+        plan = build_plan(request, Rendezvous(args.master_addr or name, args.master_port or "(a free one)"))
+        return render(plan, carriers)
+    with reserve_port(args.master_port) as port:
+        meeting = Rendezvous(args.master_addr or "127.0.0.1", port)
+        return render(build_plan(request, meeting, cores={name: usable_cores()}))
+
+
+def by_hand(args: argparse.Namespace) -> bool:
+    """True if the other hosts join by themselves: one command is typed on each."""
+    alone = args.hostfile is None and args.launcher in (None, "local")
+    return args.node_rank is not None or (alone and args.rdzv_endpoint is not None and (args.num_nodes or 1) > 1)
+
+
+def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:
+    from .by_hand import LeadingJob, join
+
+    address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")
+    address, port = args.master_addr or address, args.master_port or int(port_text or 29500)
+    if not address:
+        raise LaunchError(f"--node-rank {args.node_rank}: where is node 0? Remedy: give --master-addr and --master-port.")
+    if args.node_rank is not None and args.node_rank >= (args.num_nodes or 1):
+        count = args.num_nodes or 1
+        raise LaunchError(f"--node-rank {args.node_rank}: there are {count} nodes, counted from 0. Remedy: see --nnodes.")
+    leads = args.node_rank == 0 or (args.node_rank is None and _is_own(address))
+    if leads:
+        return LeadingJob(request, replace(options, master_addr=address), args.num_nodes or 1, port, args.rdzv_id).run()
+    return join(replace(request, terminal_columns=None), args.log_dir, address, port, args.node_rank, args.rdzv_id)
+
+
+def _is_own(address: str) -> bool:
+    """True if ``address`` is one of this machine: only then can a socket be bound to it."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def _submit(args: argparse.Namespace) -> int:
+    from .sbatch import batch_script, submit
+
+    own = _without_sbatch(args.words[: len(args.words) - len(args.command)])
+    stem = Path(args.target).stem
+    command = [sys.executable, "-m", "zerorun.launcher.cli", *own, *args.command]
+    options = shlex.split(args.sbatch_args)
+    script = batch_script(command, name=stem, nodes=args.num_nodes or 1, options=options)
+    if args.dry_run is not None:
+        print(script, end="")
+        return 0
+    print(submit(script, Path(f"{stem}.sbatch")))
+    return 0
+
+
+def _without_sbatch(words: Sequence[str]) -> list[str]:
+    """The launcher's own options without those that are about submitting."""
+    return [word for word in words if word.partition("=")[0].replace("_", "-") not in ("--sbatch", "--sbatch-args")]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -130,6 +201,14 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--launcher", choices=_LAUNCHERS,
          help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local)")
     _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun, pdsh or mpirun")
+    _add(parser, "--node-rank", type=_count, metavar="K",
+         help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is")
+    _add(parser, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")
+    _add(parser, "--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
+    _add(parser, "--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")
+    _add(parser, "--standalone", action="store_true", help="as torchrun: this machine only, a free port; the default")
+    _add(parser, "--sbatch", action="store_true", help="write a batch script with this command and submit it to SLURM")
+    _add(parser, "--sbatch-args", default="", metavar="ARGS", help='options of sbatch, such as "--time=1:00:00 -p gpu"')
     _add(parser, "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
     _add(parser, "--master-addr", metavar="ADDR", help="rendezvous address (default: the first host's own)")
     _add(parser, "--master-port", type=_port, metavar="PORT", help="rendezvous port (default: a free one)")
@@ -137,6 +216,9 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--log-dir", type=Path, metavar="DIR", help="also append each stream to DIR/rankN.{stdout,stderr}.log")
+    _add(parser, "-t", "--tee", type=_streams, default={}, metavar="0-3",
+         help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir")
+    _add(parser, "--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
     _add(parser, "--grace", type=_seconds, default=5.0, metavar="SECONDS",
          help="time between a request to end and SIGKILL (default: 5); raise it for scripts that save on SIGTERM")
     _add(parser, "--max-restarts", type=_count, default=0, metavar="N",
@@ -158,7 +240,8 @@ def _add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """``argv`` as a namespace with ``target`` and ``target_args``; exits with status 2 if it cannot be understood."""
-    args, unknown = parser.parse_known_args(list(argv))
+    argv = _joined(parser, argv)
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -166,12 +249,28 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         parser.error("no script given")
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
+    args.words = argv
     args.target, *args.target_args = command
     least, args.num_nodes = args.num_nodes
     args.min_nodes = args.min_nodes or least
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
     return args
+
+
+def _joined(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """Our own options as --name=value: argparse takes a value that begins with a dash, as ssh's have, for an option."""
+    words = list(argv)
+    for index, word in enumerate(words):
+        action = parser._option_string_actions.get(word)
+        if not word.startswith("-") or word == "--":
+            break
+        if word.startswith("--") and action is not None and action.nargs is None and index + 1 < len(words):
+            rest = _joined(parser, words[index + 2 :])
+            return [*words[:index], f"{word}={words[index + 1]}", *rest]
+        if action is not None and action.nargs is None:  # a short one: its value is no option and no script
+            return [*words[: index + 2], *_joined(parser, words[index + 2 :])]
+    return words
 
 
 def _version() -> str:
@@ -213,6 +312,24 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _streams(text: str) -> dict[str, bool]:
+    if text not in ("0", "1", "2", "3"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2 or 3")
+    return {"stdout": text in "13", "stderr": text in "23"}
+
+
+def _ranks(text: str) -> frozenset[int]:
+    return frozenset(_count(item) for item in text.split(","))
+
+
+def _endpoint(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host:
+        return f"{text}:29500"
+    _port(port)
+    return f"{host.strip('[]')}:{port}"
+
+
 def _node_counts(text: str) -> tuple[int | None, int]:
     """``N`` or ``MIN:MAX``."""
     low, colon, high = text.partition(":")
@@ -247,7 +364,7 @@ def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tu
         if launcher == "local":
             raise LaunchError("--launcher local reaches no host of a hostfile. Remedy: leave one of the two out.")
         hosts = parse_hostfile(_read(args.hostfile), args.hostfile)
-    elif launcher == "slurm" or (launcher is None and in_allocation(environment)):
+    elif launcher == "slurm" or (launcher is None and in_allocation(environment) and not by_hand(args)):
         launcher = "slurm"
         if "SLURM_JOB_NODELIST" not in environment:
             raise LaunchError("--launcher slurm: this is no SLURM allocation. Remedy: run it in salloc or sbatch.")
@@ -271,7 +388,7 @@ def in_allocation(environment: Mapping[str, str]) -> bool:
 def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:
     from .hosts import Host, limit_slots, select
 
-    if args.num_nodes not in (None, 1):
+    if args.num_nodes not in (None, 1) and not by_hand(args):
         raise LaunchError(f"--num-nodes {args.num_nodes}: which hosts? Remedy: give --hostfile, or run inside SLURM.")
     if not args.include and not args.exclude:
         return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]

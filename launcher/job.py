@@ -37,6 +37,7 @@ from .node import STREAMS, LocalNode, log_file, make_log_dir
 from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan
 from .remote import RemoteNode
 from .report import HostEnd, WorkerEnd, describe_end, exit_status, failure_report, host_report
+from .sbatch import REQUEUE_STATUS
 from .screen import Forwarder, Tail, open_screens
 
 SETTLE_SECONDS = 1.0
@@ -115,6 +116,8 @@ class Interrupted(Exception):
 
 class Job:
     """Runs ``request``; :meth:`run` returns the exit status of the launcher."""
+
+    _may_share_machines = False
 
     def __init__(self, request: LaunchRequest, options: JobOptions) -> None:
         self._request, self._options = request, options
@@ -198,7 +201,9 @@ class Job:
         """Have a node for each of ``hosts``. Raises LaunchError that names every host that cannot be had."""
         nodes = self._open(hosts)
         self._refuse([f"{node.name}: {node.lost}" for node in nodes if node.lost is not None])
-        self._refuse(_mismatches(nodes))
+        self._refuse(_other_versions(nodes))
+        if not self._may_share_machines:
+            self._refuse(_same_machines(nodes))
         self._nodes = nodes
         self._prepare(nodes)
 
@@ -382,8 +387,10 @@ class Job:
         current.ended_at[rank] = at
         if returncode != 0 and not asked and current.by_signal is None:
             current.failed.append(rank)
-            if current.settle_until is None:
-                current.settle_until = time.monotonic() + SETTLE_SECONDS
+            # All ranks save at the same step, but not all are done at once.
+            patience = self._options.grace if returncode == REQUEUE_STATUS else SETTLE_SECONDS
+            until = time.monotonic() + patience
+            current.settle_until = until if current.settle_until is None else min(until, current.settle_until)
 
     def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
         if self._round is not None:
@@ -436,6 +443,9 @@ class Job:
         elif ended.lost:
             self.say(host_report(ended.lost, list(ends.values())))
             status = HOST_LOST_STATUS
+        elif ended.failed and all(ends[rank].returncode == REQUEUE_STATUS for rank in ended.failed):
+            self.say(f"[zerorun] the workers ask to be started again (exit code {REQUEUE_STATUS})")
+            status = REQUEUE_STATUS
         elif ended.failed:
             first = min(ended.failed, key=lambda rank: ended.ended_at[rank])
             others = [end for rank, end in ends.items() if rank != first]
@@ -449,12 +459,14 @@ class Job:
         number = ended.by_signal
         assert number is not None
         for end in ends:
-            if end.returncode not in (0, -number):
+            if end.returncode not in (0, -number, REQUEUE_STATUS):
                 self.say(f"[zerorun] {end.where}: {describe_end(end.returncode)}")
         for lost in ended.lost:
             self.say(f"[zerorun] {lost.host}: {lost.reason}")
         if not ended.unkillable:
             self.say(f"[zerorun] stopped by {signal.Signals(number).name}; all {len(ends)} workers have ended")
+        if not ended.lost and {end.returncode for end in ends} in ({REQUEUE_STATUS}, {0, REQUEUE_STATUS}):
+            return REQUEUE_STATUS
         return 128 + number if ended.lost or any(end.returncode for end in ends) else 0
 
     def _regroup(self, restart: int) -> bool:
@@ -501,18 +513,19 @@ def _greeted(node: RemoteNode) -> bool:
     return bool(node.facts) or node.lost is not None
 
 
-def _mismatches(nodes: Sequence[Node]) -> list[str]:
-    """What must not differ between hosts, or be the same, in words."""
-    problems: list[str] = []
+def _other_versions(nodes: Sequence[Node]) -> list[str]:
+    own = zerorun.__version__
+    return [
+        f"{node.name}: has zerorun {node.facts['version']}, this launcher is {own}. Remedy: install the same everywhere."
+        for node in nodes
+        if node.facts["version"] != own
+    ]
+
+
+def _same_machines(nodes: Sequence[Node]) -> list[str]:
     seen: dict[str, str] = {}
-    for node in nodes:
-        version = node.facts["version"]
-        if version != zerorun.__version__:
-            problems.append(f"{node.name}: has zerorun {version}, this launcher is {zerorun.__version__}")
-        twin = seen.setdefault(node.facts["machine"], node.name)
-        if twin != node.name:
-            problems.append(f"{node.name}: is the same machine as {twin}. Remedy: leave one of the names out")
-    return problems
+    twins = [(node.name, seen.setdefault(node.facts["machine"], node.name)) for node in nodes]
+    return [f"{name}: is the same machine as {twin}. Remedy: leave one out." for name, twin in twins if name != twin]
 
 
 def _open_standard_streams() -> None:

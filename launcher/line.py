@@ -20,10 +20,11 @@ _MOST_STRAY_LINES = 50
 
 
 class Line:
-    """Messages over the descriptors ``reader`` and ``writer``, which become non-blocking. Closes them in ``close``."""
+    """Messages over the descriptors ``reader`` and ``writer``, or over one socket; ``close`` closes them."""
 
-    def __init__(self, reader: int, writer: int) -> None:
-        self.reader, self.writer = reader, writer
+    def __init__(self, reader: int, writer: int | None = None) -> None:
+        self.reader = reader
+        self.writer = writer = reader if writer is None else writer
         self.stray: list[str] = []  # lines that are no messages
         self.ended = False  # nothing more will come, or nobody listens
         self._incoming = b""

@@ -39,6 +39,7 @@ class RemoteNode:
         self._errors: list[str] = []  # last lines of the carrier's stderr
         self._error_rest = b""
         self.line: Line | None = None
+        self.on_hello: Callable[[], None] = lambda: None
 
     # -- the line ----------------------------------------------------------------------------------------------------
 
@@ -118,6 +119,7 @@ class RemoteNode:
                 self.trouble = message["text"]
             case "hello":
                 self.facts = message
+                self.on_hello()
             case kind:
                 self.answers[str(kind)] = message
 

@@ -167,7 +167,7 @@ def test_launcher_imports_neither_torch_nor_slow_modules_at_the_top() -> None:
         assert not {name for name in names if name.split(".")[0] in ("torch", "numpy", "pydantic")}, path
         assert {name.split(".")[1] for name in names if name.startswith("zerorun.")} <= allowed, path
     top = {node.module for node in ast.parse(Path(cli.__file__).read_text()).body if isinstance(node, ast.ImportFrom)}
-    assert top <= {"__future__", "collections.abc", "pathlib", "typing", "zerorun.errors"}
+    assert top <= {"__future__", "collections.abc", "dataclasses", "pathlib", "typing", "zerorun.errors"}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,150 @@
+"""Hosts that join by themselves: the same command is typed on each of them, with ``--node-rank``, and no ssh is needed.
+
+Node 0 leads: it listens on the master port, and is the launcher. The others connect to it and serve as agents do, with two
+differences. They run the command that was typed there, in their own folder and environment, and take from the leader only
+the variables that a worker needs to find its place: whoever can connect to a port must not be able to run programs.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zerorun.errors import LaunchError
+
+from .agent import Agent
+from .facts import bound_socket
+from .hosts import Host
+from .job import Job, JobOptions, Node
+from .line import Line, Message
+from .node import LocalNode, make_log_dir
+from .plan import LaunchRequest, Rendezvous, WorkerCommand, build_plan
+from .remote import RemoteNode
+
+JOIN_SECONDS = 300.0  # the commands are typed one after the other
+_RETRY_SECONDS = 0.5
+
+
+class LeadingJob(Job):
+    """The job of node 0. ``job_id`` keeps hosts of another job out."""
+
+    _may_share_machines = True  # somebody tries it out
+
+    def __init__(self, request: LaunchRequest, options: JobOptions, node_count: int, port: int, job_id: str) -> None:
+        super().__init__(request, replace(options, master_port=None))
+        self._names = [request.hosts[0].name, *(f"node {index}" for index in range(1, node_count))]
+        self._job_id = job_id
+        self._listener = bound_socket(port)
+        self._listener.listen(1024)
+        self._port = port
+
+    @property
+    def _several(self) -> bool:
+        return len(self._names) > 1
+
+    def _connect(self, hosts: Sequence[Host]) -> None:
+        missing = [Host(name) for name in self._names[1:]]
+        if missing:
+            self.say(f"[zerorun] port {self._port} is open: waiting for {len(missing)} more hosts to join")
+        super()._connect([*hosts, *missing])
+        slots = [host.slots if host.slots else self._slots_of(host.name) for host in [*hosts, *missing]]
+        joined = tuple(Host(name, found) for name, found in zip(self._names, slots, strict=True))
+        self._request = replace(self._request, hosts=joined)
+
+    def _slots_of(self, name: str) -> tuple[int, ...]:
+        node = next(node for node in self._nodes if node.name == name)
+        return tuple(range(int(node.facts["slots"])))
+
+    def _open(self, hosts: Sequence[Host]) -> list[Node]:
+        own = [self._own_node(host.name) for host in hosts if host.name == self._names[0]]
+        wanted = [host.name for host in hosts if host.name != self._names[0]]
+        guests: list[RemoteNode] = []
+        self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(guests))
+        self._until(lambda: all(name in {g.name for g in guests} for name in wanted), JOIN_SECONDS if wanted else 0)
+        self._selector.unregister(self._listener)
+        found = {guest.name: guest for guest in guests if guest.name in wanted}
+        for name in wanted:
+            if name not in found:
+                found[name] = RemoteNode(name, self._selector, self, self.say)
+                found[name].lost = f"did not join within {JOIN_SECONDS:.0f} s"
+        return [*own, *(found[name] for name in wanted)]
+
+    def _accept(self, guests: list[RemoteNode]) -> None:
+        connection, address = self._listener.accept()
+        guest = RemoteNode(f"guest {address[0]}", self._selector, self, self.say)
+        self._nodes.append(guest)  # so that it is looked after
+
+        def greeted() -> None:
+            taken = {other.name for other in guests}
+            rank = guest.facts.get("node_rank")
+            free = [name for name in self._names[1:] if name not in taken]
+            name = f"node {rank}" if rank is not None else next(iter(free), "")
+            if guest.facts.get("job_id") != self._job_id or name not in free:
+                self._nodes.remove(guest)
+                guest.send("refuse", text=f"there is no place for node {rank} in job {self._job_id!r}")
+                guest.close(2)
+                return
+            guest.name = name
+            guests.append(guest)
+
+        guest.on_hello = greeted
+        guest.attach(Line(connection.detach()))
+
+    def _close(self, status: int) -> None:
+        self._listener.close()
+        super()._close(status)
+
+
+class Guest(Agent):
+    """The agent of a host that has joined by itself."""
+
+    def __init__(self, line: Line, request: LaunchRequest, log_dir: Path | None, hello: dict[str, Any]) -> None:
+        super().__init__(line)
+        self._request, self._log_dir, self._hello = request, log_dir, hello
+        # What the leader may set: the variables that a plan sets.
+        plan = build_plan(replace(request, omp_threads=1), Rendezvous("", "", {request.hosts[0].name: ""}))
+        self._allowed = set(plan.workers[0].env)
+
+    def _prepare(self, message: Message) -> None:
+        self._grace = float(message["grace"])
+        make_log_dir(self._log_dir)
+        base = {**os.environ, **self._request.exports}
+        self._node = LocalNode(self._selector, self, base=base, grace=self._grace, log_dir=self._log_dir)
+        self._line.send({"is": "ready"})
+
+    def _command(self, worker: dict[str, Any]) -> WorkerCommand:
+        own = build_plan(self._request, Rendezvous("", "")).workers[worker["local_rank"]]
+        env = {name: value for name, value in worker["env"].items() if name in self._allowed}
+        return replace(super()._command(worker), argv=own.argv, env={**own.env, **env})
+
+
+def join(
+    request: LaunchRequest, log_dir: Path | None, address: str, port: int, node_rank: int | None, job_id: str
+) -> int:
+    """Serve the leader at ``address``, and return the exit status that it gives. Raises LaunchError."""
+    connection = _connect(address, port)
+    slots = len(request.hosts[0].slots or ())
+    hello = {"node_rank": node_rank, "job_id": job_id, "slots": slots}
+    print(f"[zerorun] joined {address}:{port}; all output appears there", file=sys.stderr)
+    return Guest(Line(connection.detach()), request, log_dir, hello).run()
+
+
+def _connect(address: str, port: int) -> socket.socket:
+    """The leader may be started later than the others."""
+    deadline = time.monotonic() + JOIN_SECONDS
+    while True:
+        try:
+            return socket.create_connection((address, port), timeout=5.0)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"no leader at {address} port {port}: {error}. Remedy: start the command with --node-rank 0 there."
+                ) from None
+        time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,110 @@
+"""In SLURM: plain ``zerorun script.py`` finds its nodes; signals, preemption, requeueing and batch jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import slurmbed
+from jobs import PRELUDE, assert_nothing_left
+from slurmbed import Slurm
+from testbed import Cluster, wait_for, write
+
+ZERORUN = (sys.executable, "-m", "zerorun.launcher.cli")
+NODES = 3
+
+
+@pytest.fixture(scope="module")
+def slurm(whole_cluster: Cluster) -> Iterator[Slurm]:
+    reason = slurmbed.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    slurm = Slurm(whole_cluster, NODES)
+    slurm.up()
+    yield slurm
+    slurm.down()
+
+
+def script(folder: Path, text: str) -> None:
+    write(folder / "train.py", "")
+    (folder / "train.py").write_text(PRELUDE + text)
+
+
+def allocate(slurm: Slurm, folder: Path, *words: str, nodes: int = NODES) -> subprocess.Popen[str]:
+    """``words`` as a command inside an allocation."""
+    command = slurm.command(["timeout", "60", "salloc", f"-N{nodes}", "--quiet", *words], folder)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_nodes_are_found_without_an_option(slurm: Slurm, tmp_path: Path) -> None:
+    script(tmp_path, "print(rank, world, socket.gethostname(), *sys.argv[1:], flush=True)\n")
+    out, err = allocate(slurm, tmp_path, *ZERORUN, "--nproc-per-node=2", "train.py", "a b", "$HOME").communicate(timeout=60)
+    lines = sorted(line.rpartition("] ")[2] for line in out.splitlines())
+    assert lines == [f"{rank} 6 node{rank // 2} a b $HOME" for rank in range(6)], err
+
+
+def test_plan_of_an_allocation(slurm: Slurm, tmp_path: Path) -> None:
+    script(tmp_path, "")
+    filters = ["--exclude", "node1", "--dry-run=json"]
+    out, err = allocate(slurm, tmp_path, *ZERORUN, *filters, "train.py").communicate(timeout=60)
+    plan = json.loads(out)
+    assert [node["host"] for node in plan["nodes"]] == ["node0", "node2"], err
+    assert all(carrier[0] == "srun" for carrier in plan["carriers"].values())
+
+
+def test_failure_ends_all_nodes_with_the_worker_s_code(slurm: Slurm, tmp_path: Path) -> None:
+    script(tmp_path, "meet()\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n")
+    begin = time.monotonic()
+    _, err = (job := allocate(slurm, tmp_path, *ZERORUN, "train.py")).communicate(timeout=60)
+    assert job.returncode == 3
+    assert "rank 1 on node1 failed first" in err and time.monotonic() - begin < 15
+    assert_nothing_left(slurm.cluster, 5)
+
+
+def test_a_signal_from_slurm_reaches_each_worker_once(slurm: Slurm, tmp_path: Path) -> None:
+    script(
+        tmp_path,
+        "caught = []\nsignal.signal(signal.SIGUSR1, lambda *_: caught.append(1))\nmeet()\n"
+        "while not caught: time.sleep(0.01)\ntime.sleep(0.5)\nprint('caught', len(caught), flush=True)\n",
+    )
+    job = allocate(slurm, tmp_path, *ZERORUN, "train.py")
+    wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == NODES, 20, "all ranks run")
+    number = slurm.ask("squeue", "-h", "-o", "%i")
+    slurm.ask("scancel", "--signal=USR1", number)
+    out, err = job.communicate(timeout=30)
+    assert [line.rpartition("] ")[2] for line in out.splitlines()] == ["caught 1"] * NODES, err
+
+
+def test_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
+    script(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nmeet()\ntime.sleep(100)\n")
+    job = allocate(slurm, tmp_path, *ZERORUN, "train.py")
+    wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == NODES, 20, "all ranks run")
+    slurm.ask("scancel", slurm.ask("squeue", "-h", "-o", "%i"))
+    job.communicate(timeout=30)
+    assert_nothing_left(slurm.cluster, 10)
+
+
+def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path) -> None:
+    """Preemption: SLURM tells the launcher, that tells the workers, they end with 75, and the job runs once more."""
+    script(
+        tmp_path,
+        "again = os.environ.get('SLURM_RESTART_COUNT')\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+        "meet(f'here{again}')\nprint('run', again, rank, flush=True)\n"
+        "if again is None: time.sleep(100)\n",
+    )
+    command = slurm.command([*ZERORUN, "--sbatch", "--nnodes=3", "--sbatch-args", "--output=job.log", "train.py"], tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert "Submitted batch job" in done.stdout, done.stderr
+    number, log = done.stdout.split()[-1], tmp_path / "job.log"
+    wait_for(lambda: log.exists() and log.read_text().count("run None") == 3, 30, "the job runs")
+    slurm.ask("scancel", "--batch", "--signal=USR1", number)
+    wait_for(lambda: log.read_text().count("run 1") == 3, 60, f"the job runs again: {log.read_text()}")
+    text = log.read_text()
+    assert "the workers ask to be started again (exit code 75)" in text and "[zerorun] requeued" in text
+    wait_for(lambda: not slurm.ask("squeue", "-h", "-o", "%i"), 20, "the job ends")
