@@ -49,12 +49,6 @@ def slurm(host: Host, options: CarrierOptions) -> list[str]:
     return [*step, "--export=ALL", "--quiet", *options.extra, *agent_command(options)]
 
 
-def pdsh(host: Host, options: CarrierOptions) -> list[str]:
-    """pdsh, for sites whose remote shell is one of its modules. -N: no host names in front of lines."""
-    fixed = ["pdsh", "-S", "-N", "-R", "ssh"]
-    return [*fixed, *options.extra, "-w", host.address, "exec " + shlex.join(agent_command(options))]
-
-
 def openmpi(host: Host, options: CarrierOptions) -> list[str]:
     """mpirun with one process, for sites where it is the way to other hosts."""
     fixed = ["mpirun", "--host", host.name, "-np", "1", "--bind-to", "none", "--allow-run-as-root"]
@@ -64,6 +58,6 @@ def openmpi(host: Host, options: CarrierOptions) -> list[str]:
 CARRIERS: Mapping[str, Callable[[Host, CarrierOptions], Sequence[str]]] = {
     "ssh": ssh,
     "slurm": slurm,
-    "pdsh": pdsh,
+    "pdsh": ssh,  # pdsh hands no input on to its hosts, so it can carry no line
     "openmpi": openmpi,
 }

@@ -199,8 +199,8 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
          help="the first N hosts; MIN:MAX allows restarts on fewer")
     _add(parser, "--min-nodes", type=_positive, metavar="N", help="restart on what is left if that is N hosts or more")
     _add(parser, "--launcher", choices=_LAUNCHERS,
-         help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local)")
-    _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun, pdsh or mpirun")
+         help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local); pdsh means ssh")
+    _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun or mpirun")
     _add(parser, "--node-rank", type=_count, metavar="K",
          help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is")
     _add(parser, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")

@@ -46,9 +46,9 @@ class Job:
         (folder / "hostfile").write_text("".join(f"node{index} slots={slots}\n" for index in range(hosts)))
         launcher = [sys.executable, "-m", "zerorun.launcher.cli", "--hostfile", "hostfile", *options, "train.py", *args]
         command = cluster[0].command(["env", *environment, *launcher], folder)
-        pipes: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen}
-        self.begin = time.monotonic()
-        self.process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+        pipe = subprocess.PIPE
+        streams: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **popen}
+        self.process: subprocess.Popen[str] = subprocess.Popen(command, text=True, **streams)  # type: ignore[call-overload]
 
     def wait_until_all_run(self) -> None:
         """All ranks have called ``meet``."""

@@ -80,7 +80,8 @@ class Slurm:
         os.makedirs("/etc/slurm", exist_ok=True)  # to mount on
         for host in self.cluster.hosts[: self.count]:
             # To files: daemons that keep a pipe open would keep us waiting for its end.
-            host.shell(f"({_START.format(folder=self.folder)}) > {host.folder}/slurm.log 2>&1 < /dev/null", capture_output=False)
+            start = _START.format(folder=self.folder)
+            host.shell(f"({start}) > {host.folder}/slurm.log 2>&1 < /dev/null", capture_output=False)
         self.wait_until_idle()
 
     def wait_until_idle(self, seconds: float = 30) -> None:

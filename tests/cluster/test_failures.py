@@ -167,7 +167,8 @@ STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nsignal.signal(signal.S
 @pytest.mark.parametrize("presses", (1, 2))
 def test_ctrl_c(cluster: Cluster, tmp_path: Path, hosts: int, presses: int) -> None:
     """Once: workers get it and end. Twice, with workers that do not: they are killed, long before the grace is over."""
-    job = Job(cluster, tmp_path, (STUBBORN if presses == 2 else "") + "meet()\ntime.sleep(100)\n", "--grace=60", hosts=hosts)
+    script = (STUBBORN if presses == 2 else "") + "meet()\ntime.sleep(100)\n"
+    job = Job(cluster, tmp_path, script, "--grace=60", hosts=hosts)
     job.wait_until_all_run()
     for _ in range(presses):
         job.signal(signal.SIGINT)

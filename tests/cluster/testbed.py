@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-PACKAGES = "openssh-server iproute2 procps slurm-wlm munge pdsh"
+PACKAGES = "openssh-server iproute2 procps slurm-wlm munge"
 NETWORK = "10.77.0"  # only inside the namespaces
 _FIRST = 10  # last byte of the first host's address
+_AS_ONE = ("--fork", "--kill-child=KILL")  # what unshare starts ends with it
 ROOT = Path(__file__).parents[2]
 
 _INIT = """\
@@ -101,7 +102,7 @@ class Host:
     def boot(self) -> None:
         for marker in ("plugged", "up"):
             (self.folder / marker).unlink(missing_ok=True)
-        namespaces = ["unshare", "--net", "--uts", "--pid", "--mount", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
+        namespaces = ["unshare", "--net", "--uts", "--pid", "--mount", "--ipc", "--mount-proc", *_AS_ONE]
         init = ["bash", "-c", _INIT, "init", self.name, str(self.folder), str(self.cluster.folder)]
         with open(self.folder / "init.log", "ab") as log:
             self._outer = subprocess.Popen(
@@ -111,8 +112,9 @@ class Host:
         # A fixed MAC address, so that the others' tables stay right when the host comes back.
         mac, port = f"02:00:00:00:00:{_FIRST + self.index:02x}", f"v{self.name}"
         self.cluster.on_switch(
-            f"ip link del {port} 2>/dev/null; ip link add name {port} type veth peer name eth0 address {mac} netns {self.pid}"
-            f" && ip link set {port} master br0 up"
+            f"ip link del {port} 2>/dev/null; "
+            f"ip link add name {port} type veth peer name eth0 address {mac} netns {self.pid} && "
+            f"ip link set {port} master br0 up"
         )
         self.shell(f"ip link set lo up; ip addr add {self.address}/24 dev eth0; ip link set eth0 up")
         (self.folder / "plugged").touch()
@@ -176,7 +178,7 @@ class Cluster:
         (self.folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files\n")
         for host in self.hosts:
             self._make_keys(host)
-        keeper = ["unshare", "--net", "--fork", "--kill-child=KILL", "sleep", "infinity"]
+        keeper = ["unshare", "--net", *_AS_ONE, "sleep", "infinity"]
         self._switch = subprocess.Popen(keeper, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         self._switch_pid = _only_child(self._switch.pid)
         self.on_switch("ip link set lo up; ip link add name br0 type bridge; ip link set br0 up")
