@@ -24,7 +24,9 @@ import atexit
 import contextlib
 import gc
 import os
+import socket
 import sys
+import time
 import weakref
 import zlib
 from collections import defaultdict
@@ -45,6 +47,9 @@ from .zero.layout import Piece
 # Seconds that an exiting process gives collectives in flight to finish, and others to read what it offers.
 _EXIT_TIMEOUT_S = 10
 _EXIT_READ_TIMEOUT_S = 60
+# Seconds to look out for rank 0's rendezvous, and between two looks.
+_LISTEN_TIMEOUT_S = 5.0
+_LISTEN_RETRY_S = 0.01
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
 _STRETCH = 131072
 _UNANSWERED = (
@@ -83,8 +88,25 @@ def init_distributed(device: torch.device | None = None, timeout_s: float | None
         options["store"] = dist.HashStore()
     else:
         options["init_method"] = f"tcp://{address}"
+        if rank:
+            _await_listener(address)
     dist.init_process_group(_backends(device, world_size), **options)
     _owns_process_group = True
+
+
+def _await_listener(address: str) -> None:
+    """Return when rank 0 listens, or soon: torch itself would try again only after about 0.6 s."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=_LISTEN_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            time.sleep(_LISTEN_RETRY_S)
+        except OSError:  # torch's own words for it are as good
+            return
+        else:
+            return
 
 
 def _backends(device: torch.device, world_size: int) -> str:
