@@ -155,7 +155,8 @@ def _submit(args: argparse.Namespace) -> int:
 
 def _without_sbatch(words: Sequence[str]) -> list[str]:
     """The launcher's own options without those that are about submitting."""
-    return [word for word in words if word.partition("=")[0].replace("_", "-") not in ("--sbatch", "--sbatch-args")]
+    submitting = ("--sbatch", "--sbatch-args", "--dry-run")
+    return [word for word in words if word.partition("=")[0].replace("_", "-") not in submitting]
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -19,7 +19,8 @@ def batch_script(command: Sequence[str], *, name: str, nodes: int, options: Sequ
     exec: signals that SLURM sends to the batch script (``--signal=B:...``) must reach the launcher.
     """
     fixed = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in [*fixed, *options]), f"exec {shlex.join(command)}", ""]
+    asked = [f"#SBATCH {shlex.join(options)}"] if options else []
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in fixed), *asked, f"exec {shlex.join(command)}", ""]
     return "\n".join(lines)
 
 

@@ -70,8 +70,9 @@ class Slurm:
         self.folder = cluster.folder / "slurm"
 
     def up(self) -> None:
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         key = self.folder / "munge.key"
+        key.unlink(missing_ok=True)
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         nodes = [f"NodeName=node{index} CPUs=4 RealMemory=2000 State=UNKNOWN" for index in range(self.count)]
@@ -102,5 +103,5 @@ class Slurm:
     def down(self) -> None:
         """Stop the daemons; the hosts stay."""
         for host in self.cluster.hosts[: self.count]:
-            stop = "for f in /run/slurm/slurmd.pid /run/slurm/slurmctld.pid /run/munge/munged.pid; do kill $(cat $f); done"
-            host.shell(stop, check=False)
+            pids = "$(cat /run/slurm/slurmd.pid /run/slurm/slurmctld.pid /run/munge/munged.pid 2>/dev/null)"
+            host.shell(f"p=\"{pids}\"; kill $p; for i in {{1..100}}; do kill -0 $p 2>/dev/null || exit 0; sleep 0.05; done")

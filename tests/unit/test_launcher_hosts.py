@@ -1,0 +1,234 @@
+"""The launcher for many hosts, as far as it needs none: command line to plan, the line, batch scripts, local restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zerorun.errors import LaunchError
+from zerorun.launcher import cli
+from zerorun.launcher.carriers import CARRIERS, CarrierOptions
+from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
+from zerorun.launcher.hosts import Host
+from zerorun.launcher.line import Line, decode, encode
+from zerorun.launcher.plan import Plan, Rendezvous, build_plan, exported, is_secret, render_text, split_cores
+from zerorun.launcher.sbatch import batch_script
+
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMP_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "hosts").write_text("n1 slots=4\nn2 slots=4\nn3 slots=2\n")
+    return tmp_path
+
+
+def plan(*argv: str, environment: dict[str, str] | None = None) -> Plan:
+    """The plan for a command line, with a made-up rendezvous."""
+    variables = environment or {}
+    args = cli.parse_args(cli.build_parser(), [*argv, "train.py"])
+    launcher, hosts = cli.choose_hosts(args, variables)
+    request = cli.make_request(args, launcher, hosts, variables)
+    return build_plan(request, Rendezvous("10.0.0.1", 29500, {"n1": "eth0", "n2": "ib0"}))
+
+
+# -- hosts and ranks ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_follow_the_hostfile(folder: Path) -> None:
+    found = plan("--hostfile", "hosts", "--include", "n3@n2:1,3")
+    assert {node.host: [worker.rank for worker in node.workers] for node in found.nodes} == {"n2": [0, 1], "n3": [2, 3]}
+    env = found.workers[3].env
+    expected = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+                "GROUP_WORLD_SIZE": "2", "NODE_RANK": "1", "CROSS_SIZE": "2", "MASTER_ADDR": "10.0.0.1"}  # fmt: skip
+    assert {name: env[name] for name in expected} == expected
+
+
+def test_chosen_slots_are_chosen_devices(folder: Path) -> None:
+    workers = plan("-H", "hosts", "-i", "n1:1,3@n2").workers
+    assert [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in workers] == ["1,3"] * 2 + [None] * 4
+
+
+def test_devices_of_this_machine_keep_their_names(folder: Path) -> None:
+    visible = {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,MIG-c"}
+    assert plan("--include", "localhost:0,2", environment=visible).workers[1].env["CUDA_VISIBLE_DEVICES"] == "GPU-a,MIG-c"
+
+
+def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> None:
+    workers = plan("-H", "hosts", "--num-gpus=1").workers
+    assert [worker.env.get("GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "ib0", None]
+    chosen = plan("-H", "hosts", "--num-gpus=1", environment={"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"})
+    assert "GLOO_SOCKET_IFNAME" not in chosen.workers[0].env and chosen.exports["GLOO_SOCKET_IFNAME"] == "lo"
+    assert chosen.workers[0].env["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--hostfile", "gone"], "--hostfile gone: No such file"),
+        (["--launcher", "ssh"], "which hosts?"),
+        (["--nnodes", "2"], "--num-nodes 2: which hosts?"),
+        (["-H", "hosts", "--nnodes", "4"], "there are only 3 hosts"),
+        (["-H", "hosts", "--num-gpus", "3"], "host 'n3' has only 2 slots"),
+        (["-H", "hosts", "--launcher", "local"], "reaches no host"),
+        (["-H", "hosts", "--export", "NOT_THERE"], "--export NOT_THERE: there is no such variable"),
+        (["--launcher", "slurm"], "this is no SLURM allocation"),
+    ],
+)
+def test_refusals(folder: Path, argv: list[str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words.replace("?", r"\?")):
+        plan(*argv)
+
+
+def test_slurm_s_nodes_are_found(folder: Path) -> None:
+    assert [len(node.workers) for node in plan(environment=SLURM).nodes] == [2, 2, 2]
+    assert [len(node.workers) for node in plan("--nproc-per-node=3", environment=SLURM).nodes] == [3, 3, 3]
+    gpus = {**SLURM, "SLURM_GPUS_ON_NODE": "4"}
+    assert [len(node.workers) for node in plan("--exclude=n2", environment=gpus).nodes] == [4, 4]
+
+
+def test_a_task_of_srun_has_its_part_already(folder: Path) -> None:
+    task = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
+    assert [node.host for node in plan(environment=task).nodes] == ["localhost"]
+    assert [node.host for node in plan("--launcher=local", environment=SLURM).nodes] == ["localhost"]
+
+
+# -- environment -------------------------------------------------------------------------------------------------------
+
+
+def test_what_goes_to_other_hosts() -> None:
+    environment = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "k", "PYTHONPATH": "/p", "PATH": "/bin", "HOME": "/h",
+                   "AWS_KEY": "s", "CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "x", "LD_LIBRARY_PATH": "/l"}  # fmt: skip
+    assert sorted(exported(environment)) == ["LD_LIBRARY_PATH", "NCCL_DEBUG", "PYTHONPATH", "WANDB_API_KEY"]
+
+
+def test_env_files_and_exports(folder: Path) -> None:
+    (folder / "home").mkdir()
+    (folder / "home" / ".deepspeed_env").write_text("ONE=1\nTWO=2\n")
+    (folder / ".deepspeed_env").write_text("# comment\n\nTWO=\"a 'b'\"\n")
+    (folder / ".zerorun_env").write_text("export THREE=3=3\n")
+    found = cli.read_exports([("FOUR", None), ("ONE", "over")], {"FOUR": "4"}, files=True)
+    assert found == {"ONE": "over", "TWO": "a 'b'", "THREE": "3=3", "FOUR": "4"}
+    (folder / ".zerorun_env").write_text("OK=1\nno equals sign\n")
+    with pytest.raises(LaunchError, match=r"\.zerorun_env, line 2: expected NAME=VALUE"):
+        cli.read_exports([], {}, files=True)
+
+
+def test_the_plan_shows_no_secret(folder: Path) -> None:
+    found = plan("-H", "hosts", environment={"WANDB_API_KEY": "abc123", "HF_TOKEN": "xyz789", "NCCL_DEBUG": "INFO"})
+    text = render_text(found, {"n1": ["ssh", "n1"]})
+    assert "abc123" not in text and "xyz789" not in text and "NCCL_DEBUG=INFO" in text
+    assert is_secret("my_password") and not is_secret("NCCL_DEBUG")
+
+
+# -- cores -------------------------------------------------------------------------------------------------------------
+
+
+def test_cores_are_split_in_neighbours(folder: Path) -> None:
+    assert split_cores([0, 2, 4, 1, 3], 2) == [(0, 2), (4, 1)]
+    assert split_cores([0], 2) == [(), ()]
+    assert parse_cores("0-3,8") == [0, 1, 2, 3, 8]
+    args = cli.parse_args(cli.build_parser(), ["--nproc=2", "--bind-cores", "train.py"])
+    request = cli.make_request(args, "local", [Host("localhost", (0, 1))], {})
+    bound = build_plan(request, Rendezvous("127.0.0.1", 1), cores={"localhost": [0, 1, 2, 3]})
+    assert [(worker.cores, worker.env["OMP_NUM_THREADS"]) for worker in bound.workers] == [((0, 1), "2"), ((2, 3), "2")]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_workers_are_bound(folder: Path) -> None:
+    (folder / "train.py").write_text("import os; print(os.environ['RANK'], len(os.sched_getaffinity(0)))\n")
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=2", "--bind-cores", "train.py"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    share = len(os.sched_getaffinity(0)) // 2
+    assert sorted(line.split()[-1] for line in out.splitlines()) == [str(share)] * 2
+
+
+# -- carriers and the line ---------------------------------------------------------------------------------------------
+
+
+def test_host_names_and_paths_stay_words() -> None:
+    options = CarrierOptions("/opt/my env/bin/python", pythonpath="/a b:$HOME", extra=("-o", "X=y z"))
+    command = list(CARRIERS["ssh"](Host("n1", user="alice", port=2222), options))
+    assert command[-3:-1] == ["--", "alice@n1"] and command[command.index("-p") + 1] == "2222"
+    assert command[-1] == "exec env 'PYTHONPATH=/a b:$HOME' '/opt/my env/bin/python' -m zerorun.launcher.agent"
+
+
+def test_line_carries_anything_and_skips_what_is_no_message() -> None:
+    (r1, w1), (r2, w2) = os.pipe(), os.pipe()
+    ours, theirs = Line(r1, w2), Line(r2, w1)
+    os.write(w1, b"Welcome!\n{broken\n[1]\n")
+    data = bytes(range(256)) * 1000
+    theirs.send({"is": "output", "data": encode(data)})
+    received = []
+    while not received:
+        theirs.flush()
+        received = ours.receive()
+    assert decode(received[0]["data"]) == data
+    assert ours.stray == ["Welcome!", "{broken", "[1]"]
+    theirs.close()
+    ours.receive()
+    assert ours.ended
+    ours.send({"do": "ping"})  # to nobody, without an error
+    ours.close()
+
+
+def test_a_host_tells_what_it_is() -> None:
+    facts = json.loads(json.dumps(describe_host({"SSH_CONNECTION": "10.0.0.9 5000 10.0.0.5 22"})))
+    assert facts["address"] == "10.0.0.5" and facts["launcher_address"] == "10.0.0.9"
+    assert sorted(facts["cores"]) == sorted(os.sched_getaffinity(0))
+    assert interface_of("127.0.0.1") is None
+    with pytest.raises(LaunchError, match=r"cannot reach the first host at 127\.0\.0\.1 port 1: Connection refused"):
+        probe("127.0.0.1", 1)
+
+
+# -- batch jobs and restarts -------------------------------------------------------------------------------------------
+
+
+def test_batch_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--sbatch", "--nnodes", "4", "--sbatch-args", "--time=1:00 -p gpu", "--dry-run", "train.py", "a b", "--sbatch"]
+    assert cli.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert "#SBATCH --nodes=4" in lines and "#SBATCH --time=1:00 -p gpu" in lines
+    assert lines[-1].startswith(f"exec {sys.executable} -m zerorun.launcher.cli ")
+    assert lines[-1].endswith(" --nnodes=4 train.py 'a b' --sbatch")
+    assert batch_script(["x", "$HOME"], name="n", nodes=1, options=[]).endswith("exec x '$HOME'\n")
+
+
+def test_restart_on_one_host(folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import os, sys\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "sys.exit(5 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
+    )
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=3", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (0, "0\n1\n")
+    assert "exit code 5" in done.stderr and "[zerorun] restart 1 of 3\n" in done.stderr
+
+
+def test_workers_that_ask_for_another_run(folder: Path) -> None:
+    (folder / "train.py").write_text("import os, sys, time\ntime.sleep(0.3 * int(os.environ['RANK']))\nsys.exit(75)\n")
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=2", "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 75
+    assert done.stderr == "[zerorun] the workers ask to be started again (exit code 75)\n"
+
+
+@pytest.mark.parametrize(("tee", "shown"), [("0", ""), ("1", "out 0\n"), ("3", "out 0\n")])
+def test_what_is_shown(folder: Path, tee: str, shown: str) -> None:
+    (folder / "train.py").write_text("import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
+    options = ["--nproc=2", f"--tee={tee}", "--local-ranks-filter=0", "--log-dir=logs"]
+    command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout == shown and done.stderr == ("err\n" if tee == "3" else "")
+    assert (folder / "logs" / "rank1.stdout.log").read_text() == "out 1\n"
