@@ -187,6 +187,7 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
          help="OMP_NUM_THREADS of each worker (default: as in the environment, else cores / workers)")
     _add(parser, "--bind-cores", "--bind-cores-to-rank", action="store_true",
          help="bind each worker to its share of the host's cores, those of one NUMA node together")
+    _add(parser, "--bind-core-list", type=_cores, metavar="0-7,16", help="the cores to bind to; implies --bind-cores")
     _add(parser, "--local-rank-arg", action="store_true", help="give the script --local_rank=N, as deepspeed does")
     _add(parser, "--export", action="append", default=[], metavar="NAME[=VALUE]", type=_export,
          help="give the workers this variable, also on other hosts; may be repeated")
@@ -197,8 +198,9 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "-i", "--include", default="", metavar="FILTER", help="only these: node1@node2:0,2@node[3-5]:0-3")
     _add(parser, "-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
     _add(parser, "--num-nodes", "--nnodes", type=_node_counts, default=(None, None), metavar="N",
-         help="the first N hosts; MIN:MAX allows restarts on fewer")
-    _add(parser, "--min-nodes", type=_positive, metavar="N", help="restart on what is left if that is N hosts or more")
+         help="the first N hosts; MIN:MAX: also --min-nodes MIN")
+    _add(parser, "--min-nodes", type=_positive, metavar="N",
+         help="start and restart without hosts that cannot be had, if N or more are left")
     _add(parser, "--launcher", choices=_LAUNCHERS,
          help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local); pdsh means ssh")
     _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun or mpirun")
@@ -216,7 +218,7 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "--log-dir", type=Path, metavar="DIR", help="also append each stream to DIR/rankN.{stdout,stderr}.log")
+    _add(parser, "--log-dir", "--enable-each-rank-log", type=Path, metavar="DIR", help="also append each stream to DIR/rankN.{stdout,stderr}.log")
     _add(parser, "-t", "--tee", type=_streams, default={}, metavar="0-3",
          help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir")
     _add(parser, "--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
@@ -313,6 +315,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _cores(text: str) -> tuple[int, ...]:
+    from .facts import parse_cores
+
+    try:
+        return tuple(parse_cores(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0-7,16") from None
+
+
 def _streams(text: str) -> dict[str, bool]:
     if text not in ("0", "1", "2", "3"):
         raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2 or 3")
@@ -377,7 +388,7 @@ def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tu
     else:
         raise LaunchError(f"--launcher {launcher}: which hosts? Remedy: give --hostfile.")
     hosts = select(hosts, args.include, args.exclude)
-    return launcher, limit_slots(first_hosts(hosts, args.num_nodes), asked)
+    return launcher, limit_slots(first_hosts(hosts, args.num_nodes, args.min_nodes), asked)
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
@@ -441,7 +452,8 @@ def make_request(
         omp_threads=args.omp_threads or (int(inherited) if inherited.isdecimal() else None),
         pass_local_rank=args.local_rank_arg,
         terminal_columns=shutil.get_terminal_size().columns if sys.stderr.isatty() else None,
-        bind_cores=args.bind_cores,
+        bind_cores=args.bind_cores or args.bind_core_list is not None,
+        core_list=args.bind_core_list,
         exports={**exported(environment), **exports} if several else exports,
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         local_names=local,

@@ -239,9 +239,9 @@ def _names(hosts: Sequence[Host]) -> str:
     return shown if len(hosts) <= 12 else f"{shown} and {len(hosts) - 12} more"
 
 
-def first_hosts(hosts: Sequence[Host], count: int | None) -> list[Host]:
-    """The first ``count`` hosts; all for None. Raises LaunchError if there are fewer."""
-    if count is not None and count > len(hosts):
+def first_hosts(hosts: Sequence[Host], count: int | None, least: int | None = None) -> list[Host]:
+    """The first ``count`` hosts; all for None. Raises LaunchError if there are fewer than ``least``, or than ``count``."""
+    if count is not None and (count if least is None else least) > len(hosts):
         raise LaunchError(f"--num-nodes {count}: there are only {len(hosts)} hosts: {_names(hosts)}.")
     return list(hosts[:count])
 

@@ -141,7 +141,7 @@ class Job:
                 status = self._run_rounds()
             except Interrupted as interrupted:
                 status = 128 + interrupted.number
-                self.say(f"[zerorun] {signal.Signals(interrupted.number).name}: no worker was started")
+                self.say(f"[zerorun] {signal.Signals(interrupted.number).name}: no worker is running")
             finally:
                 self._close(status)
         return status
@@ -200,7 +200,13 @@ class Job:
     def _connect(self, hosts: Sequence[Host]) -> None:
         """Have a node for each of ``hosts``. Raises LaunchError that names every host that cannot be had."""
         nodes = self._open(hosts)
-        self._refuse([f"{node.name}: {node.lost}" for node in nodes if node.lost is not None])
+        problems = [f"{node.name}: {node.lost}" for node in nodes if node.lost is not None]
+        nodes = [node for node in nodes if node.lost is None]
+        least = self._options.min_nodes
+        if least is None or len(nodes) < least:
+            self._refuse(problems)
+        elif problems:
+            self.say("\n  ".join([f"[zerorun] {len(nodes)} hosts take part, without", *problems]))
         self._refuse(_other_versions(nodes))
         if not self._may_share_machines:
             self._refuse(_same_machines(nodes))
@@ -211,7 +217,6 @@ class Job:
         """A node for each host, greeted or lost; at most FAN_OUT connect at a time."""
         nodes: list[Node] = []
         waiting: list[RemoteNode] = []
-        self._nodes = [*self._nodes, *nodes]
         for host in hosts:
             carrier = self._options.carrier(host)
             if carrier is None:

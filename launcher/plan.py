@@ -57,6 +57,7 @@ class LaunchRequest:
     pass_local_rank: bool = False
     terminal_columns: int | None = None  # None: the launcher's stderr is not a terminal
     bind_cores: bool = False
+    core_list: tuple[int, ...] | None = None  # of each host, to bind to; None: all that are usable
     exports: Mapping[str, str] = field(default_factory=dict)
     visible_devices: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES, for workers on its own host
     local_names: tuple[str, ...] = ()  # hosts that are the launcher's own
@@ -114,7 +115,7 @@ def build_plan(
     counts = [len(host.slots or ()) for host in chosen]
     nodes, first = [], 0
     for node_rank, (host, count) in enumerate(zip(chosen, counts, strict=True)):
-        usable = (cores or {}).get(host.name, ())
+        usable = request.core_list or (cores or {}).get(host.name, ())
         shares, threads = split_cores(usable, count), max(1, len(usable) // count) if usable else None
         workers = []
         for local_rank in range(count):

@@ -144,10 +144,6 @@ class RemoteNode:
         elif self.line.ended:
             self._lose("")
 
-    def forgive(self) -> None:
-        """This process has not listened for a while itself."""
-        self._heard = time.monotonic()
-
     def _lose(self, reason: str) -> None:
         assert self.line is not None
         with contextlib.suppress(KeyError, ValueError):

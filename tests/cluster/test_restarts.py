@@ -82,3 +82,11 @@ def test_first_host_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     code, out, err = job.finish(90)
     assert code == 0, err
     assert out.count(f"master {cluster[2].address}") == 2
+
+
+def test_job_starts_without_a_host_that_is_down(cluster: Cluster, tmp_path: Path) -> None:
+    cluster[1].power_off()
+    code, out, err = Job(cluster, tmp_path, NOTE, "--nnodes=2:3", hosts=3).finish(40)
+    assert code == 0, err
+    assert attempts(out) == [(0, 0, 2), (0, 1, 2)]
+    assert "[zerorun] 2 hosts take part, without\n  node1: ssh ended with status 255" in err

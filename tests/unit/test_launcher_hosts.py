@@ -108,7 +108,8 @@ def test_a_task_of_srun_has_its_part_already(folder: Path) -> None:
 
 def test_what_goes_to_other_hosts() -> None:
     environment = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "k", "PYTHONPATH": "/p", "PATH": "/bin", "HOME": "/h",
-                   "AWS_KEY": "s", "CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "x", "LD_LIBRARY_PATH": "/l"}  # fmt: skip
+                   "AWS_KEY": "s", "CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "x",
+                   "LD_LIBRARY_PATH": "/l"}  # fmt: skip
     assert sorted(exported(environment)) == ["LD_LIBRARY_PATH", "NCCL_DEBUG", "PYTHONPATH", "WANDB_API_KEY"]
 
 
@@ -142,6 +143,8 @@ def test_cores_are_split_in_neighbours(folder: Path) -> None:
     request = cli.make_request(args, "local", [Host("localhost", (0, 1))], {})
     bound = build_plan(request, Rendezvous("127.0.0.1", 1), cores={"localhost": [0, 1, 2, 3]})
     assert [(worker.cores, worker.env["OMP_NUM_THREADS"]) for worker in bound.workers] == [((0, 1), "2"), ((2, 3), "2")]
+    chosen = plan("-H", "hosts", "-i", "n3", "--bind_core_list", "4-7")
+    assert [worker.cores for worker in chosen.workers] == [(4, 5), (6, 7)]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
