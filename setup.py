@@ -39,5 +39,7 @@ setup(
         "bench": ["deepspeed==0.19.8"],
         "tensorboard": ["tensorboard"],
     },
-    entry_points={"console_scripts": ["zerorun = zerorun.launcher.cli:main"]},
+    entry_points={
+        "console_scripts": ["zerorun = zerorun.launcher.cli:main", "zerorun-report = zerorun.report.cli:main"],
+    },
 )

@@ -218,7 +218,8 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "--log-dir", "--enable-each-rank-log", type=Path, metavar="DIR", help="also append each stream to DIR/rankN.{stdout,stderr}.log")
+    _add(parser, "--log-dir", "--enable-each-rank-log", type=Path, metavar="DIR",
+         help="also append each stream to DIR/rankN.{stdout,stderr}.log")
     _add(parser, "-t", "--tee", type=_streams, default={}, metavar="0-3",
          help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir")
     _add(parser, "--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
