@@ -17,7 +17,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 PACKAGES = "openssh-server iproute2 procps slurm-wlm munge"
@@ -138,6 +138,25 @@ class Host:
     def heal(self) -> None:
         self.cluster.on_switch(f"ip link set v{self.name} master br0 up")
 
+    @contextlib.contextmanager
+    def delayed(self, milliseconds: float) -> Iterator[None]:
+        """Every packet to and from this host takes so much longer."""
+        port, near, far = f"v{self.name}", f"d{self.name}", f"e{self.name}"
+        self.cluster.on_switch(
+            f"ip link add name {near} type veth peer name {far}; ip link set {near} up; ip link set {far} master br0 up; "
+            f"ip link set {port} nomaster"
+        )
+        command = [sys.executable, str(Path(__file__).with_name("delay.py")), port, near, str(milliseconds)]
+        relay = subprocess.Popen(self.cluster.switch_command(command), stdout=subprocess.PIPE, text=True)
+        assert relay.stdout is not None
+        relay.stdout.readline()
+        try:
+            yield
+        finally:
+            relay.terminate()
+            relay.communicate()
+            self.cluster.on_switch(f"ip link del {near}; ip link set {port} master br0 up")
+
     def crash(self) -> None:
         """All processes end; the kernel still closes their connections."""
         with contextlib.suppress(ProcessLookupError):
@@ -199,8 +218,11 @@ class Cluster:
         with open(self.folder / "known_hosts", "a") as known:
             known.write(" ".join([f"{host.name},{host.address}", *public]) + "\n")
 
+    def switch_command(self, argv: Sequence[str]) -> list[str]:
+        return ["nsenter", "-t", str(self._switch_pid), "-n", *argv]
+
     def on_switch(self, script: str) -> None:
-        _run("nsenter", "-t", str(self._switch_pid), "-n", "bash", "-c", script)
+        _run(*self.switch_command(["bash", "-c", script]))
 
     def down(self) -> None:
         for host in self.hosts:

@@ -1,0 +1,75 @@
+"""The live check's worker: ``zerorun-report`` has the launcher run it as every rank.
+
+    zerorun --nproc-per-node 2 -m zerorun.report.checks [--quick]
+
+Every rank says on its stdout, in marked lines, what it begins (``begin``) and what came out, so that whoever reads knows
+what was running when nothing comes any more, and which ranks had not got there. No result needs a collective to be told.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from .lines import FIRST, JOINING
+from .reporter import LIFETIME_SECONDS, Reporter
+
+
+def main() -> int:
+    reporter = Reporter()
+    _end_in_time()
+    try:
+        _run(reporter, quick="--quick" in sys.argv[1:])
+    except Exception as error:
+        reporter.say(error=f"{type(error).__name__}: {error}"[:2000], check=reporter.running)
+        return 1
+    return 0
+
+
+def _run(reporter: Reporter, *, quick: bool) -> None:
+    reporter.say(begin="start")
+    from zerorun.comm import default_device, init_distributed, shutdown  # imports torch
+
+    device = default_device()
+    with reporter.check(JOINING):
+        init_distributed(device)
+    import torch
+    import torch.distributed as dist
+
+    from . import exchanges, speed
+
+    backend = "nccl" if device.type == "cuda" and "nccl" in str(dist.get_backend_config()) else "gloo"
+    node = int(os.environ.get("GROUP_RANK", "0"))
+    reporter.say(joined={"hostname": socket.gethostname(), "node": node, "device": str(device), "backend": backend})
+    # gloo has few collectives on GPUs: where ranks share one, the engine goes through host memory.
+    wire = device if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        with reporter.check(FIRST):
+            dist.all_reduce(torch.zeros(1, device=wire))
+            torch.cuda.synchronize(device)
+    parts: list[Callable[[], None]] = [
+        lambda: speed.compute(reporter, device, wire),
+        lambda: exchanges.check_all(reporter, device, wire),
+        lambda: speed.pairs(reporter, wire, node, quick=quick),
+        lambda: speed.sizes(reporter, device, wire, quick=quick),
+    ]
+    for part in parts:
+        part()
+    with reporter.check("leaving the process group"):
+        dist.barrier()
+        shutdown()
+    reporter.say(done=True)
+
+
+def _end_in_time() -> None:
+    """Leave nothing behind on a host that nobody hears of any more, whatever this process hangs in."""
+    timer = threading.Timer(LIFETIME_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""What a finding is, and small things that finding it needs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ERROR, WARNING, NOTE = "error", "warning", "note"
+SEVERITIES = (ERROR, WARNING, NOTE)  # the worst first
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``host``: its name, or several with commas between; empty for what concerns all. ``remedy`` may be empty."""
+
+    severity: str
+    host: str
+    what: str
+    remedy: str = ""
+
+
+def majority(values: Mapping[str, str]) -> str:
+    """The value that most hosts have; of equally many, that of the first host."""
+    counts = Counter(values.values())
+    return max(values.values(), key=lambda value: counts[value])
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """``a, b and 3 more``."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 2, 3``."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {listed([str(rank) for rank in ranks], 12)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 host``, ``3 hosts``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def gibibytes(size: float) -> str:
+    """``512 MiB``, ``3.5 GiB``, ``1511 GiB``."""
+    if size < 1 << 30:
+        return f"{size / (1 << 20):.0f} MiB"
+    return f"{size / (1 << 30):.{1 if size < 10 << 30 else 0}f} GiB"

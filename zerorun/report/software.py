@@ -1,0 +1,178 @@
+"""What torch says of one host: versions, GPUs as CUDA sees them, and which native operations are in force and why.
+
+    python -m zerorun.report.software      prints one marked line
+
+A process of its own, because importing torch or starting CUDA is where a broken driver crashes or hangs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerorun.ops.adam import FusedAdam
+from zerorun.peer_memory import PeerMemory
+
+from .lines import mark
+
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_BOARD_SECONDS = 5.0  # for two threads to find each other
+
+
+def describe_software() -> dict[str, Any]:
+    """Versions, ``cuda`` (what torch sees of the GPUs) and ``native_ops``."""
+    return {"versions": _versions(), "cuda": _cuda(), "native_ops": _native_ops()}
+
+
+def _versions() -> dict[str, str | None]:
+    nccl = None
+    if torch.version.cuda and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    cudnn = torch.backends.cudnn.version()
+    return {
+        "torch": torch.__version__,
+        "torch_metadata": _metadata_version("torch"),
+        "cuda": torch.version.cuda,
+        "cudnn": None if cudnn is None else str(cudnn),
+        "nccl": nccl,
+        "gloo": f"in torch {torch.__version__}" if dist.is_gloo_available() else None,
+        "numpy": _metadata_version("numpy"),
+    }
+
+
+def _metadata_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# -- GPUs --------------------------------------------------------------------------------------------------------------
+
+
+def _cuda() -> dict[str, Any]:
+    """``devices`` by index; ``peer_access`` [from][to]; ``trouble``: why torch sees no GPU although it is made for them."""
+    if not torch.cuda.is_available():
+        return {"devices": [], "peer_access": [], "trouble": _cuda_trouble()}
+    count = torch.cuda.device_count()
+    devices = []
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        capability = f"{found.major}.{found.minor}"
+        devices.append({"name": found.name, "memory": found.total_memory, "capability": capability})
+    access = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+    return {"devices": devices, "peer_access": access, "trouble": None}
+
+
+def _cuda_trouble() -> str | None:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "torch sees no GPU"
+
+
+# -- native operations -------------------------------------------------------------------------------------------------
+
+
+def _native_ops() -> list[dict[str, Any]]:
+    return [
+        _tried("fused Adam", _try_adam, "torch's fused kernel, tried on"),
+        _tried("Lion", _try_lion, "torch's kernels for lists of tensors, tried on"),
+        _peer_memory(),
+    ]
+
+
+def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:
+    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    try:
+        for device in devices:
+            attempt(device)
+    except Exception as error:
+        return {"name": name, "in_force": False, "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    return {"name": name, "in_force": True, "why": f"{why} {' and '.join(device.type for device in devices)}"}
+
+
+def _try_adam(device: torch.device) -> None:
+    """The first step is as long as the learning rate, against the gradient's sign. Raises RuntimeError."""
+    param = torch.zeros(64, device=device, requires_grad=True)
+    param.grad = torch.ones_like(param)
+    FusedAdam([param], lr=0.5, weight_decay=0.0).step()
+    _check_step(param.detach())
+
+
+def _try_lion(device: torch.device) -> None:
+    """What Lion is made of; an optimizer of its class would import the whole compiler. Raises RuntimeError."""
+    params = [torch.zeros(64, device=device)]
+    direction = torch._foreach_mul([torch.ones(64, device=device)], 0.1)
+    torch._foreach_sign_(direction)
+    torch._foreach_add_(params, direction, alpha=-0.5)
+    _check_step(params[0])
+
+
+def _check_step(param: torch.Tensor) -> None:
+    if not torch.allclose(param, torch.full_like(param, -0.5), atol=1e-4):
+        raise RuntimeError(f"a step of 0.5 from 0 went to {float(param[0].item()):g}")
+
+
+def _peer_memory() -> dict[str, Any]:
+    allowed, why = peer_memory()
+    return {"name": "peer memory", "in_force": allowed, "why": why}
+
+
+def peer_memory() -> tuple[bool, str]:
+    """(can ranks of this host read one another's memory, why). Tried as two ranks in threads of this process.
+
+    Between processes the kernel also asks Yama; the live check shows whether it agrees.
+    """
+    if os.environ.get("ZERORUN_PEER_MEMORY", "1") == "0":
+        return False, "ZERORUN_PEER_MEMORY=0"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return False, f"needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    if not _boards_can_be_read():
+        return False, "the kernel or the container forbids process_vm_readv or pidfd_open"
+    scope = _YAMA.read_text().strip() if _YAMA.exists() else "0"
+    if scope in ("2", "3") and not (scope == "2" and os.geteuid() == 0):
+        return False, f"kernel.yama.ptrace_scope = {scope} forbids it; 0 or 1 would do"
+    return True, f"Linux x86-64, process_vm_readv works, ptrace_scope {scope}"
+
+
+def _boards_can_be_read() -> bool:
+    barrier, cards, made = threading.Barrier(2), [None, None], [False, False]
+
+    def connect(rank: int) -> None:
+        def gather(value: Any) -> list[Any]:
+            cards[rank] = value
+            barrier.wait(_BOARD_SECONDS)
+            found = list(cards)
+            barrier.wait(_BOARD_SECONDS)
+            return found
+
+        made[rank] = PeerMemory.connect(gather, rank, 2, []) is not None
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return all(made)
+
+
+def main() -> int:
+    sys.stdout.write(mark(describe_software()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
