@@ -77,6 +77,8 @@ LAYERS = {
     "launcher.carriers": 4,
     "launcher.remote": 4,
     "launcher.job": 4,
+    "launcher.by_hand": 4,
+    "launcher.sbatch": 4,
     "launcher.cli": 5,
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
