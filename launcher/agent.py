@@ -41,7 +41,8 @@ from .plan import WorkerCommand, python_folder_first
 
 PING_SECONDS = 2.0
 SILENT_SECONDS = 12.0
-_CONGESTED = 1 << 20  # bytes that the launcher has not taken, after which the workers are made to wait
+_CONGESTED = 1 << 18  # bytes that the launcher has not taken, after which the workers are made to wait
+HURRY_SECONDS = 0.005  # between two looks whether the other end takes what waits
 LOST_STATUS = 70  # the line to the launcher was cut
 
 
@@ -68,7 +69,8 @@ class Agent:
             if (self._status is not None or self._lost) and (node is None or not node.busy):
                 self._hang_up()
                 return LOST_STATUS if self._status is None else self._status
-            dispatch(self._selector, node.patience() if node is not None else 1.0)
+            patience = node.patience() if node is not None else 1.0
+            dispatch(self._selector, HURRY_SECONDS if self._line.waiting else patience)
             self._line.flush()
             now = time.monotonic()
             if not self._lost and (self._line.ended or now - self._heard > SILENT_SECONDS):
@@ -173,22 +175,31 @@ class Agent:
     # -- what the workers do -----------------------------------------------------------------------------------------
 
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
-        self._line.send({"is": "output", "rank": rank, "stream": stream, "data": encode(chunk)})
+        self._line.send({"is": "output", "rank": rank, "stream": stream, "data": encode(chunk)}, later=True)
 
     def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
         self._line.send({"is": "end", "rank": rank, "code": returncode, "at": at, "asked": asked})
 
     def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
         self._release()
-        self._line.send({"is": "empty", "unkillable": unkillable, "oom_kills": oom_kills})
+        self._line.send({"is": "empty", "unkillable": unkillable, "oom_kills": oom_kills}, later=True)
 
     def on_note(self, text: str) -> None:
         self._line.send({"is": "note", "text": text})
 
+    def on_signal(self, number: int) -> None:
+        """Tell the launcher, which tells all nodes; without one, only these workers can be told."""
+        if not self._line.ended:
+            self._line.send({"is": "signal", "number": number})
+        elif self._node is not None:
+            self._node.interrupt(number, self._grace)
+
 
 def main() -> int:
     """Serve the launcher on stdin and stdout, which workers and libraries then cannot disturb."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # it was for this program only
     reader, writer = os.dup(0), os.dup(1)
+    os.write(writer, b"\n")  # a login shell may have left a line open
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)

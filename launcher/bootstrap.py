@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_MARK = "ZERORUN_NODE_ID"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,16 +41,18 @@ class Guard:
     """A process that kills the workers' groups when the launcher disappears without a word.
 
     Each worker announces its group on a pipe of which the launcher holds the writing end. End of file without a
-    farewell means that the launcher was killed.
+    farewell means that the launcher was killed. Processes that have left their group, as daemons do, are found by
+    ``mark``, a variable in their environment.
     """
 
     def __init__(self) -> None:
+        self.mark = {_MARK: secrets.token_hex(8)}
         reader, self._writer = os.pipe()
         self._launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _guard_main(reader)
+                _guard_main(reader, f"{_MARK}={self.mark[_MARK]}".encode())
             finally:
                 os._exit(0)
         os.close(reader)
@@ -69,7 +73,7 @@ class Guard:
             os.waitpid(self.pid, 0)
 
 
-def _guard_main(reader: int) -> None:
+def _guard_main(reader: int, mark: bytes) -> None:
     os.setsid()  # a Ctrl-C in the terminal is for the launcher
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -88,3 +92,9 @@ def _guard_main(reader: int) -> None:
     for word in words:
         with contextlib.suppress(OSError):
             os.killpg(int(word), signal.SIGKILL)
+    for entry in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError):
+            with open(f"/proc/{int(entry)}/environ", "rb") as file:
+                marked = mark in file.read().split(b"\0")
+            if marked:
+                os.kill(int(entry), signal.SIGKILL)

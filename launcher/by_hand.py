@@ -12,7 +12,7 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ from .facts import bound_socket
 from .hosts import Host
 from .job import Job, JobOptions, Node
 from .line import Line, Message
+from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
 from .plan import LaunchRequest, Rendezvous, WorkerCommand, build_plan
 from .remote import RemoteNode
 
 JOIN_SECONDS = 300.0  # the commands are typed one after the other
+RETURN_SECONDS = 30.0  # for a host to join again before a restart
 _RETRY_SECONDS = 0.5
+_MOST_SLOTS = 4096
 
 
 class LeadingJob(Job):
@@ -63,36 +66,46 @@ class LeadingJob(Job):
         return tuple(range(int(node.facts["slots"])))
 
     def _open(self, hosts: Sequence[Host]) -> list[Node]:
+        """The own node, and a guest for each other host. Whoever else connects is sent away."""
         own = [self._own_node(host.name) for host in hosts if host.name == self._names[0]]
         wanted = [host.name for host in hosts if host.name != self._names[0]]
-        guests: list[RemoteNode] = []
-        self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(guests))
-        self._until(lambda: all(name in {g.name for g in guests} for name in wanted), JOIN_SECONDS if wanted else 0)
-        self._selector.unregister(self._listener)
-        found = {guest.name: guest for guest in guests if guest.name in wanted}
-        for name in wanted:
-            if name not in found:
-                found[name] = RemoteNode(name, self._selector, self, self.say)
-                found[name].lost = f"did not join within {JOIN_SECONDS:.0f} s"
-        return [*own, *(found[name] for name in wanted)]
+        kept = list(self._nodes)
+        seconds = RETURN_SECONDS if kept else JOIN_SECONDS
 
-    def _accept(self, guests: list[RemoteNode]) -> None:
+        def joined() -> dict[str, RemoteNode]:
+            there = [node for node in self._nodes if isinstance(node, RemoteNode) and node.lost is None]
+            return {node.name: node for node in there if node.name in wanted}
+
+        self._selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(wanted, joined))
+        self._until(lambda: len(joined()) == len(wanted), seconds)
+        self._selector.unregister(self._listener)
+        found = joined()
+        for node in self._nodes:
+            if node not in kept and node not in found.values():
+                node.close()
+        self._nodes = kept
+        return [*own, *(found[name] if name in found else self._absent(name, seconds) for name in wanted)]
+
+    def _absent(self, name: str, seconds: float) -> RemoteNode:
+        node = RemoteNode(name, self._selector, self, self.say)
+        node.lose(f"did not join within {seconds:.0f} s")
+        return node
+
+    def _accept(self, wanted: Sequence[str], joined: Callable[[], Mapping[str, Node]]) -> None:
         connection, address = self._listener.accept()
         guest = RemoteNode(f"guest {address[0]}", self._selector, self, self.say)
         self._nodes.append(guest)  # so that it is looked after
 
         def greeted() -> None:
-            taken = {other.name for other in guests}
-            rank = guest.facts.get("node_rank")
-            free = [name for name in self._names[1:] if name not in taken]
+            rank, job_id = guest.facts.get("node_rank"), guest.facts.get("job_id")
+            free = [name for name in wanted if name not in joined()]
             name = f"node {rank}" if rank is not None else next(iter(free), "")
-            if guest.facts.get("job_id") != self._job_id or name not in free:
-                self._nodes.remove(guest)
-                guest.send("refuse", text=f"there is no place for node {rank} in job {self._job_id!r}")
-                guest.close(2)
+            slots = guest.facts.get("slots")
+            if job_id != self._job_id or name not in free or not isinstance(slots, int) or not 0 < slots < _MOST_SLOTS:
+                guest.send("refuse", text=f"there is no place for node {rank} of job {job_id!r} here")
+                guest.lose("it has no place in this job")
                 return
             guest.name = name
-            guests.append(guest)
 
         guest.on_hello = greeted
         guest.attach(Line(connection.detach()))
@@ -117,7 +130,21 @@ class Guest(Agent):
         make_log_dir(self._log_dir)
         base = {**os.environ, **self._request.exports}
         self._node = LocalNode(self._selector, self, base=base, grace=self._grace, log_dir=self._log_dir)
+        print("[zerorun] joined; all output appears where node 0 is", file=sys.stderr)
         self._line.send({"is": "ready"})
+
+    def _lose(self) -> None:
+        print("[zerorun] node 0 is gone, or has no place for this host", file=sys.stderr)
+        super()._lose()
+
+    def hear(self, wakeup: int) -> None:
+        """Signals that come to this host's launcher are for the whole job."""
+
+        def read() -> None:
+            for number in os.read(wakeup, 64):
+                self.on_signal(number)
+
+        self._selector.register(wakeup, selectors.EVENT_READ, read)
 
     def _command(self, worker: dict[str, Any]) -> WorkerCommand:
         own = build_plan(self._request, Rendezvous("", "")).workers[worker["local_rank"]]
@@ -132,8 +159,10 @@ def join(
     connection = _connect(address, port)
     slots = len(request.hosts[0].slots or ())
     hello = {"node_rank": node_rank, "job_id": job_id, "slots": slots}
-    print(f"[zerorun] joined {address}:{port}; all output appears there", file=sys.stderr)
-    return Guest(Line(connection.detach()), request, log_dir, hello).run()
+    with signals_as_bytes(may_sleep=True) as wakeup:
+        guest = Guest(Line(connection.detach()), request, log_dir, hello)
+        guest.hear(wakeup)
+        return guest.run()
 
 
 def _connect(address: str, port: int) -> socket.socket:

@@ -29,8 +29,9 @@ class CarrierOptions:
 
 
 def agent_command(options: CarrierOptions) -> list[str]:
-    path = [] if options.pythonpath is None else ["env", f"PYTHONPATH={options.pythonpath}"]
-    return [*path, options.python, "-m", options.module]
+    """PYTHONSAFEPATH: the folder where it starts, the user's home, may hold a select.py."""
+    path = [] if options.pythonpath is None else [f"PYTHONPATH={options.pythonpath}"]
+    return ["env", "PYTHONSAFEPATH=1", *path, options.python, "-m", options.module]
 
 
 def ssh(host: Host, options: CarrierOptions) -> list[str]:

@@ -452,7 +452,7 @@ def make_request(
         python=args.python or sys.executable,
         omp_threads=args.omp_threads or (int(inherited) if inherited.isdecimal() else None),
         pass_local_rank=args.local_rank_arg,
-        terminal_columns=shutil.get_terminal_size().columns if sys.stderr.isatty() else None,
+        terminal_columns=shutil.get_terminal_size().columns if _stderr_is_terminal() else None,
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         core_list=args.bind_core_list,
         exports={**exported(environment), **exports} if several else exports,
@@ -460,6 +460,13 @@ def make_request(
         local_names=local,
         restarts=args.max_restarts,
     )
+
+
+def _stderr_is_terminal() -> bool:
+    try:
+        return os.isatty(2)
+    except OSError:  # it is closed
+        return False
 
 
 def read_exports(

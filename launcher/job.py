@@ -16,13 +16,12 @@ and left out if they do not come and ``min_nodes`` are there without them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,9 @@ from typing import Any
 import zerorun
 from zerorun.errors import LaunchError
 
-from .facts import bound_socket, describe_host
+from .facts import bound_socket, describe_host, interface_of
 from .hosts import Host
-from .loop import dispatch
+from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .node import STREAMS, LocalNode, log_file, make_log_dir
 from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan
 from .remote import RemoteNode
@@ -45,9 +44,8 @@ CONNECT_SECONDS = 30.0  # until an agent has said hello
 ANSWER_SECONDS = 20.0  # until a host has answered a question
 FAN_OUT = 64  # carriers that connect at a time
 HOST_LOST_STATUS = 69  # EX_UNAVAILABLE
+LEAVE_SECONDS = 2.0  # for all agents together to hang up
 _FLUSH_SECONDS = 1.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,14 @@ class OwnNode(LocalNode):
         self.trouble: str | None = None
         self.lost: str | None = None
 
-    def close(self, status: int) -> None:
+    def leave(self, status: int) -> None:
+        """Nobody waits here for the exit status."""
+
+    @property
+    def gone(self) -> bool:
+        return True
+
+    def close(self) -> None:
         self.end_now()
 
 
@@ -89,7 +94,6 @@ class _Round:
     plan: Plan
     start: float
     ends: dict[int, WorkerEnd] = field(default_factory=dict)
-    ended_at: dict[int, float] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)  # ranks that failed by themselves
     lost: list[HostEnd] = field(default_factory=list)
     by_signal: int | None = None
@@ -107,7 +111,7 @@ class _Round:
 
 
 class Interrupted(Exception):
-    """A signal came before workers were started."""
+    """A signal came while no worker was running."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -127,7 +131,7 @@ class Job:
         self._streams: dict[tuple[int, str], Forwarder] = {}
         self._tails: dict[int, Tail] = {}
         self._holder: socket.socket | None = None
-        self._paused = False
+        self._stopped = False  # a signal has asked for the end: no restart follows
 
     def run(self) -> int:
         """Raises LaunchError if no worker could be started."""
@@ -135,7 +139,7 @@ class Job:
         self._stdout, self._stderr = open_screens()
         make_log_dir(self._options.log_dir)
         status = 1
-        with _signals_as_bytes(several_hosts=self._several) as wakeup:
+        with signals_as_bytes(may_sleep=not self._several) as wakeup:
             self._selector.register(wakeup, selectors.EVENT_READ, lambda: self._on_signals(os.read(wakeup, 64)))
             try:
                 status = self._run_rounds()
@@ -152,10 +156,14 @@ class Job:
         while True:
             ended = self._run_round(restart)
             status = self._conclude(ended)
-            if not (ended.failed or ended.lost) or ended.by_signal is not None or restart >= self._options.max_restarts:
+            if not (ended.failed or ended.lost) or self._stopped or restart >= self._options.max_restarts:
                 return status
             restart += 1
-            if not self._regroup(restart):
+            try:
+                if not self._regroup(restart):
+                    return status
+            except LaunchError as error:
+                self.say(f"[zerorun] no restart: {error}")
                 return status
 
     def say(self, text: str) -> None:
@@ -176,10 +184,8 @@ class Job:
         for node in self._nodes:
             node.tick(now)
         congested = self._stdout.congested or self._stderr.congested
-        if congested != self._paused:
-            self._paused = congested
-            for node in self._nodes:
-                node.pause(congested)
+        for node in self._nodes:
+            node.pause(congested)
 
     def _patience(self) -> float:
         """How long the loop may sleep, in seconds."""
@@ -208,6 +214,7 @@ class Job:
         elif problems:
             self.say("\n  ".join([f"[zerorun] {len(nodes)} hosts take part, without", *problems]))
         self._refuse(_other_versions(nodes))
+        self._refuse(_missing_cores(nodes, self._request.core_list or ()))
         if not self._may_share_machines:
             self._refuse(_same_machines(nodes))
         self._nodes = nodes
@@ -226,15 +233,17 @@ class Job:
             node = RemoteNode(host.name, self._selector, self, self.say)
             try:
                 node.open(carrier)
+            except FileNotFoundError:
+                raise LaunchError(f"cannot run {carrier[0]!r}: it is not there. Remedy: install it.") from None
             except OSError as error:
-                raise LaunchError(f"cannot run {carrier[0]!r}: {error.strerror}. Remedy: install it.") from None
+                raise LaunchError(f"cannot run {carrier[0]!r}: {error.strerror}.") from None
             nodes.append(node)
             waiting.append(node)
             self._nodes.append(node)
         self._until(lambda: all(_greeted(node) for node in waiting), CONNECT_SECONDS)
         for node in waiting:
             if not _greeted(node):
-                node.lost = f"no answer within {CONNECT_SECONDS:.0f} s"
+                node.lose(f"no answer within {CONNECT_SECONDS:.0f} s")
         return nodes
 
     def _own_node(self, name: str) -> OwnNode:
@@ -264,7 +273,7 @@ class Job:
         self._until(lambda: all(node.trouble or node.lost or answer in node.answers for node in nodes), ANSWER_SECONDS)
         problems = []
         for node in nodes:
-            if answer not in node.answers:
+            if node.lost or answer not in node.answers:
                 problems.append(f"{node.name}: {node.trouble or node.lost or f'no answer within {ANSWER_SECONDS:.0f} s'}")
             node.trouble = None
         self._refuse(problems)
@@ -295,8 +304,6 @@ class Job:
         found = {node.name: node.answers["probed"]["interface"] for node in remote}
         if self._holder is not None:
             self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
-            from .facts import interface_of
-
             found[first.name] = interface_of(address)
         return Rendezvous(address, port, {name: interface for name, interface in found.items() if interface})
 
@@ -337,7 +344,12 @@ class Job:
         self._streams, self._tails = {}, {}
         self._round = current = _Round(plan, time.monotonic())
         for node, share in zip(self._nodes, plan.nodes, strict=True):
-            node.start(share.workers)
+            try:
+                node.start(share.workers)
+            except LaunchError as error:
+                if not self._several:
+                    raise
+                node.trouble = str(error)  # as a remote one would say it
         while any(node.busy for node in self._nodes):
             self._turn(self._patience())
             self._advance(current, time.monotonic())
@@ -353,7 +365,8 @@ class Job:
             ranks = [worker.rank for worker in share.workers]
             known = node.name in [end.host for end in current.lost] or all(rank in current.ends for rank in ranks)
             if reason is not None and not known:
-                current.lost.append(HostEnd(node.name, reason, now - current.start, ranks))
+                seen = node.since if isinstance(node, RemoteNode) and node.lost else now
+                current.lost.append(HostEnd(node.name, reason, now - current.start, ranks, seen - current.start))
                 if current.settle_until is None:
                     current.settle_until = now + SETTLE_SECONDS
         if current.settle_until is not None and now >= current.settle_until and not current.terminated:
@@ -389,7 +402,6 @@ class Job:
         host = current.host_of(rank) if self._several else None
         log = None if log_dir is None else log_file(log_dir, rank, STREAMS[1])
         current.ends[rank] = WorkerEnd(rank, returncode, at - current.start, (), asked, log, host)
-        current.ended_at[rank] = at
         if returncode != 0 and not asked and current.by_signal is None:
             current.failed.append(rank)
             # All ranks save at the same step, but not all are done at once.
@@ -411,16 +423,22 @@ class Job:
         for number in numbers:
             if number == signal.SIGTSTP:
                 self.say("[zerorun] Ctrl-Z has no effect: the other hosts would take a sleeping launcher for dead")
-            elif number in _PASSED_SIGNALS:
+                continue
+            if number in PASSED_SIGNALS:
                 for node in self._nodes:
                     node.pass_on(number)
-            elif self._round is None:
+                continue
+            self._stopped = self._stopped or number in STOP_SIGNALS
+            if self._round is None:
                 raise Interrupted(number)
-            elif not self._round.stopping:
+            if not self._round.stopping:
                 self._stop_for(self._round, number)
             elif number == signal.SIGINT:
                 for node in self._nodes:
                     node.kill()
+
+    def on_signal(self, number: int) -> None:
+        self._on_signals(bytes([number]))
 
     def _stop_for(self, current: _Round, number: int) -> None:
         current.by_signal = number
@@ -445,14 +463,14 @@ class Job:
             status = 1
         if ended.by_signal is not None:
             status = self._conclude_signal(ended, list(ends.values()))
-        elif ended.lost:
+        elif ended.lost and not _failed_before(ended):
             self.say(host_report(ended.lost, list(ends.values())))
             status = HOST_LOST_STATUS
         elif ended.failed and all(ends[rank].returncode == REQUEUE_STATUS for rank in ended.failed):
             self.say(f"[zerorun] the workers ask to be started again (exit code {REQUEUE_STATUS})")
             status = REQUEUE_STATUS
         elif ended.failed:
-            first = min(ended.failed, key=lambda rank: ended.ended_at[rank])
+            first = min(ended.failed, key=lambda rank: ends[rank].seconds)
             others = [end for rank, end in ends.items() if rank != first]
             self.say(failure_report(ends[first], others, oom_kills=ended.oom_kills))
             status = exit_status(ends[first].returncode)
@@ -476,9 +494,6 @@ class Job:
 
     def _regroup(self, restart: int) -> bool:
         """Have nodes for another round: those that are left, and those of the lost hosts that come back."""
-        lost = [node for node in self._nodes if node.lost is not None]
-        for node in lost:
-            node.close(1)
         kept = [node for node in self._nodes if node.lost is None]
         for node in kept:
             node.trouble = None
@@ -486,6 +501,7 @@ class Job:
         missing = [host for name, host in by_name.items() if name not in {node.name for node in kept}]
         self._nodes = list(kept)
         back = [node for node in self._open(missing) if node.lost is None] if missing else []
+        self._refuse(_other_versions(back))
         self._nodes = sorted([*kept, *back], key=lambda node: list(by_name).index(node.name))
         enough = len(by_name) if self._options.min_nodes is None else self._options.min_nodes
         if len(self._nodes) < enough:
@@ -499,10 +515,12 @@ class Job:
     def _close(self, status: int) -> None:
         self._release()
         for node in self._nodes:
-            if isinstance(node, RemoteNode):
-                node.send("leave", status=status)
+            node.leave(status)
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while not all(node.gone for node in self._nodes) and time.monotonic() < deadline:
+            time.sleep(0.01)
         for node in self._nodes:
-            node.close(status)
+            node.close()
         self._flush()
         self._selector.close()
 
@@ -512,6 +530,14 @@ class Job:
             self._stdout.drain()
             self._stderr.drain()
             time.sleep(0.01)
+
+
+def _failed_before(ended: _Round) -> bool:
+    """Whether a worker failed before the first host was lost, and not because of it."""
+    if not ended.failed:
+        return False
+    failed = min(ended.ends[rank].seconds for rank in ended.failed)
+    return failed + SETTLE_SECONDS < min(host.last_seen for host in ended.lost)
 
 
 def _greeted(node: RemoteNode) -> bool:
@@ -527,6 +553,11 @@ def _other_versions(nodes: Sequence[Node]) -> list[str]:
     ]
 
 
+def _missing_cores(nodes: Sequence[Node], wanted: Sequence[int]) -> list[str]:
+    gone = [(node.name, sorted(set(wanted) - set(node.facts["cores"]))) for node in nodes]
+    return [f"{name}: has no core {cores[0]} to bind to. Remedy: see --bind-core-list." for name, cores in gone if cores]
+
+
 def _same_machines(nodes: Sequence[Node]) -> list[str]:
     seen: dict[str, str] = {}
     twins = [(node.name, seen.setdefault(node.facts["machine"], node.name)) for node in nodes]
@@ -539,27 +570,3 @@ def _open_standard_streams() -> None:
     while fd < 3:
         fd = os.dup(fd)
     os.close(fd)
-
-
-@contextlib.contextmanager
-def _signals_as_bytes(*, several_hosts: bool) -> Iterator[int]:
-    """A descriptor from which the signals that arrive can be read, one byte each."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    old_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A parent that ignores SIGCHLD would leave us no exit codes.
-    old_handlers = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
-    if several_hosts:  # a launcher that sleeps is silent, and silence ends the job
-        old_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: None)
-    for number in (*_STOP_SIGNALS, *_PASSED_SIGNALS):
-        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-            continue  # nohup
-        old_handlers[number] = signal.signal(number, lambda *_: None)
-    try:
-        yield reader
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old_writer)
-        os.close(reader)
-        os.close(writer)

@@ -7,10 +7,12 @@ first message is put aside.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import select
+from collections import deque
 from typing import Any
 
 Message = dict[str, Any]
@@ -27,21 +29,34 @@ class Line:
         self.writer = writer = reader if writer is None else writer
         self.stray: list[str] = []  # lines that are no messages
         self.ended = False  # nothing more will come, or nobody listens
+        self.longest: int | None = None  # bytes of a message; a longer one ends the line
         self._incoming = b""
         self._outgoing = bytearray()
+        self._later: deque[bytes] = deque()  # goes out when nothing else does
+        self._later_bytes = 0
         for fd in {reader, writer}:
             os.set_blocking(fd, False)
         self._poll = select.poll()
         self._poll.register(writer, select.POLLOUT)
 
-    def send(self, message: Message) -> None:
-        """Queue ``message`` and write what can be written now."""
-        if not self.ended:
-            self._outgoing += json.dumps(message).encode("ascii") + b"\n"
-            self.flush()
+    def send(self, message: Message, *, later: bool = False) -> None:
+        """Queue ``message`` and write what can be written now. ``later``: after all others; these keep their order."""
+        if self.ended:
+            return
+        data = json.dumps(message).encode("ascii") + b"\n"
+        if later:
+            self._later.append(data)
+            self._later_bytes += len(data)
+        else:
+            self._outgoing += data
+        self.flush()
 
     def flush(self) -> None:
-        while self._outgoing and not self.ended and self._poll.poll(0):
+        """Write what can be written now. To be called often while ``waiting``."""
+        while self.waiting and not self.ended and self._poll.poll(0):
+            if not self._outgoing:
+                self._outgoing += self._later.popleft()
+                self._later_bytes -= len(self._outgoing)
             try:
                 written = os.write(self.writer, self._outgoing[:_CHUNK])
             except BlockingIOError:
@@ -49,13 +64,15 @@ class Line:
             except OSError:
                 self.ended = True
                 self._outgoing.clear()
+                self._later.clear()
+                self._later_bytes = 0
                 return
             del self._outgoing[:written]
 
     @property
     def waiting(self) -> int:
         """Bytes that the other end has not taken yet."""
-        return len(self._outgoing)
+        return len(self._outgoing) + self._later_bytes
 
     def receive(self) -> list[Message]:
         """What has come. Sets ``ended`` at the end of the line."""
@@ -69,11 +86,14 @@ class Line:
             self.ended = True
             return []
         *lines, self._incoming = (self._incoming + chunk).split(b"\n")
+        if self.longest is not None and len(self._incoming) > self.longest:
+            self.ended = True
+            return []
         return [message for line in lines if (message := self._parse(line)) is not None]
 
     def _parse(self, line: bytes) -> Message | None:
         if line.startswith(b"{"):
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line)
                 if isinstance(message, dict):
                     return message
@@ -90,8 +110,8 @@ class Line:
 
 def encode(data: bytes) -> str:
     """Any bytes as JSON text; ``decode`` is the way back."""
-    return data.decode("latin-1")
+    return base64.b64encode(data).decode("ascii")
 
 
 def decode(text: str) -> bytes:
-    return text.encode("latin-1")
+    return base64.b64decode(text)

@@ -51,6 +51,9 @@ class Listener(Protocol):
     def on_note(self, text: str) -> None:
         """Something that the user should know."""
 
+    def on_signal(self, number: int) -> None:
+        """A signal has come to another launcher of this job."""
+
 
 class Worker:
     """One worker process."""
@@ -101,6 +104,7 @@ class LocalNode:
         self._grace, self._log_dir, self._gives_stdin = grace, log_dir, gives_stdin
         self._workers: list[Worker] = []
         self._streams: dict[int, Callable[[], None]] = {}  # by file descriptor: reads it once
+        self._pidfds: set[int] = set()
         self._reading = True
         self._guard: Guard | None = None
         self._has_pidfds = True
@@ -119,13 +123,17 @@ class LocalNode:
     def start(self, commands: Iterable[WorkerCommand]) -> None:
         """Start ``commands``. Raises LaunchError, and leaves none running, if one cannot be started."""
         make_log_dir(self._log_dir)
+        _other_children.update(_children())  # started before this program replaced a shell, say: not ours to end
         adopt_orphans()
         self._oom_before = count_oom_kills()
         self._terminated, self._kill_at, self._drain_until = False, None, None
-        self._guard = Guard()
         try:
+            self._guard = Guard()
             for command in commands:
                 self._start_worker(command)
+        except OSError as error:
+            self.end_now()
+            raise LaunchError(f"cannot start workers: {error}") from None
         except BaseException:
             self.end_now()
             raise
@@ -142,8 +150,8 @@ class LocalNode:
         try:
             process = subprocess.Popen(
                 command.argv,
-                env=full_environment(command, self._base),
-                stdin=None if self._gives_stdin and command.local_rank == 0 else subprocess.DEVNULL,
+                env={**full_environment(command, self._base), **guard.mark},
+                stdin=None if self._gives_stdin and command.rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -169,9 +177,11 @@ class LocalNode:
 
         def ended() -> None:
             self._selector.unregister(pidfd)
+            self._pidfds.remove(pidfd)
             os.close(pidfd)
             self._look_at(worker)
 
+        self._pidfds.add(pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, ended)
 
     def _connect(self, fd: int, rank: int, stream: str) -> None:
@@ -274,6 +284,8 @@ class LocalNode:
 
     def interrupt(self, number: int, grace: float) -> None:
         """Pass ``number`` on once, as a request to end."""
+        if not self.busy:
+            return
         self._kill_at = time.monotonic() + grace
         for worker in self._running():
             worker.asked = True
@@ -284,6 +296,8 @@ class LocalNode:
 
     def terminate(self, grace: float) -> None:
         """SIGTERM to everything that the workers have started."""
+        if not self.busy:
+            return
         self._terminated = True
         kill_at = time.monotonic() + grace
         self._kill_at = kill_at if self._kill_at is None else min(kill_at, self._kill_at)
@@ -291,7 +305,8 @@ class LocalNode:
 
     def kill(self) -> None:
         """SIGKILL, now."""
-        self._kill_at = time.monotonic()
+        if self.busy:
+            self._kill_at = time.monotonic()
 
     def end_now(self) -> None:
         """Kill and reap all workers before returning. For the way out of an error."""
@@ -299,7 +314,13 @@ class LocalNode:
             worker.send_group(signal.SIGKILL)
         for worker in self._workers:
             if worker.returncode is None:
-                worker.process.wait()
+                worker.returncode = worker.process.wait()
+        for fd in [*self._pidfds, *(self._streams if self._reading else ())]:
+            self._selector.unregister(fd)
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds.clear()
+        self._streams.clear()
         self._dismiss()
 
     def _signal_all(self, number: int) -> None:
@@ -327,22 +348,20 @@ class LocalNode:
 
     def _orphans(self) -> list[int]:
         """Living processes that this one has adopted; the dead ones are reaped."""
-        try:
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        except OSError:
-            return []
-        living = []
-        for pid in (int(child) for child in children):
-            if pid not in self._known_children() and os.waitpid(pid, os.WNOHANG) == (0, 0):
-                living.append(pid)
-        return living
-
-    def _known_children(self) -> set[int]:
-        assert self._guard is not None
-        return {self._guard.pid, *(worker.pid for worker in self._workers), *_other_children}
+        guard = [] if self._guard is None else [self._guard.pid]
+        known = {*guard, *(worker.pid for worker in self._workers), *_other_children}
+        return [pid for pid in _children() if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
 _other_children: set[int] = set()
+
+
+def _children() -> list[int]:
+    """Of this process, dead or alive."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def own_child(pid: int) -> None:

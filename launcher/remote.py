@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .agent import PING_SECONDS, SILENT_SECONDS
+from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
 from .bootstrap import die_with_parent
 from .line import Line, Message, decode
 from .node import Listener, own_child
 from .plan import WorkerCommand
 
 _MOST_LINES = 20
+_LONGEST_GREETING = 1 << 20  # bytes
+_HELLO = {"version": str, "machine": str, "hostname": str, "cores": list}  # what a greeting must have
 
 
 class RemoteNode:
@@ -31,7 +33,9 @@ class RemoteNode:
         self.answers: dict[str, Message] = {}  # the last of each kind
         self.trouble: str | None = None  # why it cannot do what it was told
         self.lost: str | None = None  # why it is not there any more
+        self.since = 0.0  # when it was last known to be there, once it is lost
         self.busy = False
+        self._paused = False
         self.clock = 0.0  # its monotonic clock minus ours
         self._best_trip = float("inf")
         self._heard = self._pinged = time.monotonic()
@@ -65,6 +69,7 @@ class RemoteNode:
 
     def attach(self, line: Line) -> None:
         self.line = line
+        line.longest = _LONGEST_GREETING
         self._heard = time.monotonic()
         self._selector.register(line.reader, selectors.EVENT_READ, self._read)
 
@@ -81,9 +86,13 @@ class RemoteNode:
         assert self.line is not None
         for message in self.line.receive():
             self._heard = time.monotonic()
-            self._handle(message)
-        if self.line.ended:
-            self._lose("")
+            try:
+                self._handle(message)
+            except (KeyError, TypeError, ValueError):  # nothing that an agent would say
+                self.lose("what it sends cannot be understood")
+                return
+        if self.line.ended and self.lost is None:
+            self.lose("")
 
     def _read_errors(self, fd: int) -> None:
         try:
@@ -101,7 +110,10 @@ class RemoteNode:
                     self._say(f"[{self.name}] {text}")
 
     def _handle(self, message: Message) -> None:
-        match message.get("is"):
+        kind = message.get("is")
+        if (kind == "hello") != (not self.facts):  # a greeting comes first, and once
+            raise ValueError(kind)
+        match kind:
             case "output":
                 self._listener.on_output(message["rank"], message["stream"], decode(message["data"]))
             case "end":
@@ -117,11 +129,24 @@ class RemoteNode:
             case "trouble":
                 self.busy = False
                 self.trouble = message["text"]
+            case "signal":
+                self._listener.on_signal(int(message["number"]))
             case "hello":
-                self.facts = message
-                self.on_hello()
-            case kind:
+                self._greet(message)
+            case _:
                 self.answers[str(kind)] = message
+
+    def _greet(self, message: Message) -> None:
+        assert self.line is not None
+        if not all(isinstance(message.get(name), kind) for name, kind in _HELLO.items()):
+            raise ValueError("hello")
+        self.facts, self.line.longest = message, None
+        self._ping(time.monotonic())  # whose failure was first is told by the clocks
+        self.on_hello()
+
+    def _ping(self, now: float) -> None:
+        self._pinged = now
+        self.send("ping", t=now)
 
     def _set_clock(self, message: Message) -> None:
         """The shortest round trip so far tells best how the clocks differ: the answer was made half-way."""
@@ -137,19 +162,21 @@ class RemoteNode:
             return
         self.line.flush()
         if self.facts and now - self._pinged >= PING_SECONDS:
-            self._pinged = now
-            self.send("ping", t=now)
+            self._ping(now)
         if self.facts and now - self._heard > SILENT_SECONDS:
-            self._lose(f"nothing was heard from it for {SILENT_SECONDS:.0f} s: the host or the network is down")
+            self.lose(f"nothing was heard from it for {SILENT_SECONDS:.0f} s: the host or the network is down")
         elif self.line.ended:
-            self._lose("")
+            self.lose("")
 
-    def _lose(self, reason: str) -> None:
-        assert self.line is not None
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(self.line.reader)
-        self.line.close()
+    def lose(self, reason: str) -> None:
+        """Nothing more is expected of it. An empty ``reason`` is filled with the carrier's last words."""
+        if self.line is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self.line.reader)
+            self.line.close()
         self.busy = False
+        now = time.monotonic()
+        self.since = self._heard if now - self._heard > SILENT_SECONDS else now
         self.lost = reason or self._carrier_words()
         self.end_carrier()
 
@@ -168,47 +195,54 @@ class RemoteNode:
         program = str(self._process.args[0]) if isinstance(self._process.args, (list, tuple)) else "the carrier"
         return f"{program} ended with status {code}" + (f": {words}" if words else "")
 
-    def end_carrier(self) -> None:
-        """Leave no carrier behind."""
+    def end_carrier(self, patience_s: float = 1.0) -> None:
+        """Leave no carrier behind: SIGTERM, and SIGKILL after ``patience_s``."""
         process = self._process
         if process is None:
             return
-        with contextlib.suppress(KeyError, ValueError):
-            if process.stderr is not None:
+        self._process = None
+        if process.stderr is not None:
+            with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(process.stderr.fileno())
         if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)
             try:
-                process.wait(1.0)
+                process.wait(patience_s)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         if process.stderr is not None:
             process.stderr.close()
 
-    def close(self, status: int) -> None:
-        """Let the agent go, and wait until it has."""
-        if self.line is not None and self.lost is None:
+    def leave(self, status: int) -> None:
+        """Let the agent go, with the exit status of the job; ``gone`` follows."""
+        if self.facts:
             self.send("leave", status=status)
-            deadline = time.monotonic() + 2.0
-            while not self.line.ended and time.monotonic() < deadline:
-                self.line.flush()
-                self.line.receive()
-                time.sleep(0.01)
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(self.line.reader)
-            self.line.close()
-        self.end_carrier()
+
+    @property
+    def gone(self) -> bool:
+        """True once the agent has hung up; one that has never spoken is not waited for."""
+        if self.line is None or self.lost is not None or not self.facts:
+            return True
+        self.line.flush()
+        self.line.receive()
+        return self.line.ended
+
+    def close(self) -> None:
+        """Put everything away."""
+        if self.lost is None:
+            self.lose("the job is over")
 
     # -- as a LocalNode ----------------------------------------------------------------------------------------------
 
     def start(self, workers: Sequence[WorkerCommand]) -> None:
-        self.busy = True
+        self.busy = self.lost is None
         self.send("start", workers=[asdict(worker) for worker in workers])
 
     def pause(self, paused: bool) -> None:
-        self.send("pause", on=paused)
+        if paused != self._paused:
+            self._paused = paused
+            self.send("pause", on=paused)
 
     def pass_on(self, number: int) -> None:
         self.send("pass", signal=number)
@@ -222,9 +256,5 @@ class RemoteNode:
     def kill(self) -> None:
         self.send("kill")
 
-    def end_now(self) -> None:
-        """Cut the line: the agent ends its workers."""
-        self.end_carrier()
-
     def patience(self) -> float:
-        return 0.5
+        return HURRY_SECONDS if self.line is not None and self.line.waiting else 0.5

@@ -44,8 +44,9 @@ class HostEnd:
 
     host: str
     reason: str
-    seconds: float  # from the start of the job
+    seconds: float  # from the start of the job, until it was missed
     ranks: Sequence[int]
+    last_seen: float  # seconds from the start of the job
 
 
 def exit_status(returncode: int) -> int:

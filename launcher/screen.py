@@ -33,11 +33,11 @@ class Screen:
     """One place where output appears: the launcher's stdout or stderr, or both when they are the same."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self._fd = _without_waiting(fd)
         self._pending = bytearray()
         self._open_rank: int | None = None  # whose line has no line feed yet
         self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+        self._poll.register(self._fd, select.POLLOUT)
         self._broken = False
 
     def put(self, rank: int, data: bytes) -> None:
@@ -74,6 +74,18 @@ class Screen:
     @property
     def congested(self) -> bool:
         return len(self._pending) > _CONGESTED
+
+
+def _without_waiting(fd: int) -> int:
+    """``fd``, or for a terminal another descriptor of it that does not block.
+
+    A pipe that is ready takes _SAFE_WRITE bytes; a terminal that is ready may still make us wait, for as long as nobody
+    reads it. Its own descriptor is shared with the shell and must stay as it is.
+    """
+    if os.isatty(fd):
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    return fd
 
 
 def open_screens() -> tuple[Screen, Screen]:

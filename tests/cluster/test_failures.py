@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import time
@@ -134,7 +135,7 @@ def test_a_host_that_dies_is_the_cause_of_what_its_peers_say(cluster: Cluster, t
     code, _, err = job.finish(LIMIT)
     report = last_report(err)
     assert code == 69 and "zerorun: host node1 failed first, " in report
-    assert "later, rank 0" in report and "Connection closed by peer" in report
+    assert re.search(r"later, rank \d+ on node\d+: exit code 1: RuntimeError: Connection closed by peer", report), report
 
 
 @counts
@@ -245,3 +246,66 @@ def test_script_that_is_missing_on_one_host_starts_nothing(cluster: Cluster, tmp
     done = subprocess.run(cluster[0].command(launcher, tmp_path), capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert "node1: script not found" in done.stderr and "Remedy: put it on all hosts." in done.stderr
+
+
+# Rarer ways
+
+
+@pytest.mark.parametrize("first", ("raise ValueError('here')", "sys.exit(0)"))
+def test_the_launcher_s_own_workers_end_first(cluster: Cluster, tmp_path: Path, first: str) -> None:
+    script = f"meet()\nif rank == 0:\n    {first}\ntime.sleep(1)\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n"
+    code, _, err = Job(cluster, tmp_path, script, hosts=3).finish(20)
+    assert (code, "failed first" in last_report(err)) == (1 if "raise" in first else 3, True), err
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_agent_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    script = "meet()\nif rank == 1: os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(100)\n"
+    code, _, err = Job(cluster, tmp_path, script, hosts=3).finish(3 + LIMIT)
+    assert code == 69 and "host node1 failed first" in last_report(err)
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_worker_that_failed_before_a_host_was_lost_is_the_cause(cluster: Cluster, tmp_path: Path) -> None:
+    script = STUBBORN + "meet()\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n"
+    job = Job(cluster, tmp_path, script, "--grace=6", hosts=3)
+    job.wait_until_all_run()
+    time.sleep(3)
+    cluster[2].crash()
+    code, _, err = job.finish(15)
+    assert code == 3 and "rank 1 on node1 failed first" in last_report(err)
+
+
+@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+def test_no_restart_after_a_signal(cluster: Cluster, tmp_path: Path, number: signal.Signals) -> None:
+    script = STUBBORN + "meet()\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n"
+    job = Job(cluster, tmp_path, script, "--grace=3", "--max-restarts=5", hosts=2)
+    job.wait_until_all_run()
+    time.sleep(2)
+    job.signal(number)
+    code, _, err = job.finish(15)
+    assert code == 3 and "restart" not in err
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_failure_is_noticed_behind_a_flood_of_output(cluster: Cluster, tmp_path: Path) -> None:
+    script = """
+    meet()
+    if rank == 3:
+        time.sleep(2)
+        sys.exit(7)
+    while rank == 2:
+        os.write(1, bytes(range(256)) * 100)
+    time.sleep(100)
+    """
+    job = Job(cluster, tmp_path, script, hosts=2, slots=2, stdout=subprocess.DEVNULL)
+    code, _, err = job.finish(4 + LIMIT)
+    assert code == 7 and "rank 3 on node1 failed first" in last_report(err)
+    assert_nothing_left(cluster, 0.5)
+
+
+def test_long_commands_arrive(cluster: Cluster, tmp_path: Path) -> None:
+    """Megabytes of them, through pipes that hold 64 KiB."""
+    job = Job(cluster, tmp_path, "print(len(sys.argv[1]))\n", hosts=2, slots=30, args=["x" * 100_000])
+    code, out, err = job.finish(30)
+    assert code == 0 and [line.split()[-1] for line in out.splitlines()] == ["100000"] * 60, err

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +84,7 @@ def test_master_that_cannot_be_reached_is_named_before_anything_starts(cluster: 
 def test_shell_start_up_files_may_talk(cluster: Cluster, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    (home / ".bashrc").write_text("echo Welcome to the cluster\necho '{not json'\n")
+    (home / ".bashrc").write_text("echo Welcome to the cluster\necho '{not json'\nprintf 'no line feed'\n")
     cluster[1].shell(f"sed 's#:/root:#:{home}:#' /etc/passwd > /run/passwd; mount --bind /run/passwd /etc/passwd")
     try:
         code, out, err = Job(cluster, tmp_path, "print('ran', rank)\n", hosts=2).finish(30)
@@ -138,7 +141,7 @@ def test_hosts_join_by_hand(cluster: Cluster, tmp_path: Path, typed: list[subpro
     assert [job.returncode for job in typed] == [0, 0, 0], results
     lines = sorted(line.rpartition("] ")[2] for line in results[1][0].splitlines())
     assert lines == [f"{rank} 6 node{rank // 2}" for rank in range(6)]
-    assert "all output appears there" in results[0][1]
+    assert "joined; all output appears where node 0 is" in results[0][1]
 
 
 def test_failure_reaches_all_that_joined(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:
@@ -157,6 +160,39 @@ def test_host_that_joined_is_lost(cluster: Cluster, tmp_path: Path, typed: list[
     _, err = typed[0].communicate(timeout=15)
     assert typed[0].returncode == 69 and "host node 2 failed first" in err
     assert_nothing_left(cluster, 1)
+
+
+def test_strangers_at_the_port(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:
+    """Whatever connects and says something else, or nothing, changes nothing; one host is typed twice."""
+    typed += [type_on(cluster, tmp_path, 0)]
+    port = f"/dev/tcp/{cluster[0].address}/29400"
+    says = ['{\"is\": \"output\"}', '{\"is\": \"hello\"}', "[" * 5000, "GET / HTTP/1.0", '{\"is\": \"pong\"}']
+    talk = "\n".join(f"(exec 3<>{port}; echo '{words}' >&3; sleep 8) &" for words in says)
+    wait_for(lambda: cluster[1].shell(f"exec 3<>{port}", check=False).returncode == 0, 10, "node 0 listens")
+    stranger = subprocess.Popen(cluster[1].command(["bash", "-c", talk.replace('\\"', '"')]))
+    typed += [type_on(cluster, tmp_path, 1), type_on(cluster, tmp_path, 2)]
+    again = type_on(cluster, tmp_path, 2)
+    out, err = typed[0].communicate(timeout=30)
+    assert typed[0].returncode == 0 and len(out.splitlines()) == 6, err
+    assert again.wait(20) != 0 or typed[2].wait(20) != 0  # the one that came second
+    again.communicate()
+    stranger.wait(20)
+
+
+def test_signals_to_any_launcher_reach_all(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:
+    (tmp_path / "train.py").write_text(
+        PRELUDE + "caught = []\n"
+        "for number in (signal.SIGUSR1, signal.SIGTERM):\n    signal.signal(number, lambda n, frame: caught.append(n))\n"
+        "meet()\nwhile len(caught) < 2: time.sleep(0.01)\ntime.sleep(0.3)\nprint('caught', *map(int, caught))\n"
+    )
+    typed += [type_on(cluster, tmp_path, index) for index in range(3)]
+    wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == 6, 20, "all ranks run")
+    launcher = int(Path(f"/proc/{typed[2].pid}/task/{typed[2].pid}/children").read_text().split()[0])
+    os.kill(launcher, signal.SIGUSR1)
+    time.sleep(0.5)
+    os.kill(launcher, signal.SIGTERM)
+    out, err = typed[0].communicate(timeout=15)
+    assert [line.rpartition("] ")[2] for line in out.splitlines()] == ["caught 10 15"] * 6, err
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -163,26 +163,44 @@ def test_host_names_and_paths_stay_words() -> None:
     options = CarrierOptions("/opt/my env/bin/python", pythonpath="/a b:$HOME", extra=("-o", "X=y z"))
     command = list(CARRIERS["ssh"](Host("n1", user="alice", port=2222), options))
     assert command[-3:-1] == ["--", "alice@n1"] and command[command.index("-p") + 1] == "2222"
-    assert command[-1] == "exec env 'PYTHONPATH=/a b:$HOME' '/opt/my env/bin/python' -m zerorun.launcher.agent"
+    agent = "'PYTHONPATH=/a b:$HOME' '/opt/my env/bin/python' -m zerorun.launcher.agent"
+    assert command[-1] == f"exec env PYTHONSAFEPATH=1 {agent}"
 
 
 def test_line_carries_anything_and_skips_what_is_no_message() -> None:
     (r1, w1), (r2, w2) = os.pipe(), os.pipe()
     ours, theirs = Line(r1, w2), Line(r2, w1)
+    theirs.send({"is": "nothing"})
     os.write(w1, b"Welcome!\n{broken\n[1]\n")
     data = bytes(range(256)) * 1000
     theirs.send({"is": "output", "data": encode(data)})
-    received = []
-    while not received:
+    received: list[dict[str, object]] = []
+    while len(received) < 2:
         theirs.flush()
-        received = ours.receive()
-    assert decode(received[0]["data"]) == data
+        received += ours.receive()
+    assert decode(str(received[1]["data"])) == data
     assert ours.stray == ["Welcome!", "{broken", "[1]"]
     theirs.close()
     ours.receive()
     assert ours.ended
     ours.send({"do": "ping"})  # to nobody, without an error
     ours.close()
+
+
+def test_news_overtakes_output() -> None:
+    (r1, w1), (r2, w2) = os.pipe(), os.pipe()
+    ours, theirs = Line(r1, w2), Line(r2, w1)
+    for index in range(50):
+        theirs.send({"output": index, "data": "x" * 10_000}, later=True)
+    theirs.send({"is": "end"})
+    received: list[dict[str, object]] = []
+    while theirs.waiting or len(received) < 51:
+        received += ours.receive()
+        theirs.flush()
+    assert received.index({"is": "end"}) < 20
+    assert [message["output"] for message in received if "output" in message] == list(range(50))
+    ours.close()
+    theirs.close()
 
 
 def test_a_host_tells_what_it_is() -> None:

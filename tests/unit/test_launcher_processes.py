@@ -405,3 +405,50 @@ def test_module_and_program(start: Start) -> None:
         command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=1", *options, *target]
         done = subprocess.run(command, cwd=job.folder, capture_output=True, text=True, timeout=10, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "module 0\n", "")
+
+
+# What else may be around
+
+
+def test_closed_stderr(start: Start) -> None:
+    job = start("print('ran')")
+    job.finish()
+    done = subprocess.run(["bash", "-c", f"{sys.executable} -m zerorun.launcher.cli train.py 2>&-"], cwd=job.folder,
+                          capture_output=True, text=True, timeout=20, check=False)  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+
+
+def test_children_that_it_did_not_start_are_left_alone(start: Start) -> None:
+    job = start("")
+    job.finish()
+    script = f"sleep 60 > /dev/null & echo $! > sleeper; exec {sys.executable} -m zerorun.launcher.cli train.py"
+    done = subprocess.run(["bash", "-c", script], cwd=job.folder, timeout=20, check=False)
+    sleeper = int((job.folder / "sleeper").read_text())
+    assert done.returncode == 0 and alive(sleeper)
+    os.kill(sleeper, signal.SIGKILL)
+
+
+def test_daemons_of_workers_do_not_outlive_a_killed_launcher(start: Start) -> None:
+    daemon = "if os.fork() == 0:\n    os.setsid()\n    if os.fork():\n        os._exit(0)\n    note(os.getpid())\n"
+    job = start(daemon + "time.sleep(60)\n")
+    pids = job.pids(2)
+    job.process.kill()
+    assert_gone(pids, 5)
+
+
+def test_log_that_cannot_be_opened(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "logs" / "rank0.stderr.log").mkdir(parents=True)
+    code, _, err = start("", "--log-dir=logs").finish()
+    assert code == 2 and "cannot start workers: [Errno 21] Is a directory" in err
+
+
+def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> None:
+    master, slave = pty.openpty()
+    script = "for _ in range(3000): os.write(1, b'x' * 99 + b'\\n')\nnote(1)\nmeet(0, 1)\nsys.exit(3 * rank)\n"
+    job = start(script, "--nproc=2", "--tee=3", stdout=slave, stderr=subprocess.DEVNULL)
+    job.pids(2)
+    time.sleep(0.5)
+    os.kill(job.process.pid, signal.SIGTERM)  # it must hear this although its terminal is stuck
+    assert job.process.wait(15) in (3, 143)
+    os.close(master)
+    os.close(slave)
