@@ -13,7 +13,7 @@ The launcher asks (``do``), the agent tells (``is``):
 | interrupt, terminate, kill, pass | signal, grace | see node.py                                                 |
 | pause     | on                          | stops or goes on reading the workers' output                         |
 | ping      | t                           | answers ``pong`` with t and its own clock                            |
-| leave     | status                      | exits with that status once no worker is left                        |
+| leave     | status                      | ends what still runs, and exits with that status                     |
 | refuse    | text                        | says so and exits                                                    |
 
 What goes wrong before workers run is ``trouble``, with a text. A launcher that is not heard for SILENT_SECONDS is taken for
@@ -118,6 +118,8 @@ class Agent:
                 self._line.send({"is": "pong", "t": message["t"], "now": time.monotonic()})
             case "leave":
                 self._status = message["status"]
+                if self._node is not None:
+                    self._node.terminate(self._grace)
             case "refuse":
                 print(f"zerorun: error: {message['text']}", file=sys.stderr)
                 self._status = 2

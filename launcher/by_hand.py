@@ -57,13 +57,9 @@ class LeadingJob(Job):
         if missing:
             self.say(f"[zerorun] port {self._port} is open: waiting for {len(missing)} more hosts to join")
         super()._connect([*hosts, *missing])
-        slots = [host.slots if host.slots else self._slots_of(host.name) for host in [*hosts, *missing]]
-        joined = tuple(Host(name, found) for name, found in zip(self._names, slots, strict=True))
-        self._request = replace(self._request, hosts=joined)
-
-    def _slots_of(self, name: str) -> tuple[int, ...]:
-        node = next(node for node in self._nodes if node.name == name)
-        return tuple(range(int(node.facts["slots"])))
+        guests = [node for node in self._nodes if isinstance(node, RemoteNode)]
+        joined = [Host(guest.name, tuple(range(guest.facts["slots"]))) for guest in guests]
+        self._request = replace(self._request, hosts=(*hosts, *joined))
 
     def _open(self, hosts: Sequence[Host]) -> list[Node]:
         """The own node, and a guest for each other host. Whoever else connects is sent away."""

@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaunchError, ConfigError) as error:
         print(f"zerorun: error: {error}\nNo worker is running.", file=sys.stderr)
         return USAGE_STATUS
+    except KeyboardInterrupt:  # while there is nothing to end
+        return 130
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -152,19 +152,23 @@ class Job:
 
     def _run_rounds(self) -> int:
         self._connect(self._request.hosts)
-        restart = 0
-        while True:
-            ended = self._run_round(restart)
-            status = self._conclude(ended)
-            if not (ended.failed or ended.lost) or self._stopped or restart >= self._options.max_restarts:
-                return status
-            restart += 1
+        status, fine = self._run_and_conclude(0)
+        for restart in range(1, self._options.max_restarts + 1):
+            if fine or self._stopped:
+                break
             try:
                 if not self._regroup(restart):
-                    return status
+                    break
+                status, fine = self._run_and_conclude(restart)
             except LaunchError as error:
                 self.say(f"[zerorun] no restart: {error}")
-                return status
+                break
+        return status
+
+    def _run_and_conclude(self, restart: int) -> tuple[int, bool]:
+        """(exit status, whether nothing failed)."""
+        ended = self._run_round(restart)
+        return self._conclude(ended), not (ended.failed or ended.lost)
 
     def say(self, text: str) -> None:
         self._stderr.say(text)
