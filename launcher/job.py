@@ -466,7 +466,7 @@ class Job:
             self.say(f"[zerorun] SIGKILL did not end: {ended.unkillable}")
             status = 1
         if ended.by_signal is not None:
-            status = self._conclude_signal(ended, list(ends.values()))
+            status = self._conclude_signal(ended, ended.by_signal, list(ends.values()))
         elif ended.lost and not _failed_before(ended):
             self.say(host_report(ended.lost, list(ends.values())))
             status = HOST_LOST_STATUS
@@ -481,10 +481,8 @@ class Job:
         self._flush()
         return status
 
-    def _conclude_signal(self, ended: _Round, ends: Sequence[WorkerEnd]) -> int:
+    def _conclude_signal(self, ended: _Round, number: int, ends: Sequence[WorkerEnd]) -> int:
         """0 when every worker ended well (it saved and left, say), else 128 + the signal, as a shell has it."""
-        number = ended.by_signal
-        assert number is not None
         for end in ends:
             if end.returncode not in (0, -number, REQUEUE_STATUS):
                 self.say(f"[zerorun] {end.where}: {describe_end(end.returncode)}")

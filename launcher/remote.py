@@ -195,8 +195,8 @@ class RemoteNode:
         program = str(self._process.args[0]) if isinstance(self._process.args, (list, tuple)) else "the carrier"
         return f"{program} ended with status {code}" + (f": {words}" if words else "")
 
-    def end_carrier(self, patience_s: float = 1.0) -> None:
-        """Leave no carrier behind: SIGTERM, and SIGKILL after ``patience_s``."""
+    def end_carrier(self) -> None:
+        """Leave no carrier behind: SIGTERM, and a second later SIGKILL."""
         process = self._process
         if process is None:
             return
@@ -207,7 +207,7 @@ class RemoteNode:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:
-                process.wait(patience_s)
+                process.wait(1.0)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

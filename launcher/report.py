@@ -124,33 +124,37 @@ def host_report(lost: Sequence[HostEnd], others: Sequence[WorkerEnd]) -> str:
     lines = [_RULE, f"zerorun: host {first.host} failed first, {first.seconds:.1f} s after the start", f"  {first.reason}"]
     lines += ["", f"{_ranks(first.ranks)} of the job ran there"]
     lines += [f"later, host {end.host}: {end.reason}" for end in lost[1:]]
-    failed = [end for end in others if end.returncode != 0 and not end.asked_to_stop]
-    stopped = [end for end in others if end.asked_to_stop]
-    for end in failed[:4]:
-        lines.append(f"later, {end.where}: {describe_end(end.returncode)}: {failure_line(end)}")
-    if len(failed) > 4:
-        lines.append(f"later, {len(failed) - 4} more failed: {_ranks([end.rank for end in failed[4:]])}")
-    if stopped:
-        lines.append(f"stopped by zerorun because of this: {_ranks([end.rank for end in stopped])}")
+    lines += _later(_failed(others), "failed") + _stopped(others)
     return "\n".join([*lines, _RULE])
 
 
 def _others(first: WorkerEnd, others: Sequence[WorkerEnd]) -> list[str]:
-    failed = [end for end in others if end.returncode != 0 and not end.asked_to_stop]
+    failed = _failed(others)
     alike = [end for end in failed if failure_line(end) == failure_line(first) and end.returncode == first.returncode]
     different = [end for end in failed if end not in alike]
-    stopped = [end for end in others if end.asked_to_stop]
     lines = []
     if alike:
         noun = "other" if len(alike) == 1 else "others"
         lines.append(f"{len(alike)} {noun} alike: {_ranks([end.rank for end in alike])}")
-    for end in different[:4]:
-        lines.append(f"later, {end.where}: {describe_end(end.returncode)}: {failure_line(end)}")
-    if len(different) > 4:
-        lines.append(f"later, {len(different) - 4} more in other ways: {_ranks([end.rank for end in different[4:]])}")
-    if stopped:
-        lines.append(f"stopped by zerorun because of this: {_ranks([end.rank for end in stopped])}")
+    return lines + _later(different, "in other ways") + _stopped(others)
+
+
+def _failed(ends: Sequence[WorkerEnd]) -> list[WorkerEnd]:
+    """Those that failed by themselves."""
+    return [end for end in ends if end.returncode != 0 and not end.asked_to_stop]
+
+
+def _later(ends: Sequence[WorkerEnd], how: str) -> list[str]:
+    """The first few in words, the rest as a number; ``how`` says what these did."""
+    lines = [f"later, {end.where}: {describe_end(end.returncode)}: {failure_line(end)}" for end in ends[:4]]
+    if len(ends) > 4:
+        lines.append(f"later, {len(ends) - 4} more {how}: {_ranks([end.rank for end in ends[4:]])}")
     return lines
+
+
+def _stopped(ends: Sequence[WorkerEnd]) -> list[str]:
+    stopped = [end.rank for end in ends if end.asked_to_stop]
+    return [f"stopped by zerorun because of this: {_ranks(stopped)}"] if stopped else []
 
 
 def _ranks(ranks: Sequence[int]) -> str:
