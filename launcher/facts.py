@@ -16,6 +16,8 @@ import zerorun
 from zerorun.errors import LaunchError
 
 _PROBE_SECONDS = 5.0
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def describe_host(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -95,6 +97,20 @@ def _launcher_address(environment: Mapping[str, str]) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "0.0.0.0", "::")
+
+
+def cgroups(own: str, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """(folder, version of cgroups), upwards, for the lines ``0::/a/b`` or, in version 1, ``7:memory:/a/b``.
+
+    Folders need not exist: in a container the own group may be mounted as the root.
+    """
+    for line in own.splitlines():
+        _, controllers, path = line.split(":", 2)
+        folder = Path(path.lstrip("/"))
+        if not controllers:
+            yield from ((root / part, 2) for part in (folder, *folder.parents))
+        elif controller in controllers.split(","):
+            yield from ((root / controller / part, 1) for part in (folder, *folder.parents))
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from typing import BinaryIO, Protocol
 from zerorun.errors import LaunchError
 
 from .bootstrap import Guard, adopt_orphans
+from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .plan import WorkerCommand, full_environment
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
@@ -410,21 +411,10 @@ def make_log_dir(folder: Path | None) -> None:
 
 def count_oom_kills() -> int:
     """How often the out-of-memory killer has struck in this control group so far; 0 where that cannot be read."""
-    for file in _oom_files():
-        with contextlib.suppress(OSError):
-            counts = dict(line.split() for line in file.read_text().splitlines())
-            return int(counts.get("oom_kill", 0))
-    return 0
-
-
-def _oom_files() -> list[Path]:
-    """Where control groups of either version count; in a container the group may be mounted as the root."""
-    root, files = Path("/sys/fs/cgroup"), []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "memory":
-                files += [root / "memory" / path.lstrip("/") / "memory.oom_control", root / "memory/memory.oom_control"]
-            elif not controllers:
-                files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
-    return files
+        for folder, version in cgroups(OWN_CGROUP.read_text(), CGROUPS, "memory"):
+            with contextlib.suppress(OSError):
+                events = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
+                counts = dict(line.split() for line in events.splitlines())
+                return int(counts.get("oom_kill", 0))
+    return 0

@@ -12,18 +12,16 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import zerorun
-from zerorun.launcher.facts import machine_id, usable_cores, visible_gpus
+from zerorun.launcher.facts import CGROUPS, OWN_CGROUP, cgroups, machine_id, usable_cores, visible_gpus
 from zerorun.launcher.plan import is_secret
 
 PROGRAM_SECONDS = 8.0  # for git and nvidia-smi, which hangs with its driver
 SHARED_MEMORY = "/dev/shm"  # where data loaders and NCCL put what their processes share
-CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUP = Path("/proc/self/cgroup")
 _INFINIBAND = Path("/sys/class/infiniband")
 _NO_LIMIT = 1 << 60  # bytes; version 1 of cgroups has no word for it
 _TOLD_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
@@ -105,7 +103,7 @@ def _cores() -> dict[str, Any]:
         "architecture": platform.machine(),
         "usable_cores": len(usable_cores()),
         "present_cores": os.cpu_count(),
-        "limit_cores": processor_limit(_OWN_CGROUP.read_text()),
+        "limit_cores": processor_limit(OWN_CGROUP.read_text()),
         "load": round(os.getloadavg()[0], 2),
     }
 
@@ -117,7 +115,7 @@ def _memory() -> dict[str, Any]:
     return {
         "total": memory.total,
         "available": memory.available,
-        "limit": memory_limit(_OWN_CGROUP.read_text()),
+        "limit": memory_limit(OWN_CGROUP.read_text()),
         "swap": psutil.swap_memory().total,
     }
 
@@ -125,7 +123,7 @@ def _memory() -> dict[str, Any]:
 def memory_limit(own: str, root: Path = CGROUPS) -> int | None:
     """The lowest memory limit, in bytes, of the cgroup that ``own`` names and those above it; None if there is none."""
     limits = []
-    for folder, version in _cgroups(own, root, "memory"):
+    for folder, version in cgroups(own, root, "memory"):
         with contextlib.suppress(OSError, ValueError):
             limits.append(int((folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text()))
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
@@ -134,7 +132,7 @@ def memory_limit(own: str, root: Path = CGROUPS) -> int | None:
 def processor_limit(own: str, root: Path = CGROUPS) -> float | None:
     """How many cores' time the cgroup that ``own`` names and those above it may use; None if there is no limit."""
     limits = []
-    for folder, version in _cgroups(own, root, "cpu"):
+    for folder, version in cgroups(own, root, "cpu"):
         with contextlib.suppress(OSError, ValueError):
             if version == 2:
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -142,17 +140,6 @@ def processor_limit(own: str, root: Path = CGROUPS) -> float | None:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
             limits.append(int(quota) / int(period))
     return min((limit for limit in limits if limit > 0), default=None)
-
-
-def _cgroups(own: str, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """(folder, version of cgroups), upwards, for the lines ``0::/a/b`` or, in version 1, ``7:memory:/a/b``."""
-    for line in own.splitlines():
-        _, controllers, path = line.split(":", 2)
-        folder = Path(path.lstrip("/"))
-        if not controllers:
-            yield from ((root / part, 2) for part in (folder, *folder.parents))
-        elif controller in controllers.split(","):
-            yield from ((root / controller / part, 1) for part in (folder, *folder.parents))
 
 
 def _shared_memory() -> dict[str, int]:
