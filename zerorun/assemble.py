@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from .checkpoint.routine import Routine
 from .comm import Communicator, default_device, init_distributed
 from .config import Config, ModelFacts, load_config, resolve
 from .dataloader import EpochLoader
@@ -98,11 +99,13 @@ def initialize(
     )
     engine.registry = registry
     engine.owns_topology = owns_topology
+    engine.checkpointer  # noqa: B018  it remembers the model as it is now
     reduce_now.append(engine._reduce_in_this_backward)
     if sharded is not None:
         sharded.refuse_unused = not settings.ignore_unused_parameters
     if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
+    _begin_routine(engine)
     engine.announce()
     for note in wanted.notes:
         info_once(f"{note.key}: {note.reason}")
@@ -424,6 +427,21 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
     if config.scheduler is None or optimizer is None:
         return None
     return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
+
+
+def _begin_routine(engine: Engine) -> None:
+    """What the section ``checkpoint`` asks for: saves and signals from now on, and the newest checkpoint loaded."""
+    section = engine.config.checkpoint
+    if section.dir is None:
+        return
+    if section.every_steps or section.every_minutes or section.on_signal:
+        first = engine.topology.rank == 0
+        engine.routine = Routine(
+            Path(section.dir), section.every_steps, section.every_minutes, section.on_signal, section.asynchronous, first
+        )
+        engine.routine.watch()
+    if section.auto_resume:
+        engine.resume()
 
 
 def _loader(

@@ -309,6 +309,13 @@ class Communicator:
         direct = self.reads_peers and self.topology.replicate == 1 and self.device.type == "cpu"
         return direct and self.wire_dtype == torch.float32
 
+    def peer_reader(self) -> Callable[[int, int, torch.Tensor], None] | None:
+        """How to fill a tensor from an address of another rank that shards with this one; None if that cannot be done."""
+        memory, first = self._memories["shard"], self.topology.rank - self.topology.shard_rank
+        if memory is None:
+            return None
+        return lambda rank, address, out: memory.read_tensor(rank - first, address, out)
+
     # -- blocking, small -----------------------------------------------------------------------------------------
 
     def control_sum(self, values: torch.Tensor, label: str = "control") -> torch.Tensor:

@@ -19,7 +19,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Everything that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer):
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer, _checkpoint):
         problems += rule(config)
     return problems
 
@@ -104,6 +104,19 @@ def _optimizer(config: Config) -> Iterator[ConfigProblem]:
         problem = refused_optimizer(config.optimizer.type, config.optimizer.params)
         if problem is not None:
             yield problem
+
+
+def _checkpoint(config: Config) -> Iterator[ConfigProblem]:
+    section = config.checkpoint
+    for name in ("auto_resume", "every_steps", "every_minutes"):
+        value = getattr(section, name)
+        if value and section.dir is None:
+            reason, remedy = "there is no directory to do it in.", "Set checkpoint.dir."
+            yield ConfigProblem(f"checkpoint.{name}", value, reason, remedy)
+    if section.asynchronous and not (section.every_steps or section.every_minutes):
+        reason = "it is about saves by checkpoint.every_steps or every_minutes, and neither is set."
+        remedy = "Set one of them; in a script, call save_checkpoint(..., asynchronous=True)."
+        yield ConfigProblem("checkpoint.asynchronous", True, reason, remedy)
 
 
 def collect_notes(config: Config) -> tuple[ConfigNote, ...]:

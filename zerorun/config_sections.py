@@ -325,7 +325,7 @@ class CheckpointWriter(Section):
     """``checkpoint.writer``: buffers of DeepSpeed's fast writers."""
 
     type: Annotated[Text, Inert(_FORMAT + "there is one writer.")] = ""
-    decoupled: Annotated[Flag, Inert("asynchronous saving is asked for when saving.", unless=False)] = False
+    decoupled: Annotated[Flag, Inert("checkpoint.asynchronous asks for saving in the background.", unless=False)] = False
     io_buffer_size: Annotated[Int, Inert(_FORMAT + "there is one writer.")] = 0
     io_buffer_double: Annotated[Flag, Inert(_FORMAT + "there is one writer.")] = True
     io_multiplier: Annotated[Int, Inert(_FORMAT + "there is one writer.")] = 1
@@ -334,8 +334,15 @@ class CheckpointWriter(Section):
 
 
 class Checkpoint(Section):
-    """Checkpoint keys. Reading and writing themselves are described in zerorun's checkpoint module."""
+    """When to save without being asked, and DeepSpeed's keys about how."""
 
+    dir: Text | None = None  # where the keys below save to
+    auto_resume: Flag = False  # initialize() loads the newest checkpoint of dir, if there is one
+    keep_last: Count | None = None  # checkpoints in a directory; None: all
+    every_steps: Elements = 0  # optimizer steps; 0: never
+    every_minutes: Annotated[Real, _AT_LEAST_0] = 0.0
+    on_signal: Flag = True  # with dir: save on SIGTERM and SIGUSR1, then exit with code 75
+    asynchronous: Flag = False  # of the saves that these keys ask for
     tag_validation: Annotated[Literal["warn", "ignore", "fail"], LowerCase, Inert("rank 0 chooses the tag.")] = "warn"
     load_universal: Annotated[Flag, Inert(_FORMAT + "every checkpoint loads at any world size.")] = False
     use_node_local_storage: Annotated[

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .checkpoint.checkpointer import Checkpointer, translate
+from .checkpoint.inventory import Subject
+from .checkpoint.load import Wanted
+from .checkpoint.routine import Routine
 from .comm import Communicator
 from .config import Config
 from .dataloader import EpochLoader
@@ -62,6 +67,8 @@ class Engine:
         self._begin_accumulation()
         runtime.on_session_end = self._count_backward
         self.registry: Registry | None = None
+        self.routine: Routine | None = None  # saves that the script does not ask for
+        self._checkpointer: Checkpointer | None = None
         if sharded is not None:
             sharded.optimizer.register_step_pre_hook(self._refuse_direct_step)
 
@@ -232,11 +239,14 @@ class Engine:
             return
         if not self.runtime.reducing_session:
             self.runtime.reduce_accumulated()
-        summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight)
+        wishes = self.routine.wishes() if self.routine is not None else ()
+        summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight, wishes)
         try:
             self._update(summary)
         finally:
             self._forget_gradients()
+        if self.routine is not None:
+            self._save_by_routine(self.routine, *summary.wishes)
 
     def _update(self, summary: Summary) -> None:
         assert self.sharded is not None
@@ -349,6 +359,133 @@ class Engine:
             scale = f", loss scale {self.loss_scale:g}" if self.scaler.dynamic else ""
             logger.info("step %d, skipped %d, lr %s%s", self.global_steps, self.skipped_steps, rates, scale)
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        dir: str | Path = "",
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        *,
+        trainable_only: bool = False,
+        asynchronous: bool = False,
+        **deepspeed: Any,
+    ) -> Path:
+        """Save everything that the run needs to go on exactly, into ``dir/tag``; returns that path. All ranks must call it.
+
+        ``tag``: ``global_step<n>`` by default. ``client_state``: numbers, strings, lists, dicts and tensors of the script.
+        ``save_latest``: let ``dir/latest`` name it. ``trainable_only``: leave out frozen weights, and keep their checksums.
+        ``asynchronous``: return when this rank's part is copied, and write it in the background (``wait_for_checkpoint``).
+        DeepSpeed's keywords ``save_dir`` and ``exclude_frozen_parameters`` are understood.
+
+        Raises CheckpointError on all ranks alike, naming the rank and the file, with the checkpoints before untouched;
+        StepError in the middle of an accumulation, whose gradients would be lost.
+        """
+        named = translate(deepspeed, {"save_dir": "dir", "exclude_frozen_parameters": "trainable_only"}, "save_checkpoint")
+        self._refuse_unfinished_step()
+        path = self.checkpointer.save(
+            named.get("dir", dir),
+            tag,
+            client_state,
+            trainable_only=named.get("trainable_only", trainable_only),
+            asynchronous=asynchronous,
+            latest=save_latest,
+            keep=self.config.checkpoint.keep_last,
+        )
+        if self.routine is not None:
+            self.routine.saved()
+        return path
+
+    def load_checkpoint(
+        self,
+        dir: str | Path = "",
+        tag: str | None = None,
+        *,
+        strict: bool = True,
+        load_optimizer: bool = True,
+        load_scheduler: bool = True,
+        allow_missing: Sequence[str] = (),
+        **deepspeed: Any,
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """Load ``dir/tag`` and return (its path, the script's client_state). All ranks must call it.
+
+        Works at any number of ranks, stage and precision. Without ``tag``: what ``dir/latest`` names, or if that is not
+        complete or damaged, with a warning, the newest that is; (None, {}) with a warning if there is none.
+        ``strict``: the names of the weights must be those of the model. ``allow_missing``: names or patterns of weights,
+        or of "optimizer", "scheduler", "data", "rng", that may be missing. DeepSpeed's keywords (``load_module_strict``,
+        ``load_optimizer_states``, ``load_lr_scheduler_states``, ``load_module_only``, ``load_dir``) are understood.
+
+        Raises CheckpointError on all ranks alike. What was restored is logged.
+        """
+        names = {
+            "load_dir": "dir",
+            "load_module_strict": "strict",
+            "load_optimizer_states": "optimizer",
+            "load_lr_scheduler_states": "scheduler",
+            "load_module_only": "weights_only",
+        }
+        named = translate(deepspeed, names, "load_checkpoint")
+        wanted = Wanted(
+            strict=named.get("strict", strict),
+            optimizer=named.get("optimizer", load_optimizer),
+            scheduler=named.get("scheduler", load_scheduler),
+            weights_only=named.get("weights_only", False),
+            allow_missing=tuple(allow_missing),
+        )
+        self.zero_grad()
+        return self.checkpointer.load(named.get("dir", dir), tag, wanted)
+
+    def resume(self, dir: str | Path | None = None) -> tuple[Path | None, dict[str, Any]]:
+        """``load_checkpoint`` of the newest in ``dir`` (default: ``checkpoint.dir`` of the configuration)."""
+        return self.load_checkpoint(dir or self.config.checkpoint.dir or "")
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when no save is going on in the background; raises its CheckpointError if it failed."""
+        self.checkpointer.wait()
+
+    def export(self, dir: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+        """Write the weights, whole, as safetensors (and config.json of a Hugging Face model) into the directory ``dir``.
+
+        ``dtype``: of floating tensors; None: as the model computes. All ranks must call it. Appears whole or not at all.
+        """
+        return self.checkpointer.export(dir, DTYPES[dtype] if isinstance(dtype, str) else dtype)
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """Made when it is first needed."""
+        if self._checkpointer is None:
+            subject = Subject(self.module, self.units, self.runtime, self.sharded, self.comm, self.topology)
+            self._checkpointer = Checkpointer(subject, self)
+        return self._checkpointer
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps of the progress."""
+        return {name: getattr(self, name) for name in ("global_steps", "micro_steps", "skipped_steps")}
+
+    def set_counters(self, counters: dict[str, int]) -> None:
+        """Go on from ``counters``. Micro-batches are counted anew if a step has another number of them now."""
+        for name, value in counters.items():
+            setattr(self, name, value)
+        each = self.config.gradient_accumulation_steps
+        if self.micro_steps % each:
+            self.micro_steps = self.global_steps * each
+
+    def _refuse_unfinished_step(self) -> None:
+        if self._sessions:
+            raise StepError(
+                f"save_checkpoint() in the middle of a step: gradients of {self._sessions} micro-batches would be lost. "
+                "Remedy: call it after a step() that updates the weights (is_gradient_accumulation_boundary() before it)."
+            )
+
+    def _save_by_routine(self, routine: Routine, told_to_end: int, due: int) -> None:
+        if told_to_end:
+            self.save_checkpoint(routine.directory)
+            self.routine = None
+            routine.end()
+        elif due or routine.due(self.global_steps):
+            self.save_checkpoint(routine.directory, asynchronous=routine.asynchronous)
+
     # -- what a loop may ask -------------------------------------------------------------------------------------
 
     @property
@@ -415,9 +552,13 @@ class Engine:
 
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if self.routine is not None:
+            self.routine.unwatch()
         self.runtime.finish_reductions()
         restore_module(self.module, self.units, self.runtime)
-        self.sharded = None
+        self.sharded = self._checkpointer = self.routine = None
         self.units.clear()
         if self.owns_topology:
             self.topology.close()

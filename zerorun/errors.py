@@ -64,5 +64,13 @@ class NonFiniteError(ZerorunError, ArithmeticError):
     """The loss is NaN or infinite where no loss scale can mend it."""
 
 
+class CheckpointError(ZerorunError, RuntimeError):
+    """A checkpoint cannot be written, or what is stored cannot be what is asked for."""
+
+
+class DamagedError(CheckpointError):
+    """Files of a checkpoint are missing, short, or not what was written."""
+
+
 class LaunchError(ZerorunError, RuntimeError):
     """Workers could not be started as asked."""

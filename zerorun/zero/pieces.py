@@ -58,7 +58,7 @@ def owned_gradient(segment: Segment) -> torch.Tensor:
     return found
 
 
-def _owned_runs(segment: Segment) -> list[Run]:
+def owned_runs(segment: Segment) -> list[Run]:
     """What this rank updates, with ``offset`` counted from the beginning of its owned range."""
     if owns_everything(segment):
         return [Run(index, 0, entry.offset, entry.numel) for index, entry in enumerate(segment.layout.entries)]
@@ -71,7 +71,7 @@ def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int],
     for unit in units:
         for segment in unit.trainable:
             current: OptimizerPiece | None = None
-            for run in _owned_runs(segment):
+            for run in owned_runs(segment):
                 group = group_of(segment.params[run.entry])
                 if current is None or whole or current.group != group:
                     current = OptimizerPiece(segment, group, run.offset, torch.empty(0), [])

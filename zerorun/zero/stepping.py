@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ class Summary:
     bad_losses: int  # losses that were NaN or infinite
     weight: float  # of the losses that came with one
     unused: bool  # some parameter had no gradient on some rank
+    wishes: tuple[int, ...] = ()  # how many ranks wish each of the things that ``summarise`` was given
 
     @property
     def finite(self) -> bool:
@@ -49,18 +50,22 @@ class ShardedOptimizer:
         self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._segments = [segment for unit in units for segment in unit.trainable]
 
-    def summarise(self, runtime: Runtime, bad_losses: int, weight: float) -> Summary:
-        """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late."""
+    def summarise(self, runtime: Runtime, bad_losses: int, weight: float, wishes: Sequence[bool] = ()) -> Summary:
+        """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late.
+
+        ``wishes``: what else ranks want to know of each other; as many on every rank.
+        """
         runtime.finish_reductions()
         unused = any(False in segment.used for segment in self._segments)
-        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight]
+        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight, *wishes]
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             late = self.comm.control_objects(runtime.late)
             runtime.settle(set().union(*late))
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
-        square_sum, _, unused_sum, bad, weights = total.tolist()
-        return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0)
+        square_sum, _, unused_sum, bad, weights, *wished = total.tolist()
+        counts = tuple(int(count) for count in wished)
+        return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0, counts)
 
     def _square_sum(self) -> float:
         return float(local_square_sum(self.units))
@@ -74,8 +79,8 @@ class ShardedOptimizer:
         self.comm.quiesce()
         if left_out and self.refuse_unused:
             raise StepError(self._name_unused(left_out))
-        if left_out:
-            self._separate(left_out)
+        if left_out:  # parameters that move must not share a piece with those that do not
+            self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
         gradients = []
         for piece in self.pieces:
             skip = bool(left_out) and all((id(piece.segment), run.entry) in left_out for run in piece.runs)
@@ -109,12 +114,11 @@ class ShardedOptimizer:
             "Remedy: freeze them, or set zero_optimization.ignore_unused_parameters to true to leave them as they are."
         )
 
-    def _separate(self, left_out: set[tuple[int, int]]) -> None:
-        """Cut the pieces that hold both parameters that move and parameters that do not."""
+    def cut(self, mixed: Callable[[OptimizerPiece], bool]) -> None:
+        """Replace every ``mixed`` piece by one piece for each parameter in it, with its state."""
         pieces: list[OptimizerPiece] = []
         for piece in self.pieces:
-            states = {(id(piece.segment), run.entry) in left_out for run in piece.runs}
-            if len(states) == 2:
+            if mixed(piece):
                 tensors = self._split(self.optimizer, piece.tensor, split_lengths(piece))
                 pieces += split_piece(piece, tensors)
             else:

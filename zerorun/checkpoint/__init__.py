@@ -1,0 +1,1 @@
+"""Checkpoints: whole, named tensors in safetensors files, and one JSON file that says everything else."""

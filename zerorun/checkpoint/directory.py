@@ -1,0 +1,167 @@
+"""The directory of checkpoints: tags, ``latest``, and the steps that make a new checkpoint appear whole or not at all.
+
+[Note: how a checkpoint appears]
+    1. everything is written to ``tmp.TAG`` and made durable, the manifest last
+    2. an older checkpoint of the same tag is renamed to ``TAG.old``
+    3. ``tmp.TAG`` is renamed to ``TAG``
+    4. ``latest`` is replaced by a file that names TAG; then ``TAG.old`` and what is more than enough is deleted
+
+After each of them, and inside of each, the newest complete checkpoint is a directory with a manifest: ``TAG``, ``TAG.old``
+or the one before. A directory whose name begins with ``tmp.`` is never chosen. To delete one, it is first renamed to
+``tmp.TAG``, so that half a directory never looks like a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .manifest import MANIFEST, read_manifest
+from .tensorfile import FileRecord
+
+LATEST = "latest"
+TEMPORARY = "tmp."
+OLD = ".old"
+
+
+def check_tag(tag: str) -> str:
+    """``tag`` if it can be the name of a directory. Raises CheckpointError."""
+    if not tag or tag in (".", "..", LATEST) or "/" in tag or "\0" in tag or tag.startswith(TEMPORARY) or tag.endswith(OLD):
+        raise CheckpointError(
+            f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', that does not "
+            f"begin with {TEMPORARY!r}, does not end with {OLD!r} and is not {LATEST!r}."
+        )
+    return tag
+
+
+def sync_directory(directory: Path) -> None:
+    """Make the names in ``directory`` durable."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:  # some network file systems cannot, and need not
+        if error.errno not in (22, 95):
+            raise
+    finally:
+        os.close(handle)
+
+
+# -- appearing ---------------------------------------------------------------------------------------------------
+
+
+def begin(directory: Path, tag: str) -> Path:
+    """An empty temporary directory for ``tag``. What an interrupted save of this tag left is deleted. Raises OSError."""
+    temporary = directory / f"{TEMPORARY}{tag}"
+    directory.mkdir(parents=True, exist_ok=True)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    return temporary
+
+
+def publish(directory: Path, tag: str) -> Path:
+    """Turn the temporary directory of ``tag`` into the checkpoint. Raises OSError."""
+    temporary, final = directory / f"{TEMPORARY}{tag}", directory / tag
+    sync_directory(temporary)
+    if final.exists():
+        old = directory / f"{tag}{OLD}"
+        _remove(old)
+        final.rename(old)
+    temporary.rename(final)
+    sync_directory(directory)
+    return final
+
+
+def point_latest(directory: Path, tag: str) -> None:
+    """Let ``latest`` name ``tag``, in one step. Raises OSError."""
+    temporary = directory / f"{TEMPORARY}{LATEST}"
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        os.write(handle, tag.encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    temporary.rename(directory / LATEST)
+    sync_directory(directory)
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        doomed = path.with_name(f"{TEMPORARY}{path.name}")
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
+    """Delete the replaced version of ``tag``, interrupted saves, and all but the newest ``keep``. What was deleted.
+
+    ``tag`` itself always stays. Directories without a manifest that zerorun did not make are left alone.
+    """
+    _remove(directory / f"{tag}{OLD}")
+    for left in directory.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if keep is None:
+        return []
+    doomed = [name for name in newest_first(directory) if name != tag][max(keep - 1, 0) :]
+    for name in doomed:
+        _remove(directory / name)
+    return doomed
+
+
+# -- choosing ----------------------------------------------------------------------------------------------------
+
+
+def newest_first(directory: Path) -> list[str]:
+    """Names of the directories with a readable manifest, by time of saving. Damaged ones are left out."""
+    return [name for _, name in _by_time(directory)]
+
+
+def _by_time(directory: Path) -> list[tuple[str, str]]:
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name.startswith(TEMPORARY) or not (path / MANIFEST).is_file():
+            continue
+        try:
+            found.append((read_manifest(path).saved_at, path.name))
+        except CheckpointError:
+            continue
+    return sorted(found, reverse=True)
+
+
+def in_order_of_trust(directory: Path) -> list[str]:
+    """The tags to try: what ``latest`` names, then all others, newest first.
+
+    A complete checkpoint that was saved after ``latest`` was written goes first: its save was killed at the last step.
+    """
+    found = _by_time(directory)
+    names = [name for _, name in found]
+    try:
+        first = (directory / LATEST).read_text(errors="replace").strip()
+        written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
+    except OSError:
+        return names
+    interrupted = bool(found) and found[0][0] > written
+    if interrupted or not re.fullmatch(r"[^/\0]+", first) or not (directory / first).is_dir():
+        return names
+    return [first] + [name for name in names if name != first]
+
+
+def missing_files(directory: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
+    """Those of ``files`` that are not there in full: name -> what is wrong."""
+    wrong = {}
+    for name, record in files.items():
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            wrong[name] = f"cannot be found: {error.strerror}"
+            continue
+        if size != record.nbytes:
+            wrong[name] = f"has {size} bytes instead of {record.nbytes}"
+    return wrong

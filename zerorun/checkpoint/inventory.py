@@ -1,0 +1,235 @@
+"""Inventory: every tensor of a model in training by name, and which elements of it this rank holds.
+
+Names are those of ``module.state_dict()``, without what torch.compile puts in them. A tied tensor has one name, the
+first; the others are its aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import Communicator
+from ..errors import CheckpointError
+from ..topology import Topology
+from ..zero.pieces import OptimizerPiece, Run, owned_runs
+from ..zero.runtime import Runtime
+from ..zero.stepping import ShardedOptimizer
+from ..zero.unit import Segment, Unit
+from .plan import MASTER, MODEL, OPTIMIZER, Row
+from .tensorfile import dtype_code
+
+_WRAPPER = "_orig_mod."
+
+
+def stored_name(name: str) -> str:
+    """The name in checkpoints of what ``named_parameters`` or ``state_dict`` call ``name``."""
+    return name.replace(_WRAPPER, "")
+
+
+@dataclass
+class Subject:
+    """The sharded model and its optimizer, as far as checkpoints need them."""
+
+    module: nn.Module
+    units: list[Unit]
+    runtime: Runtime
+    sharded: ShardedOptimizer | None
+    comm: Communicator
+    topology: Topology
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter lives."""
+
+    unit: Unit
+    segment: Segment
+    entry: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.segment.layout.entries[self.entry].shape)
+
+    @property
+    def numel(self) -> int:
+        return self.segment.layout.entries[self.entry].numel
+
+    def part_of_full(self, full: torch.Tensor) -> torch.Tensor:
+        """This parameter's elements of a flat buffer [numel of the segment]."""
+        place = self.segment.layout.entries[self.entry]
+        return full[place.offset : place.end]
+
+
+@dataclass
+class Part:
+    """Elements from ``start`` of the flattened tensor ``name`` of ``set``, as a 1-D view of where they live."""
+
+    set: str
+    name: str
+    start: int
+    tensor: torch.Tensor  # [n]
+    shape: tuple[int, ...]  # of the whole
+    rounded: torch.dtype | None = None  # the set "model" has it in this dtype
+
+    def row(self) -> Row:
+        code = dtype_code(self.tensor.dtype, self.name)
+        rounded = dtype_code(self.rounded, self.name) if self.rounded is not None else ""
+        address = self.tensor.data_ptr() if self.tensor.device.type == "cpu" else 0
+        return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded)
+
+
+@dataclass
+class Inventory:
+    """Made once, when the engine is: what a checkpoint of this model must hold."""
+
+    subject: Subject
+    homes: dict[str, Home] = field(default_factory=dict)  # parameters, in the order of the state dict
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
+
+    @classmethod
+    def of(cls, subject: Subject) -> Inventory:
+        made = cls(subject)
+        by_id = {
+            id(param): Home(unit, segment, entry)
+            for unit in subject.units
+            for segment in unit.segments
+            for entry, param in enumerate(segment.params)
+        }
+        names: dict[int, str] = {}
+        for name, param in subject.module.named_parameters(remove_duplicate=False):
+            stored = stored_name(name)
+            if id(param) in names:
+                made.aliases[stored] = names[id(param)]
+            else:
+                names[id(param)], made.homes[stored] = stored, by_id[id(param)]
+        return made
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """(persistent buffers by name, what modules return from get_extra_state by name)."""
+        runtime = self.subject.runtime
+        runtime.state_dict_allowed = True
+        try:
+            everything = self.subject.module.state_dict(keep_vars=True)
+        finally:
+            runtime.state_dict_allowed = False
+        found: dict[str, torch.Tensor] = {}
+        extra: dict[str, Any] = {}
+        seen: dict[int, str] = {}
+        for name, value in everything.items():
+            stored = stored_name(name)
+            if stored in self.homes or stored in self.aliases:
+                continue
+            if not isinstance(value, torch.Tensor) or stored.endswith("_extra_state"):
+                extra[stored] = value
+            elif id(value) in seen:
+                self.aliases[stored] = seen[id(value)]
+            else:
+                seen[id(value)], found[stored] = stored, value.detach()
+        return found, extra
+
+    def describe(self) -> dict[str, dict[str, Any]]:
+        """name -> shape, dtype, and whether it is trained, of every parameter. The group is for others to fill in."""
+        return {
+            name: {
+                "shape": list(home.shape),
+                "dtype": dtype_code(home.segment.dtype, name),
+                "trainable": home.segment.trainable,
+                "group": None,
+            }
+            for name, home in self.homes.items()
+        }
+
+    def groups(self) -> dict[str, int]:
+        """name -> optimizer group, of the parameters that this rank updates."""
+        names = {(id(home.segment), home.entry): name for name, home in self.homes.items()}
+        return {names[id(piece.segment), run.entry]: piece.group for piece in self._pieces() for run in piece.runs}
+
+    def _pieces(self) -> list[OptimizerPiece]:
+        return self.subject.sharded.pieces if self.subject.sharded is not None else []
+
+    # -- what this rank holds ------------------------------------------------------------------------------------
+
+    def weights(self, *, frozen: bool = True) -> Iterator[Part]:
+        """Weights and masters of this rank; of trainable parameters only, unless ``frozen``."""
+        runs = {}
+        for name, home in self.homes.items():
+            segment = home.segment
+            if segment.trainable:
+                if id(segment) not in runs:
+                    runs[id(segment)] = {run.entry: run for run in owned_runs(segment)}
+                yield from _trainable_parts(name, home, runs[id(segment)].get(home.entry))
+            elif frozen:
+                yield from frozen_parts(name, home)
+
+    def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[Part]:
+        """Buffers: rank 0's count, as with its initial values."""
+        for name, value in buffers.items() if self.subject.topology.rank == 0 else ():
+            yield Part(MODEL, name, 0, value.contiguous().reshape(-1), tuple(value.shape))
+
+    def optimizer_state(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
+        """(state tensors of this rank, scalar states: key -> name -> value)."""
+        parts: list[Part] = []
+        scalars: dict[str, dict[str, Any]] = {}
+        names = {(id(home.segment), home.entry): name for name, home in self.homes.items()}
+        for piece in self._pieces():
+            assert self.subject.sharded is not None
+            state = self.subject.sharded.optimizer.state.get(piece.tensor, {})
+            members = [(names[id(piece.segment), run.entry], run) for run in piece.runs]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    parts += _state_parts(f"{OPTIMIZER}{key}", value, piece, members, self.homes)
+                else:
+                    scalars.setdefault(key, {}).update((name, value) for name, _ in members)
+        return parts, scalars
+
+
+def _trainable_parts(name: str, home: Home, run: Run | None) -> Iterator[Part]:
+    """The master elements that this rank updates, and the weights where those cannot be told from the master."""
+    segment = home.segment
+    if run is None:
+        return
+    assert segment.master is not None
+    owned = segment.master[run.offset : run.offset + run.numel]
+    if segment.dtype == torch.float32:
+        yield Part(MODEL, name, run.start, owned, home.shape)
+    elif segment.dtype.itemsize < owned.element_size():  # weights are masters, rounded
+        yield Part(MASTER, name, run.start, owned, home.shape, segment.dtype)
+    else:
+        yield Part(MASTER, name, run.start, owned, home.shape)
+        yield from frozen_parts(name, home)
+
+
+def frozen_parts(name: str, home: Home) -> Iterator[Part]:
+    """The elements of the weight that this rank holds: all of them while its unit is resident."""
+    segment = home.segment
+    if home.unit.resident:
+        yield Part(MODEL, name, 0, home.part_of_full(segment.full), home.shape)
+        return
+    for piece in segment.pieces:
+        if piece.entry == home.entry:
+            part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
+            yield Part(MODEL, name, piece.start, part, home.shape)
+
+
+def _state_parts(
+    kind: str, value: torch.Tensor, piece: OptimizerPiece, members: list[tuple[str, Run]], homes: dict[str, Home]
+) -> Iterator[Part]:
+    flat = value.detach().reshape(-1)
+    if value.shape == piece.tensor.shape:
+        for name, run in members:
+            yield Part(kind, name, run.start, flat[run.offset : run.offset + run.numel], homes[name].shape)
+    elif len(members) == 1 and members[0][1].numel == homes[members[0][0]].numel:  # rows or columns of a whole parameter
+        yield Part(kind, members[0][0], 0, flat, tuple(value.shape))
+    else:
+        raise CheckpointError(
+            f"the optimizer's state {kind.removeprefix(OPTIMIZER)!r} of {members[0][0]!r} has shape {tuple(value.shape)}, "
+            "not that of what it belongs to, so it cannot be stored by parameter. Remedy: use an optimizer whose state "
+            "has the shape of its parameters."
+        )

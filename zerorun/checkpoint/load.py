@@ -1,0 +1,279 @@
+"""Load: put what a checkpoint holds into a model in training, whatever its stage, precision and number of ranks.
+
+Everything is compared before anything is changed. Then each rank reads the elements that it keeps, into the place where it
+keeps them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..log import is_rank_zero, logger
+from ..zero.pieces import OptimizerPiece, Run, owned_runs
+from ..zero.stepping import ShardedOptimizer
+from .collect import PeerReader
+from .inventory import Home, Inventory, frozen_parts
+from .plain import decode
+from .plan import MASTER, MODEL, OPTIMIZER
+from .ranks import Ranks, attempt
+from .read import Read, Reader
+from .save import frozen_sums, unpack_scalars
+from .tensorfile import dtype_of
+
+# Keys of parameter groups that say how a step is computed, not what.
+IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled"})
+_SHOWN = 5
+
+
+@dataclass
+class Wanted:
+    """What the caller of ``load_checkpoint`` asked for."""
+
+    strict: bool = True
+    optimizer: bool = True
+    scheduler: bool = True
+    weights_only: bool = False
+    allow_missing: tuple[str, ...] = ()
+
+    def allows(self, name: str) -> bool:
+        """True if ``name``, of a tensor or a component, may be missing."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_missing)
+
+
+class ModelLoader:
+    """Weights, masters, buffers and optimizer state of one checkpoint into one model."""
+
+    def __init__(self, inventory: Inventory, reader: Reader, wanted: Wanted) -> None:
+        self.inventory, self.reader, self.wanted = inventory, reader, wanted
+        self.subject = inventory.subject
+        aliases = reader.manifest.aliases if reader.manifest else {}
+        # An alias leads to what it is stored by; a tied tensor may be stored under any of its names.
+        self._stored = dict(aliases)
+        self._names = set(reader.places(MODEL))
+        self._mine: dict[str, list[str]] = {}
+        for alias, kept in inventory.aliases.items():
+            self._mine.setdefault(kept, []).append(alias)
+        self._entries = {(id(home.segment), home.entry): name for name, home in inventory.homes.items()}
+
+    def find(self, name: str) -> str | None:
+        """The name under which the checkpoint holds this model's tensor ``name``; None if it does not."""
+        for known in (name, *self._mine.get(name, ())):
+            stored = self._stored.get(known, known)
+            if stored in self._names:
+                return stored
+        return None
+
+    # -- comparison ----------------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        """Raise CheckpointError if the checkpoint is not of this model, before anything is changed."""
+        buffers, _ = self.inventory.buffers()
+        shapes = {name: home.shape for name, home in self.inventory.homes.items()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        base = self.reader.manifest.frozen_base if self.reader.manifest else None
+        found = {name: self.find(name) for name in shapes}
+        missing = [n for n, stored in found.items() if stored is None and not self.wanted.allows(n)]
+        missing = [name for name in missing if name not in (base or {})]
+        known = {stored for stored in found.values() if stored} | set(self._stored)
+        unexpected = sorted(self._names - known)
+        wrong = [
+            f"{name!r} has shape {list(shape)} here and {list(self.reader.tensor(MODEL, stored).shape)} there"
+            for name, shape in shapes.items()
+            if (stored := found[name]) is not None and self.reader.tensor(MODEL, stored).shape != shape
+        ]
+        if wrong:
+            raise self._error("is of another model", wrong, "build the model as it was when the checkpoint was saved.")
+        for what, names in (("lacks", missing), ("has, beside what the model has,", unexpected)):
+            if names and self.wanted.strict:
+                remedy = "pass strict=False, or allow_missing=[...] with names or patterns, if that is meant."
+                raise self._error(what, [repr(name) for name in names], remedy)
+            if names and is_rank_zero():
+                logger.warning("%s %s %s", self.reader.path, what, _some([repr(name) for name in names]))
+
+    def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
+        """A checkpoint of trainable weights only: raise CheckpointError if the frozen ones are others than it was made with."""
+        base = self.reader.manifest.frozen_base if self.reader.manifest else None
+        if base is None:
+            return
+        parts = [p for name in base if (h := self.inventory.homes.get(name)) for p in frozen_parts(name, h)]
+        live = frozen_sums(parts, list(self.inventory.homes), ranks, read_peer)
+        wrong = [repr(n) for n, kept in base.items() if n in live and live[n]["dtype"] == kept["dtype"] and live[n] != kept]
+        if wrong:
+            remedy = "load the base model's weights that the checkpoint was trained with before initialize()."
+            raise self._error("was trained with other frozen weights; they differ in", wrong, remedy)
+
+    def _error(self, what: str, items: Sequence[str], remedy: str) -> CheckpointError:
+        return CheckpointError(f"{self.reader.path} {what} {_some(items)}. Remedy: {remedy}")
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def load_weights(self, ranks: Ranks) -> None:
+        """Read weights, masters and buffers. Collective."""
+        subject = self.subject
+        subject.comm.quiesce()
+        ranks.gather(None)  # from here on nobody reads another's shards
+        for slot in range(subject.runtime.param_slots.count if subject.runtime.shares_params else 0):
+            subject.runtime.evict(slot)
+        reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
+        buffers, _ = self.inventory.buffers()
+        copies = []
+        for name, buffer in buffers.items():
+            stored = self.find(name)
+            if stored is not None:
+                flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                reads.append(Read(MODEL, stored, 0, flat))
+                copies.append((buffer, flat))
+        self.reader.fetch(reads, ranks)
+        for buffer, flat in copies:
+            buffer.copy_(flat.view(buffer.shape))
+        if subject.sharded is not None:
+            subject.sharded.write_back()
+            wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
+            self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
+        subject.runtime.publish()
+
+    def _weight_reads(self, name: str, home: Home) -> Iterable[Read]:
+        stored, segment = self.find(name), home.segment
+        if stored is None:
+            return
+        if segment.trainable:
+            assert segment.master is not None
+            source = MASTER if stored in self.reader.places(MASTER) else MODEL
+            for run in owned_runs(segment):
+                if run.entry == home.entry:
+                    yield Read(source, stored, run.start, segment.master[run.offset : run.offset + run.numel])
+        if not segment.trainable or segment.dtype == torch.float64:
+            if home.unit.resident:
+                yield Read(MODEL, stored, 0, home.part_of_full(segment.full))
+                return
+            for piece in segment.pieces:
+                if piece.entry == home.entry:
+                    part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
+                    yield Read(MODEL, stored, piece.start, part)
+
+    def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Give modules back what their get_extra_state had returned."""
+        _, extra = self.inventory.buffers()
+        stored = decode(self.reader.manifest.extra_state, tensors) if self.reader.manifest else None
+        for name in extra:
+            if stored and name in stored:
+                holder = self.subject.module.get_submodule(name.rpartition(".")[0])
+                holder.set_extra_state(stored[name])
+
+    # -- optimizer -----------------------------------------------------------------------------------------------
+
+    def load_optimizer(self, ranks: Ranks, tensors: dict[str, torch.Tensor]) -> str:
+        """Read the optimizer's state and hyperparameters; what was restored. Collective."""
+        sharded, manifest = self.subject.sharded, self.reader.manifest
+        assert sharded is not None
+        assert manifest is not None
+        described = manifest.optimizer
+        if described is None:
+            if self.wanted.allows("optimizer"):
+                return "no optimizer state"
+            raise CheckpointError(
+                f"{self.reader.path} has no optimizer state. Remedy: pass load_optimizer=False, or "
+                'allow_missing=["optimizer"], to begin with fresh moments.'
+            )
+        self._compare_optimizer(sharded, described)
+        for group, stored in zip(sharded.optimizer.param_groups, decode(described["groups"], tensors), strict=True):
+            group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
+        keys = [kind for kind in self.reader.sets if kind.startswith(OPTIMIZER)]
+        scalars = unpack_scalars(described["scalars"])
+        reads: list[Read] = []
+        ranks.agree(attempt(lambda: self._make_states(sharded, keys, scalars, reads))[1])
+        self.reader.fetch(reads, ranks)
+        names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
+        return f"{described['type']} ({', '.join(names)})"
+
+    def _compare_optimizer(self, sharded: ShardedOptimizer, described: dict[str, Any]) -> None:
+        kind = optimizer_kind(sharded.optimizer)
+        if described["type"] not in ("", kind):
+            raise CheckpointError(
+                f"{self.reader.path} was saved with the optimizer {described['type']}, and this run has {kind}, whose "
+                "state means something else. Remedy: use the same optimizer, or pass load_optimizer=False."
+            )
+        if len(described["groups"]) != len(sharded.optimizer.param_groups):
+            raise CheckpointError(
+                f"{self.reader.path} has {len(described['groups'])} parameter groups, and this run's optimizer "
+                f"{len(sharded.optimizer.param_groups)}. Remedy: make the same groups, or pass load_optimizer=False."
+            )
+
+    def _signature(self, piece: OptimizerPiece, run: Run, keys: list[str], scalars: dict[str, dict[str, Any]]) -> Any:
+        """What must be alike for parameters that share a piece: the states they have, and the scalars."""
+        stored = self._stored_name(piece, run)
+        there = tuple(kind for kind in keys if stored in self.reader.places(kind))
+        return there, repr(scalars.get(stored))
+
+    def _stored_name(self, piece: OptimizerPiece, run: Run) -> str:
+        name = self._entries[id(piece.segment), run.entry]
+        return self.find(name) or name
+
+    def _make_states(
+        self, sharded: ShardedOptimizer, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]
+    ) -> None:
+        """Give every piece a state of the right keys and shapes, to be filled by ``reads``."""
+        self._separate(sharded, keys, scalars)
+        for piece in sharded.pieces:
+            sharded.optimizer.state.pop(piece.tensor, None)  # first: the new one may take its memory
+            state = self._state(piece, keys, scalars, reads)
+            if state:
+                sharded.optimizer.state[piece.tensor].update(state)
+
+    def _separate(self, sharded: ShardedOptimizer, keys: list[str], scalars: dict[str, dict[str, Any]]) -> None:
+        """Cut the pieces whose parameters had not taken the same steps."""
+        sharded.cut(lambda piece: len({self._signature(piece, run, keys, scalars) for run in piece.runs}) > 1)
+
+    def _state(
+        self, piece: OptimizerPiece, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]
+    ) -> dict[str, Any]:
+        """The state of one piece, its tensors still to be filled by ``reads``."""
+        state: dict[str, Any] = {}
+        first = self._stored_name(piece, piece.runs[0])
+        for key, value in scalars.get(first, {}).items():
+            state[key] = value.clone().to(_place_of_scalars(self.subject.sharded, piece)) if _is_tensor(value) else value
+        for kind in keys:
+            if first not in self.reader.places(kind):
+                continue
+            there = self.reader.tensor(kind, first)
+            home = self.inventory.homes[self._entries[id(piece.segment), piece.runs[0].entry]]
+            whole = there.shape == home.shape
+            shape = tuple(piece.tensor.shape) if whole else there.shape
+            made = torch.zeros(shape, dtype=dtype_of(there.dtype), device=piece.tensor.device)
+            flat = made.view(-1)
+            for run in piece.runs if whole else ():
+                part = flat[run.offset : run.offset + run.numel]
+                reads.append(Read(kind, self._stored_name(piece, run), run.start, part))
+            if not whole:
+                reads.append(Read(kind, first, 0, flat))
+            state[kind.removeprefix(OPTIMIZER)] = made
+        return state
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _place_of_scalars(sharded: ShardedOptimizer | None, piece: OptimizerPiece) -> torch.device:
+    """Fused and capturable optimizers keep step counts on the device, all others on the host."""
+    assert sharded is not None
+    group = sharded.optimizer.param_groups[piece.group]
+    on_device = group.get("fused") or group.get("capturable") or "decoupled" in group
+    return piece.tensor.device if on_device else torch.device("cpu")
+
+
+def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer by what its state means: torch's Adam and AdamW and our thin wrapper of their kernel are alike."""
+    name = type(optimizer).__name__
+    return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
+
+
+def _some(items: Sequence[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more

@@ -1,0 +1,111 @@
+"""The manifest: what ``zerorun.json`` says of a checkpoint. Pure data, no tensors.
+
+[Note: schema 1]
+A checkpoint is a directory. Its tensors stand whole, under the names of ``module.state_dict()``, in *sets* of safetensors
+files; the set ``S`` is the files ``S-00001-of-0000N.safetensors`` and the index ``S.safetensors.index.json``:
+
+    model            the weights, in the dtype that the model computes in, and its persistent buffers
+    master           the fp32 weights that the optimizer updates, of those parameters whose dtype is another one
+    optimizer.KEY    the state KEY of the optimizer, such as optimizer.exp_avg
+    state            tensors that the manifest refers to: random number generators, client state
+
+``zerorun.json`` is ``{"crc32": C, "content": {...}}``, where C is the CRC-32 of the content as JSON with sorted keys and no
+spaces. The content:
+
+    schema           1. A reader refuses a number that it does not know
+    tag, saved_at    the name of the directory; the time in UTC, ISO 8601
+    versions         of zerorun, torch and Python
+    counters         global_steps, micro_steps, skipped_steps
+    layout           how it was saved: world_size, stage, shard, replicate, dtype. For people: nothing depends on it
+    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized)
+    aliases          other names of a tied tensor -> the name that it is stored by
+    optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names}
+    loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (plain.py)
+    frozen_base      null, or (weights that were left out) name -> {dtype, crc32} of the frozen parameters
+    sets             set -> list of its files
+    files            file -> {bytes, crc32: 8 hexadecimal digits for each block}
+    block_bytes      length of the blocks that crc32 is over
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, DamagedError
+from .tensorfile import BLOCK_BYTES, FileRecord
+
+SCHEMA = 1
+MANIFEST = "zerorun.json"
+
+
+@dataclass
+class Manifest:
+    """The content of ``zerorun.json``; the fields are those of the Note."""
+
+    tag: str
+    saved_at: str
+    counters: dict[str, int]
+    versions: dict[str, str] = field(default_factory=dict)
+    layout: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    loss_scale: dict[str, Any] | None = None
+    scheduler: Any = None
+    data: Any = None
+    client_state: Any = None
+    extra_state: Any = None
+    rng: Any = None
+    frozen_base: dict[str, dict[str, Any]] | None = None
+    sets: dict[str, list[str]] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    @property
+    def global_steps(self) -> int:
+        return self.counters.get("global_steps", 0)
+
+    def to_text(self) -> str:
+        """The file's text."""
+        content = {**asdict(self), "schema": SCHEMA, "block_bytes": BLOCK_BYTES}
+        content["files"] = {name: record.to_json() for name, record in self.files.items()}
+        return json.dumps({"crc32": f"{_sum(content):08x}", "content": content}, indent=1)
+
+    @classmethod
+    def from_text(cls, text: str | bytes, path: Path) -> Manifest:
+        """Read the file's text. ``path`` is for messages. Raises CheckpointError if it is damaged or too new."""
+        try:
+            outer = json.loads(text)
+            content, expected = outer["content"], int(outer["crc32"], 16)
+            schema, block_bytes = content.pop("schema"), content.pop("block_bytes")
+            found = _sum({**content, "schema": schema, "block_bytes": block_bytes})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{path} is damaged: it cannot be read as a manifest ({error}).") from error
+        if found != expected:
+            raise DamagedError(f"{path} is damaged: its content has the checksum {found:08x}, not {expected:08x}.")
+        if schema != SCHEMA or block_bytes != BLOCK_BYTES:
+            raise CheckpointError(
+                f"{path} has schema {schema} with blocks of {block_bytes} bytes; this version reads schema {SCHEMA} with "
+                f"{BLOCK_BYTES}. Remedy: update zerorun."
+            )
+        files = {name: FileRecord.from_json(record) for name, record in content.pop("files").items()}
+        return cls(**content, files=files)
+
+
+def _sum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint's directory. Raises CheckpointError."""
+    path = directory / MANIFEST
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} is no complete checkpoint: {MANIFEST} cannot be read: {error.strerror}."
+        ) from error
+    return Manifest.from_text(text, path)

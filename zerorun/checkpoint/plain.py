@@ -1,0 +1,115 @@
+"""Plain: Python values as JSON and back, without pickle. Tensors go to a file of tensors, and are named in the JSON.
+
+JSON has null, booleans, integers, finite floats, strings, lists and objects with string keys; these stand for themselves.
+Everything else is an object with the key ``$``, its kind, and the value in JSON's terms. A value of a type that is not
+listed here is refused when it is saved, not when somebody needs it back.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+_KIND = "$"
+_CLASSES = (torch.Size, tuple, set, frozenset, deque, Counter)
+_SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES}
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    """``value`` in JSON's terms. Tensors in it are added to ``tensors`` under names that begin with ``where``.
+
+    Raises CheckpointError, naming the place in ``where``, for types that cannot be stored without pickle.
+    """
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
+    if isinstance(value, torch.Tensor):
+        tensors[where] = value.detach()
+        return {_KIND: "tensor", "name": where}
+    if type(value) is list:
+        return [encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]
+    if type(value) in _CLASSES:
+        items = value.items() if isinstance(value, Counter) else value
+        return {_KIND: type(value).__name__, "items": _encode_all(items, tensors, where)}
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return _encode_dict(value, tensors, where)
+    return _encode_rare(value, tensors, where)
+
+
+def _encode_all(items: Iterable[Any], tensors: dict[str, torch.Tensor], where: str) -> list[Any]:
+    return [encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(items)]
+
+
+def _encode_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if all(type(key) is str for key in value) and _KIND not in value:
+        return {key: encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[encode(k, tensors, f"{where} key"), encode(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]
+    return {_KIND: "dict", "items": pairs}
+
+
+def _encode_rare(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if isinstance(value, (bytes, bytearray)):
+        return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
+    if isinstance(value, torch.dtype):
+        return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {_KIND: "device", "name": str(value)}
+    if isinstance(value, complex):
+        return {_KIND: "complex", "items": [encode(value.real, {}, where), encode(value.imag, {}, where)]}
+    if isinstance(value, PurePath):
+        return str(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.generic):
+        return encode(value.item(), tensors, where)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
+        tensors[where] = torch.from_numpy(value.copy())
+        return {_KIND: "ndarray", "name": where}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle. "
+        "Remedy: give numbers, strings, lists, dicts and tensors (for an object of your own, what its state_dict() or "
+        "vars() gives)."
+    )
+
+
+def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What ``encode`` was given. Raises CheckpointError for a kind that this version does not know."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _KIND not in value:
+        return {key: decode(item, tensors) for key, item in value.items()}
+    kind = value[_KIND]
+    if kind in ("tensor", "ndarray"):
+        tensor = tensors[value["name"]].clone()
+        return tensor if kind == "tensor" else tensor.numpy()
+    if kind == "float":
+        return float(value["value"])
+    if kind == "bytes":
+        return base64.b64decode(value["base64"])
+    if kind == "dtype":
+        return getattr(torch, value["name"])
+    if kind == "device":
+        return torch.device(value["name"])
+    items = [decode(item, tensors) for item in value.get("items", [])]
+    if kind == "complex":
+        return complex(*items)
+    if kind == "dict":
+        return dict(items)
+    if kind == "Counter":
+        return Counter(dict(items))
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](items)
+    raise CheckpointError(
+        f"the checkpoint holds a value of kind {kind!r}, which this version does not know. Remedy: update zerorun."
+    )

@@ -1,0 +1,41 @@
+"""The state of every random number generator of a rank, as plain values and tensors."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The generators of torch (CPU and ``device``), Python, and NumPy if the program uses it."""
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+    }
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        words = torch.tensor(keys.tolist(), dtype=torch.int64)
+        found["numpy"] = {"kind": kind, "keys": words, "position": int(position), "gauss": [int(has_gauss), float(cached)]}
+    return found
+
+
+def restore(state: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to what ``capture`` gave."""
+    torch.set_rng_state(state["torch"])
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        import numpy
+
+        kept = state["numpy"]
+        keys = numpy.array(kept["keys"].tolist(), dtype=numpy.uint32)
+        numpy.random.set_state((kept["kind"], keys, kept["position"], *kept["gauss"]))

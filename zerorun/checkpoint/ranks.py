@@ -1,0 +1,98 @@
+"""What the ranks of a checkpoint say to each other: a process group of its own, on CPU, that waits as long as a disk does.
+
+[Note: a group of its own]
+Saving goes on in a thread while training communicates, and a disk may take longer than any collective should. So
+checkpoints have a gloo group, made at the first save or load, whose limit is a day. A rank that has died closes its
+connections, which ends the waiting at once. No collective of the device is pending while files are written.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError, DamagedError
+from ..topology import Topology
+
+_PATIENCE = timedelta(days=1)
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of ``topology``. Every method is collective unless it says otherwise."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.rank, self.size = topology.rank, topology.world_size
+        self._group = topology.host_group(_PATIENCE) if self.size > 1 else None
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable ``value``, by rank."""
+        if self._group is None:
+            return [value]
+        found: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(found, value, group=self._group)
+        except RuntimeError as error:
+            raise CheckpointError(f"another rank ended, or gave up, during a checkpoint ({error}).") from error
+        return found
+
+    def first(self, make: Callable[[], T]) -> T:
+        """What ``make`` gives on rank 0; or its CheckpointError, on all ranks."""
+        value, problem = attempt(make) if self.rank == 0 else (None, None)
+        value, problem = self.gather((value, problem))[0]
+        if problem is not None:
+            raise problem.error()
+        return value  # type: ignore[return-value]
+
+    def agree(self, problem: Problem | None) -> None:
+        """Raise CheckpointError, or DamagedError, on all ranks if any has a problem, naming the first of them."""
+        found = [(rank, other) for rank, other in enumerate(self.gather(problem)) if other is not None]
+        if found:
+            rank, first = found[0]
+            others = f" ({len(found) - 1} more ranks have a problem, too)" if len(found) > 1 else ""
+            raise Problem(f"rank {rank}: {first.text}{others}" if self.size > 1 else first.text, first.damaged).error()
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Begin to send a contiguous CPU tensor to one rank. Not collective."""
+        assert self._group is not None
+        return self._group.send([tensor], rank, tag)
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
+        """Fill a contiguous CPU tensor with what ``rank`` sends. Not collective."""
+        assert self._group is not None
+        self._group.recv([tensor], rank, tag).wait()
+
+    def volumes(self, directory: Path) -> list[int]:
+        """For each rank, the first rank that has the same ``directory`` as far as its name and its host tell."""
+        places = self.gather((socket.gethostname(), str(directory.absolute())))
+        return [places.index(place) for place in places]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What went wrong on a rank, for the others. ``damaged``: with files that are there to be read."""
+
+    text: str
+    damaged: bool = False
+
+    def error(self) -> CheckpointError:
+        return DamagedError(self.text) if self.damaged else CheckpointError(self.text)
+
+
+def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
+    """(value, None), or (None, what went wrong) for errors of the disk and of checkpoints."""
+    try:
+        return make(), None
+    except CheckpointError as error:
+        return None, Problem(str(error), isinstance(error, DamagedError))
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return None, Problem(f"{where}{error.strerror or error}")

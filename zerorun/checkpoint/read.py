@@ -1,0 +1,246 @@
+"""Read: the tensors of a stored model by set, name and range, from the files that hold them.
+
+[Note: files that are elsewhere]
+On disks of its own a host has only the files that its ranks wrote. ``open_on_all`` finds out which rank sees which file;
+what a rank cannot read itself, ``fetch`` gets from the first rank that can. Ranks read only the elements they ask for.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError, DamagedError
+from . import directory as folder
+from .manifest import MANIFEST, Manifest, read_manifest
+from .plan import MODEL, STATE
+from .ranks import Problem, Ranks, attempt
+from .tensorfile import Described, Located, TensorFile, dtype_of
+from .write import index_name
+
+
+@dataclass
+class Read:
+    """Elements from ``start`` of the flattened tensor ``name`` of ``set`` are to fill the 1-D ``out``, of any dtype."""
+
+    set: str
+    name: str
+    start: int
+    out: torch.Tensor
+
+
+class Reader:
+    """A stored model: a checkpoint with its ``manifest``, or (None) any directory of safetensors weights.
+
+    ``missing``: files that are not on this rank, and the first rank that has each.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest | None, missing: dict[str, int] | None = None) -> None:
+        self.path, self.manifest, self.missing = path, manifest, missing or {}
+        self._files: dict[str, TensorFile] = {}
+        self._elsewhere: dict[str, dict[str, Located]] = {}  # headers of missing files of tensors
+        self._small: dict[str, bytes] = {}  # missing files that are not of tensors
+        self._places: dict[str, dict[str, str]] = {}  # set -> tensor -> file
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    @property
+    def sets(self) -> list[str]:
+        return [kind for kind in self.manifest.sets if kind != STATE] if self.manifest else [MODEL]
+
+    def places(self, kind: str) -> dict[str, str]:
+        """tensor -> file, of one set. Raises CheckpointError."""
+        if kind not in self._places:
+            self._places[kind] = self._find_places(kind)
+        return self._places[kind]
+
+    def _find_places(self, kind: str) -> dict[str, str]:
+        if self.manifest is not None and kind not in self.manifest.sets:
+            return {}
+        index, single = index_name(kind), f"{kind}.safetensors"
+        if index in self._small or (self.path / index).is_file():
+            return dict(json.loads(self.small_file(index))["weight_map"])
+        if self.manifest is None and (self.path / single).is_file():
+            return dict.fromkeys(self._open(single).tensors, single)
+        raise CheckpointError(
+            f"{self.path} has no {single} and no {index}. Remedy: give the directory of a checkpoint (the one that holds "
+            f"{MANIFEST}) or of a model in safetensors format."
+        )
+
+    def small_file(self, name: str) -> bytes:
+        """All of a small file, checked."""
+        if name in self._small:
+            return self._small[name]
+        path = self.path / name
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}.") from error
+        if self.manifest is not None and name in self.manifest.files:
+            self.manifest.files[name].check(data, path)
+        return data
+
+    def tensor(self, kind: str, name: str) -> Described:
+        """Dtype and shape of a tensor."""
+        file = self.places(kind)[name]
+        header = self._elsewhere[file] if file in self.missing else self._open(file).tensors
+        if name not in header:
+            raise DamagedError(f"{self.path / file} does not hold {name!r}, although the index of {kind!r} says so.")
+        return header[name]
+
+    def state_tensors(self, ranks: Ranks) -> dict[str, torch.Tensor]:
+        """The tensors that the manifest refers to. Collective: ranks that lack the file are given them."""
+        assert self.manifest is not None
+        lacking = ranks.gather(any(file in self.missing for file in self.manifest.sets.get(STATE, [])))
+        found, problem = (None, None) if lacking[ranks.rank] else attempt(self._state_tensors)
+        ranks.agree(problem)
+        if any(lacking):
+            first = lacking.index(False)
+            found = ranks.gather(found if ranks.rank == first else None)[first]
+        return found or {}
+
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        assert self.manifest is not None
+        found = {}
+        for file in self.manifest.sets.get(STATE, []):
+            opened = self._open(file)
+            for name, tensor in opened.tensors.items():
+                flat = torch.empty(tensor.numel, dtype=dtype_of(tensor.dtype))
+                opened.read(name, 0, flat)
+                found[name] = flat.view(tensor.shape)
+        return found
+
+    def _open(self, name: str) -> TensorFile:
+        if name not in self._files:
+            record = self.manifest.files[name] if self.manifest is not None else None
+            self._files[name] = TensorFile(self.path / name, record)
+        return self._files[name]
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def read(self, request: Read) -> None:
+        """Fill ``request.out`` from a file that is here. Casts, and copies to a device, through a tensor of its size."""
+        file, out = self.places(request.set)[request.name], request.out
+        dtype = dtype_of(self.tensor(request.set, request.name).dtype)
+        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._open(file).read(request.name, request.start, out)
+            return
+        found = torch.empty(out.numel(), dtype=dtype)
+        self._open(file).read(request.name, request.start, found)
+        out.copy_(found)
+
+    def fetch(self, requests: Sequence[Read], ranks: Ranks | None) -> None:
+        """Do all reads. Collective if any rank lacks a file. Raises CheckpointError."""
+        here = [r for r in requests if self.places(r.set)[r.name] not in self.missing]
+        away = [r for r in requests if self.places(r.set)[r.name] in self.missing]
+        problem = None
+        for request in sorted(here, key=lambda r: self._position(r)):
+            problem = attempt(partial(self.read, request))[1]
+            if problem is not None:
+                break
+        if ranks is None or ranks.size == 1:
+            if problem is not None:
+                raise problem.error()
+            return
+        ranks.agree(problem)
+        self._fetch_away(away, ranks)
+
+    def _position(self, request: Read) -> tuple[str, int]:
+        """In the order of the files: neighbours share blocks."""
+        file = self.places(request.set)[request.name]
+        tensor = self._open(file).tensors[request.name]
+        return file, tensor.begin + request.start
+
+    def _fetch_away(self, away: list[Read], ranks: Ranks) -> None:
+        wanted = [(r.set, r.name, r.start, r.out.numel(), self.missing[self.places(r.set)[r.name]]) for r in away]
+        orders = ranks.gather(wanted)
+        if not any(orders):
+            return
+        problems: list[Problem] = []
+
+        def serve() -> None:
+            for rank, order in enumerate(orders):
+                for tag, (kind, name, start, numel, provider) in enumerate(order):
+                    if provider != ranks.rank:
+                        continue
+                    part = torch.zeros(numel, dtype=dtype_of(self.tensor(kind, name).dtype))
+                    problem = attempt(partial(self.read, Read(kind, name, start, part)))[1]
+                    problems.extend([problem] if problem else [])
+                    ranks.send(part, rank, tag).wait()
+
+        server = threading.Thread(target=serve, name="zerorun checkpoint reader")
+        server.start()
+        for tag, request in enumerate(away):
+            part = torch.empty(request.out.numel(), dtype=dtype_of(self.tensor(request.set, request.name).dtype))
+            ranks.receive(part, wanted[tag][-1], tag)
+            request.out.copy_(part)
+        server.join()
+        ranks.agree(problems[0] if problems else None)
+
+    def share(self, ranks: Ranks) -> None:
+        """Let ranks know what is in files that they do not see. Collective."""
+        needed = set().union(*ranks.gather(set(self.missing.items())))
+        mine = sorted(file for file, provider in needed if provider == ranks.rank)
+        headers = {file: self._open(file).tensors for file in mine if file.endswith(".safetensors")}
+        small = {file: self.small_file(file) for file in mine if not file.endswith(".safetensors")}
+        for other_headers, other_small in ranks.gather((headers, small)):
+            self._elsewhere.update(other_headers)
+            self._small.update(other_small)
+
+
+# -- opening -----------------------------------------------------------------------------------------------------
+
+
+def candidates(ranks: Ranks, directory: Path) -> list[str]:
+    """The tags that may be loaded, best first, as the first rank that has any sees them. Collective."""
+    places = ranks.volumes(directory)
+    found = folder.in_order_of_trust(directory) if places[ranks.rank] == ranks.rank else []
+    return next((names for names in ranks.gather(found) if names), [])
+
+
+def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
+    """Open a checkpoint on every rank. Collective. Raises CheckpointError if it is damaged, or a file is on no rank."""
+    path = directory / tag
+    manifest, problem = attempt(lambda: read_manifest(path))
+    damaged = problem if (path / MANIFEST).exists() else None
+    ranks.agree(damaged)
+    has = [rank for rank, there in enumerate(ranks.gather(manifest is not None)) if there]
+    if not has:
+        raise DamagedError(f"{path} is no complete checkpoint: there is no {MANIFEST} on any rank.")
+    if len(has) < ranks.size:
+        manifest = ranks.gather(manifest if ranks.rank == has[0] else None)[has[0]]
+    assert manifest is not None
+    places = ranks.volumes(directory)
+    leads = places[ranks.rank] == ranks.rank
+    wrong = ranks.gather(folder.missing_files(path, manifest.files) if leads else {})
+    missing = {name: _first_with(name, places, wrong) for name in wrong[places[ranks.rank]]}
+    lost = {name: what for found in wrong for name, what in found.items() if _first_with(name, places, wrong) < 0}
+    if lost:
+        name, what = next(iter(lost.items()))
+        raise DamagedError(f"{path / name} {what}: the checkpoint is not complete.")
+    reader = Reader(path, manifest, missing)
+    if any(wrong):
+        reader.share(ranks)
+    return reader
+
+
+def _first_with(name: str, places: Iterable[int], wrong: Sequence[dict[str, str]]) -> int:
+    """The first rank that has the file; -1 if none has."""
+    return next((leader for leader in sorted(set(places)) if name not in wrong[leader]), -1)

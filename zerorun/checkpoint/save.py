@@ -1,0 +1,253 @@
+"""Save: what is captured of a training run at one instant, and its way to the disk, at once or in the background.
+
+[Note: an instant]
+Between two steps nothing that a checkpoint holds changes. So an ordinary save writes from where things lie. An asynchronous
+one copies this rank's part into host memory, which is kept for the next time, and lets the training go on; a thread then
+does exactly what the ordinary save does, from the copies. One save at a time: the next one waits. What goes wrong in the
+thread is raised by the next call that saves, loads or waits.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import zlib
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .collect import Collector, PeerReader
+from .inventory import Part
+from .manifest import Manifest
+from .plain import decode, encode
+from .plan import STATE, Plan, make_plan
+from .ranks import Ranks
+from .tensorfile import FileRecord, memory_of
+from .write import Target, commit, index_files, small_tensor_file, write_tensors
+
+Scalar = tuple[Any, str | None]  # (plain value, dtype if it was a 0-dim tensor)
+
+_STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
+
+
+@dataclass
+class Captured:
+    """One rank's share of a checkpoint. All but ``parts`` and ``frozen`` are copies already."""
+
+    parts: list[Part]
+    order: list[str]  # names of the model
+    scalars: dict[str, dict[str, Scalar]]  # of the optimizer: key -> name -> value
+    groups: dict[str, int]  # of the parameters that this rank updates
+    manifest: Manifest  # what rank 0 knows of it; files and sets are still missing
+    rng: Any = None  # plain values
+    data: Any = None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # that plain values refer to
+    frozen: list[Part] = field(default_factory=list)  # whose sums are kept, but not they themselves
+    small: dict[str, bytes] = field(default_factory=dict)  # files as they stand, such as config.json
+    weights_only: bool = False
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the microsecond."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of what wrote the checkpoint."""
+    return {"zerorun": version("zerorun"), "torch": torch.__version__, "python": platform.python_version()}
+
+
+class Saver:
+    """Writes checkpoints of one engine. ``read_peer``: how to read other ranks' memory, if that is possible."""
+
+    def __init__(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
+        self.ranks, self._read_peer = ranks, read_peer
+        self._staging: dict[tuple[str, str], torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._failure: CheckpointError | None = None
+
+    def save(self, captured: Captured, target: Target, *, asynchronous: bool) -> Path:
+        """Write a checkpoint. Collective. Raises CheckpointError, also for the asynchronous save before this one."""
+        self.wait()
+        if not asynchronous:
+            captured.parts, captured.frozen = on_host(captured.parts), on_host(captured.frozen)
+            return self._write(captured, target)
+        captured.parts = self._stage(captured.parts)
+        captured.frozen = on_host(captured.frozen)
+        self._thread = threading.Thread(target=self._write_later, args=(captured, target), name="zerorun checkpoint")
+        self._thread.start()
+        return target.directory / target.tag
+
+    def wait(self) -> None:
+        """Return when no asynchronous save is going on. Raises the CheckpointError of the last one, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write_later(self, captured: Captured, target: Target) -> None:
+        try:
+            self._write(captured, target)
+        except CheckpointError as error:
+            self._failure = error
+        except Exception as error:
+            self._failure = CheckpointError(f"an asynchronous save failed: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+
+    def _stage(self, parts: list[Part]) -> list[Part]:
+        """Copies of ``parts`` in host memory, pinned if they come from a GPU. The memory is kept for the next save."""
+        staged, sources, places = [], [], []
+        for part in parts:
+            key = part.set, part.name
+            place = self._staging.get(key)
+            if place is None or place.numel() != part.tensor.numel() or place.dtype != part.tensor.dtype:
+                pinned = part.tensor.is_cuda
+                place = torch.empty(part.tensor.numel(), dtype=part.tensor.dtype, pin_memory=pinned)
+                self._staging[key] = place
+            sources.append(part.tensor)
+            places.append(place)
+            staged.append(Part(part.set, part.name, part.start, place, part.shape, part.rounded))
+        if places:
+            torch._foreach_copy_(places, sources)
+        if any(source.is_cuda for source in sources):
+            torch.cuda.synchronize()
+        return staged
+
+    def _write(self, captured: Captured, target: Target) -> Path:
+        ranks = self.ranks
+        target.tag = ranks.first(lambda: target.tag)
+        plan = make_plan(ranks.gather([part.row() for part in captured.parts]), ranks.topology.shard, captured.order)
+        memory = {(part.set, part.name): part.tensor for part in captured.parts}
+        facts = _merge_facts(ranks, captured)
+
+        def write() -> dict[str, FileRecord]:
+            collector = Collector(plan, memory, ranks, self._read_peer)
+            return write_tensors(plan, collector, ranks.rank, target)
+
+        def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
+            return _finish(captured, plan, records, facts)
+
+        if captured.frozen:
+            captured.manifest.frozen_base = self._sum_frozen(captured)
+        return commit(ranks, target, write, finish)
+
+    def _sum_frozen(self, captured: Captured) -> dict[str, dict[str, Any]]:
+        return frozen_sums(captured.frozen, captured.order, self.ranks, self._read_peer)
+
+
+def on_host(parts: list[Part]) -> list[Part]:
+    """The same parts with their elements in host memory."""
+    return [
+        part
+        if part.tensor.device.type == "cpu"
+        else Part(part.set, part.name, part.start, part.tensor.cpu(), part.shape, part.rounded)
+        for part in parts
+    ]
+
+
+def frozen_sums(
+    parts: list[Part], order: list[str], ranks: Ranks, read_peer: PeerReader | None
+) -> dict[str, dict[str, Any]]:
+    """name -> dtype and CRC-32 of the whole tensors that ranks hold parts of. Collective."""
+    parts = on_host(parts)
+    plan = make_plan(ranks.gather([part.row() for part in parts]), ranks.topology.shard, order)
+    collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
+    sums = {}
+    for task in plan.tasks:
+        if task.writer == ranks.rank:
+            crc = 0
+            for stretch in collector.stretches(task):
+                crc = zlib.crc32(memory_of(stretch), crc)
+            sums[task.tensor.name] = {"dtype": task.tensor.dtype, "crc32": f"{crc:08x}"}
+    collector.finish()
+    return {name: value for found in ranks.gather(sums) for name, value in found.items()}
+
+
+@dataclass
+class _Facts:
+    """What single ranks know, brought together."""
+
+    scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
+    groups: dict[str, int] = field(default_factory=dict)
+    rng: list[Any] = field(default_factory=list)  # by rank
+    data: list[Any] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def _merge_facts(ranks: Ranks, captured: Captured) -> _Facts:
+    merged = _Facts()
+    mine = (captured.scalars, captured.groups, captured.rng, captured.data, captured.tensors)
+    for scalars, groups, rng, data, tensors in ranks.gather(mine):
+        for key, values in scalars.items():
+            merged.scalars.setdefault(key, {}).update(values)
+        merged.groups.update(groups)
+        merged.tensors.update(tensors)
+        merged.rng.append(rng)
+        merged.data.append(data)
+    return merged
+
+
+def _finish(
+    captured: Captured, plan: Plan, records: dict[str, FileRecord], facts: _Facts
+) -> tuple[dict[str, bytes], Manifest | None]:
+    """On rank 0: (small files, manifest)."""
+    small = {**captured.small, **index_files(plan)}
+    if captured.weights_only:
+        return small, None
+    manifest = captured.manifest
+    manifest.rng = facts.rng if captured.rng is not None else None
+    manifest.data = facts.data if captured.data is not None else None
+    if manifest.optimizer is not None:
+        manifest.optimizer["scalars"] = pack_scalars(facts.scalars)
+    for name, group in facts.groups.items():
+        manifest.parameters[name]["group"] = group
+    manifest.sets = {kind: list(files) for kind, files in plan.sets.items()}
+    manifest.files = dict(records)
+    if facts.tensors:
+        small[_STATE_FILE] = small_tensor_file(facts.tensors)
+        manifest.sets[STATE] = [_STATE_FILE]
+    return small, manifest
+
+
+# -- scalars -----------------------------------------------------------------------------------------------------
+
+
+def scalar(value: Any, where: str) -> Scalar:
+    """A scalar of an optimizer's state as a plain value. Raises CheckpointError for what is none."""
+    if isinstance(value, torch.Tensor):
+        return encode(value.item(), {}, where), str(value.dtype).removeprefix("torch.")
+    return encode(value, {}, where), None
+
+
+def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[str, Any]]]:
+    """key -> entries of {value, dtype, names}: nearly always one, since all parameters have taken the same steps."""
+    packed: dict[str, list[dict[str, Any]]] = {}
+    for key, values in scalars.items():
+        found: dict[str, dict[str, Any]] = {}
+        for name, (value, dtype) in values.items():
+            entry = found.setdefault(repr((value, dtype)), {"value": value, "dtype": dtype, "names": []})
+            entry["names"].append(name)
+        packed[key] = list(found.values())
+    return packed
+
+
+def unpack_scalars(packed: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """name -> key -> value, as it was in the optimizer's state."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, entries in packed.items():
+        for entry in entries:
+            value = decode(entry["value"], {})
+            if entry["dtype"] is not None:
+                value = torch.tensor(value, dtype=getattr(torch, entry["dtype"]))
+            for name in entry["names"]:
+                found.setdefault(name, {})[key] = value
+    return found

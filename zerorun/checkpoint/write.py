@@ -1,0 +1,217 @@
+"""Write: the files of a checkpoint from a plan, and the commit that lets all ranks' files appear as one checkpoint.
+
+[Note: who does what]
+Every rank writes the files that the plan gives it. Ranks that see the same directory form a *volume*: all of them on a
+shared file system, those of one host on its own disk. The first rank of a volume, its leader, makes the temporary
+directory, writes the small files and the manifest, which are the same on every volume, and does the steps of directory.py.
+Which ranks see the same directory is found out by looking, not configured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError
+from . import directory as folder
+from .collect import Collector
+from .manifest import MANIFEST, Manifest
+from .plan import Plan
+from .ranks import Ranks, attempt
+from .tensorfile import BlockWriter, Described, FileRecord, dtype_of, header_bytes, memory_of, write_small
+
+
+@dataclass
+class Target:
+    """Where a checkpoint goes, and what becomes of older ones."""
+
+    directory: Path
+    tag: str
+    latest: bool = True
+    keep: int | None = None
+    check: Callable[[str], None] = field(default=lambda point: None)  # tests interrupt here, with the name of the point
+
+    @property
+    def temporary(self) -> Path:
+        return self.directory / f"{folder.TEMPORARY}{self.tag}"
+
+
+def write_tensors(plan: Plan, collector: Collector, rank: int, target: Target) -> dict[str, FileRecord]:
+    """Write the files of this rank, durably. What goes wrong is raised when nobody waits for this rank any more."""
+    output = _Output(plan, target)
+    problem: OSError | None = None
+    try:
+        for task in plan.tasks:
+            if task.writer != rank:
+                continue
+            for stretch in collector.stretches(task):
+                if problem is not None:
+                    continue  # others may be sending it: take it all the same
+                try:
+                    if task.file:
+                        output.write(task.file, stretch)
+                    if task.rounded is not None:
+                        output.write(task.rounded_file, stretch.to(dtype_of(task.rounded.dtype)))
+                except OSError as error:
+                    problem = error
+        collector.finish()
+        if problem is not None:
+            raise problem
+        own = [task for task in plan.tasks if task.writer == rank]
+        return output.close([name for task in own for name in (task.file, task.rounded_file) if name])
+    finally:
+        output.abandon()
+
+
+class _Output:
+    """The open files of one rank."""
+
+    def __init__(self, plan: Plan, target: Target) -> None:
+        self._tensors, self._target = plan.files(), target
+        self._open: dict[str, BlockWriter] = {}
+
+    def write(self, name: str, stretch: torch.Tensor) -> None:
+        if name not in self._open:
+            path = self._target.temporary / name
+            try:
+                self._open[name] = BlockWriter(path)
+                self._open[name].write(header_bytes(self._tensors[name], {}))
+            except OSError as error:
+                error.filename = error.filename or str(path)
+                raise
+        try:
+            self._open[name].write(memory_of(stretch))
+        except OSError as error:
+            error.filename = str(self._target.temporary / name)
+            raise
+        self._target.check("write")
+
+    def close(self, expected: list[str]) -> dict[str, FileRecord]:
+        empty = torch.empty(0)
+        for name in expected:  # tensors without elements have no stretch, their file no writer
+            self.write(name, empty)
+        records = {}
+        for name, writer in self._open.items():
+            self._target.check("sync")
+            records[name] = writer.close()
+        return records
+
+    def abandon(self) -> None:
+        for writer in self._open.values():
+            writer.abandon()
+
+
+def index_files(plan: Plan) -> dict[str, bytes]:
+    """For each set the index that Hugging Face's loaders know: which file holds which tensor."""
+    made = {}
+    for kind, files in plan.sets.items():
+        total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+        weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        made[index_name(kind)] = json.dumps(content, indent=1).encode()
+    return made
+
+
+def index_name(kind: str) -> str:
+    """The file that says where the tensors of a set are."""
+    return f"{kind}.safetensors.index.json"
+
+
+def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
+    """A whole tensor file in memory."""
+    kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    described = [Described.of(name, tensor) for name, tensor in kept.items()]
+    return b"".join([header_bytes(described, {}), *(bytes(memory_of(tensor)) for tensor in kept.values())])
+
+
+# -- commit ------------------------------------------------------------------------------------------------------
+
+
+def find_volumes(ranks: Ranks, target: Target) -> list[int]:
+    """For each rank the leader of its volume. Raises CheckpointError on all ranks if one cannot write there."""
+    places = ranks.volumes(target.directory)
+    probe = target.directory / f"{folder.TEMPORARY}{target.tag}.rank"
+    leads = places[ranks.rank] == ranks.rank
+
+    def leave_mark() -> None:
+        target.directory.mkdir(parents=True, exist_ok=True)
+        probe.with_suffix(f".rank{ranks.rank}").touch()
+
+    ranks.agree(attempt(leave_mark)[1] if leads else None)
+    leaders = sorted(set(places))
+    seen = [other for other in leaders if leads and probe.with_suffix(f".rank{other}").exists()]
+    first = [min(found, default=0) for found in ranks.gather(seen)]
+    if leads:
+        with contextlib.suppress(OSError):
+            probe.with_suffix(f".rank{ranks.rank}").unlink()
+    return [first[place] for place in places]
+
+
+def commit(
+    ranks: Ranks,
+    target: Target,
+    write: Callable[[], dict[str, FileRecord]],
+    finish: Callable[[dict[str, FileRecord]], tuple[dict[str, bytes], Manifest | None]],
+) -> Path:
+    """Write a checkpoint on all ranks: all of it, or on any rank's problem nothing. Collective.
+
+    ``write`` writes this rank's files into the temporary directory. ``finish`` is called on rank 0 with the records of all
+    files, and gives the small files and the manifest (None: there is none, as in an export).
+    Raises CheckpointError, the same on all ranks, naming the first that had a problem.
+    """
+    leaders = find_volumes(ranks, target)
+    leads = leaders[ranks.rank] == ranks.rank
+
+    def on_leader(act: Callable[[], object]) -> None:
+        ranks.agree(attempt(act)[1] if leads else None)
+
+    on_leader(lambda: folder.begin(target.directory, target.tag))
+    try:
+        records, problem = attempt(write)
+        written = ranks.gather(records or {})
+        ranks.agree(problem)
+        small, manifest = ranks.first(lambda: finish({name: found[name] for found in written for name in found}))
+        here = {name: found[name] for r, found in enumerate(written) if leaders[r] == ranks.rank for name in found}
+        on_leader(lambda: _complete(target, here, small, manifest))
+        on_leader(lambda: _appear(target))
+    except BaseException:
+        if leads:
+            shutil.rmtree(target.temporary, ignore_errors=True)
+        raise
+    on_leader(lambda: _tidy(target))
+    return target.directory / target.tag
+
+
+def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None) -> None:
+    """Check that the files of the volume's ranks are there, write the small files and, last, the manifest."""
+    wrong = folder.missing_files(target.temporary, written)
+    if wrong:
+        name, what = next(iter(wrong.items()))
+        raise CheckpointError(f"{target.temporary / name} was written, but {what}: the file system loses data.")
+    for name, data in small.items():
+        target.check("small")
+        record = write_small(target.temporary / name, data)
+        if manifest is not None:
+            manifest.files[name] = record
+    if manifest is not None:
+        target.check("manifest")
+        write_small(target.temporary / MANIFEST, manifest.to_text().encode())
+
+
+def _appear(target: Target) -> None:
+    target.check("publish")
+    folder.publish(target.directory, target.tag)
+
+
+def _tidy(target: Target) -> None:
+    if target.latest:
+        target.check("latest")
+        folder.point_latest(target.directory, target.tag)
+    target.check("prune")
+    folder.prune(target.directory, target.tag, target.keep)
