@@ -20,7 +20,7 @@ def launch(world: int, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(world: int, tmp_path: Path) -> None:
-    """Weights, masters, moments, losses, learning rate, loss scale, norms, random numbers, sample ids; 12 configurations."""
+    """Weights, masters, moments, losses, rates, loss scale, norms, random numbers, sample ids; 12 configurations."""
     whole = launch(world, "whole", str(tmp_path))
     assert whole.returncode == 0, whole.stderr[-3000:]
     first = launch(world, "first", str(tmp_path))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..log import logger
 from .collect import Collector, PeerReader
 from .inventory import Part
 from .manifest import Manifest
@@ -102,6 +103,8 @@ class Saver:
         except Exception as error:
             self._failure = CheckpointError(f"an asynchronous save failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
+        if self._failure is not None:  # there may be no next call
+            logger.error("the checkpoint %s was not saved: %s", target.directory / target.tag, self._failure)
 
     def _stage(self, parts: list[Part]) -> list[Part]:
         """Copies of ``parts`` in host memory, pinned if they come from a GPU. The memory is kept for the next save."""

@@ -1,0 +1,117 @@
+"""Jobs that are told to end save at one step on all ranks, exit with 75, and go on from there; so do jobs that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zerorun.checkpoint.directory import in_order_of_trust, newest_first
+from zerorun.checkpoint.routine import EXIT_RESUME
+
+JOB = Path(__file__).with_name("preempted_job.py")
+RANKS = 2
+
+
+class Job:
+    """The launcher running the job in ``folder``."""
+
+    def __init__(self, folder: Path, *options: str, **checkpoint: object) -> None:
+        self.folder, self.checkpoints = folder, folder / "checkpoints"
+        section = {"dir": str(self.checkpoints), "auto_resume": True, **checkpoint}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW"},
+            "checkpoint": section,
+        }
+        (folder / "ds.json").write_text(json.dumps(config))
+        self._command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(RANKS), "--grace", "30"]
+        self._command += [*options, str(JOB), str(folder / "ds.json"), str(folder)]
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
+
+    def finish(self) -> tuple[int, str]:
+        """(exit code, what it said)."""
+        assert self.process is not None
+        said = self.process.communicate(timeout=90)[1]
+        return self.process.returncode, said
+
+    def wait_at_step_3(self) -> list[int]:
+        """Pids of the ranks, all of which wait in their loop after step 3."""
+        deadline = time.monotonic() + 60
+        while any(not self.losses(rank) or self.losses(rank)[-1][1] != 3 for rank in range(RANKS)):
+            assert time.monotonic() < deadline, self.process and self.process.poll()
+            time.sleep(0.02)
+        return [int((self.folder / f"run-{rank}-0").read_text().split()[0]) for rank in range(RANKS)]
+
+    def losses(self, rank: int) -> list[tuple[int, int, str]]:
+        path = self.folder / f"losses-{rank}"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(run), int(step), loss) for run, step, loss in (line.split() for line in lines)]
+
+    def all_losses(self) -> list[dict[int, str]]:
+        """Per rank: step -> its loss, the last time that it was computed."""
+        return [{step: loss for _, step, loss in self.losses(rank)} for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
+    job = Job(tmp_path_factory.mktemp("whole"))
+    job.start()
+    code, said = job.finish()
+    assert code == 0, said
+    return job.all_losses()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    (tmp_path / "wait").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("who", ["launcher", "one worker", "one worker, twice", "launcher, SIGUSR1"])
+def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]) -> None:
+    """One complete checkpoint, at the same step on all ranks; the run that goes on is the uninterrupted one."""
+    (folder / "wait").touch()
+    job = Job(folder)
+    job.start()
+    assert job.process is not None
+    pids = job.wait_at_step_3()
+    number = signal.SIGUSR1 if "USR1" in who else signal.SIGTERM
+    os.kill(job.process.pid if "launcher" in who else pids[1], number)
+    if "twice" in who:
+        time.sleep(0.1)
+        os.kill(pids[1], signal.SIGTERM)
+    time.sleep(0.3)
+    (folder / "wait").unlink()
+    code, said = job.finish()
+    assert code == EXIT_RESUME, said
+    assert newest_first(job.checkpoints) == ["global_step4"]
+    job.start()
+    code, said = job.finish()
+    assert code == 0, said
+    assert all((folder / f"run-{rank}-1").read_text().endswith(" 4") for rank in range(RANKS))
+    expected = [{step: loss for step, loss in losses.items() if step != 4} for losses in uninterrupted]
+    assert job.all_losses() == expected  # the step that saves ends the process before the script can write of it
+
+
+def test_killed_worker_and_max_restarts(folder: Path, uninterrupted: list[dict[int, str]]) -> None:
+    """The launcher starts the job again, which goes on from the newest checkpoint, with no word of it in the script."""
+    (folder / "die").touch()
+    job = Job(folder, "--max-restarts", "1", every_steps=2, keep_last=2)
+    job.start()
+    code, said = job.finish()
+    assert code == 0, said
+    assert all((folder / f"run-{rank}-1").read_text().endswith(" 4") for rank in range(RANKS))
+    assert job.all_losses() == uninterrupted
+    assert in_order_of_trust(job.checkpoints) == ["global_step12", "global_step10"]
