@@ -22,6 +22,8 @@ _EXPORTS = {
     "Engine": "zerorun.engine",
     "add_config_arguments": "zerorun.arguments",
     "init_distributed": "zerorun.comm",
+    "load_pretrained": "zerorun.checkpoint.pretrained",
+    "CheckpointError": "zerorun.errors",
     "Config": "zerorun.config",
     "ConfigError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",

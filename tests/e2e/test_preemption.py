@@ -1,4 +1,4 @@
-"""Jobs that are told to end save at one step on all ranks, exit with 75, and go on from there; so do jobs that are killed."""
+"""Jobs that are told to end save at one step on all ranks, exit with 75, and go on from there; killed ones go on, too."""
 
 from __future__ import annotations
 

@@ -57,6 +57,7 @@ LAYERS = {
     "checkpoint.manifest": 4,
     "checkpoint.plain": 4,
     "checkpoint.plan": 4,
+    "checkpoint.pretrained": 4,
     "checkpoint.random_state": 4,
     "checkpoint.ranks": 4,
     "checkpoint.read": 4,

@@ -90,7 +90,7 @@ class Checkpointer:
         """Write the weights alone, for Hugging Face and others, as the new directory ``directory``."""
         self.wait()
         path = _directory(directory)
-        self._compare_with_beginning()
+        self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
         captured.weights_only = True
@@ -112,6 +112,12 @@ class Checkpointer:
             )
 
     def _capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool) -> Captured:
+        captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only))
+        self.saver.ranks.agree(problem)
+        assert captured is not None
+        return captured
+
+    def _capture_here(self, tag: str, client_state: dict[str, Any], trainable_only: bool) -> Captured:
         inventory, rank = self.inventory, self.subject.topology.rank
         parts = list(inventory.weights(frozen=not trainable_only))
         named = {part.name for part in parts}

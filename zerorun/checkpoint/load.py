@@ -46,58 +46,84 @@ class Wanted:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_missing)
 
 
+class NameMap:
+    """A model's names and those of the tensors in the files. ``aliases``: the model's other names of tied tensors.
+
+    ``prefix``: of the base model's names in a Hugging Face model with a head; files may have it or not.
+    """
+
+    def __init__(self, reader: Reader, aliases: dict[str, str], prefix: str = "") -> None:
+        self.stored = set(reader.places(MODEL))
+        self._kept = dict(reader.manifest.aliases) if reader.manifest else {}
+        self._prefix = f"{prefix}." if prefix and reader.manifest is None else ""
+        self._others: dict[str, list[str]] = {}
+        for alias, name in aliases.items():
+            self._others.setdefault(name, []).append(alias)
+
+    def find(self, name: str) -> str | None:
+        """The name under which the files hold the model's tensor ``name``; None if they do not."""
+        for known in (name, *self._others.get(name, ())):
+            stored = self._kept.get(known, known)
+            if stored in self.stored:
+                return stored
+            if self._prefix:
+                other = known.removeprefix(self._prefix) if known.startswith(self._prefix) else self._prefix + known
+                if other in self.stored:
+                    return other
+        return None
+
+    def left_over(self, names: Iterable[str]) -> list[str]:
+        """Tensors in the files that the model with these ``names`` has not."""
+        known = {self.find(name) for name in names} | set(self._kept)
+        same = [alias for others in self._others.values() for alias in others]
+        known |= {variant for alias in same for variant in (alias, self._prefix + alias, alias.removeprefix(self._prefix))}
+        return sorted(name for name in self.stored if name not in known)
+
+
+def compare_tensors(reader: Reader, names: NameMap, shapes: dict[str, tuple[int, ...]], wanted: Wanted) -> None:
+    """Raise CheckpointError if the files are not of a model with tensors of these names and shapes."""
+    found = {name: names.find(name) for name in shapes}
+    base = (reader.manifest.frozen_base if reader.manifest else None) or {}
+    missing = [n for n, stored in found.items() if stored is None and n not in base and not wanted.allows(n)]
+    wrong = [
+        f"{name!r} has shape {list(shape)} here and {list(reader.tensor(MODEL, stored).shape)} there"
+        for name, shape in shapes.items()
+        if (stored := found[name]) is not None and reader.tensor(MODEL, stored).shape != shape
+    ]
+    if wrong:
+        raise _misfit(reader, "is of another model:", wrong, "build the model as it was when the weights were saved.")
+    for what, left in (("lacks", missing), ("has, beside what the model has,", names.left_over(shapes))):
+        shown = [repr(name) for name in left]
+        if left and wanted.strict:
+            remedy = "pass strict=False, or for what is lacking allow_missing=[...] with names or patterns, if meant."
+            raise _misfit(reader, what, shown, remedy)
+        if left and is_rank_zero():
+            logger.warning("%s %s %s", reader.path, what, _some(shown))
+
+
+def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> CheckpointError:
+    return CheckpointError(f"{reader.path} {what} {_some(items)}. Remedy: {remedy}")
+
+
 class ModelLoader:
     """Weights, masters, buffers and optimizer state of one checkpoint into one model."""
 
     def __init__(self, inventory: Inventory, reader: Reader, wanted: Wanted) -> None:
         self.inventory, self.reader, self.wanted = inventory, reader, wanted
         self.subject = inventory.subject
-        aliases = reader.manifest.aliases if reader.manifest else {}
-        # An alias leads to what it is stored by; a tied tensor may be stored under any of its names.
-        self._stored = dict(aliases)
-        self._names = set(reader.places(MODEL))
-        self._mine: dict[str, list[str]] = {}
-        for alias, kept in inventory.aliases.items():
-            self._mine.setdefault(kept, []).append(alias)
+        self._names = NameMap(reader, inventory.aliases, getattr(self.subject.module, "base_model_prefix", ""))
+        self.find = self._names.find
         self._entries = {(id(home.segment), home.entry): name for name, home in inventory.homes.items()}
-
-    def find(self, name: str) -> str | None:
-        """The name under which the checkpoint holds this model's tensor ``name``; None if it does not."""
-        for known in (name, *self._mine.get(name, ())):
-            stored = self._stored.get(known, known)
-            if stored in self._names:
-                return stored
-        return None
-
-    # -- comparison ----------------------------------------------------------------------------------------------
 
     def compare(self) -> None:
         """Raise CheckpointError if the checkpoint is not of this model, before anything is changed."""
         buffers, _ = self.inventory.buffers()
         shapes = {name: home.shape for name, home in self.inventory.homes.items()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        base = self.reader.manifest.frozen_base if self.reader.manifest else None
-        found = {name: self.find(name) for name in shapes}
-        missing = [n for n, stored in found.items() if stored is None and not self.wanted.allows(n)]
-        missing = [name for name in missing if name not in (base or {})]
-        known = {stored for stored in found.values() if stored} | set(self._stored)
-        unexpected = sorted(self._names - known)
-        wrong = [
-            f"{name!r} has shape {list(shape)} here and {list(self.reader.tensor(MODEL, stored).shape)} there"
-            for name, shape in shapes.items()
-            if (stored := found[name]) is not None and self.reader.tensor(MODEL, stored).shape != shape
-        ]
-        if wrong:
-            raise self._error("is of another model", wrong, "build the model as it was when the checkpoint was saved.")
-        for what, names in (("lacks", missing), ("has, beside what the model has,", unexpected)):
-            if names and self.wanted.strict:
-                remedy = "pass strict=False, or allow_missing=[...] with names or patterns, if that is meant."
-                raise self._error(what, [repr(name) for name in names], remedy)
-            if names and is_rank_zero():
-                logger.warning("%s %s %s", self.reader.path, what, _some([repr(name) for name in names]))
+        compare_tensors(self.reader, self._names, shapes, self.wanted)
 
     def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
-        """A checkpoint of trainable weights only: raise CheckpointError if the frozen ones are others than it was made with."""
+        """Of trainable weights only: raise CheckpointError if the frozen ones are others than it was made with."""
         base = self.reader.manifest.frozen_base if self.reader.manifest else None
         if base is None:
             return
@@ -106,10 +132,7 @@ class ModelLoader:
         wrong = [repr(n) for n, kept in base.items() if n in live and live[n]["dtype"] == kept["dtype"] and live[n] != kept]
         if wrong:
             remedy = "load the base model's weights that the checkpoint was trained with before initialize()."
-            raise self._error("was trained with other frozen weights; they differ in", wrong, remedy)
-
-    def _error(self, what: str, items: Sequence[str], remedy: str) -> CheckpointError:
-        return CheckpointError(f"{self.reader.path} {what} {_some(items)}. Remedy: {remedy}")
+            raise _misfit(self.reader, "was trained with other frozen weights; they differ in", wrong, remedy)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -221,8 +244,8 @@ class ModelLoader:
         """Give every piece a state of the right keys and shapes, to be filled by ``reads``."""
         self._separate(sharded, keys, scalars)
         for piece in sharded.pieces:
-            sharded.optimizer.state.pop(piece.tensor, None)  # first: the new one may take its memory
-            state = self._state(piece, keys, scalars, reads)
+            old = sharded.optimizer.state.pop(piece.tensor, {})
+            state = self._state(piece, old, keys, scalars, reads)
             if state:
                 sharded.optimizer.state[piece.tensor].update(state)
 
@@ -231,9 +254,14 @@ class ModelLoader:
         sharded.cut(lambda piece: len({self._signature(piece, run, keys, scalars) for run in piece.runs}) > 1)
 
     def _state(
-        self, piece: OptimizerPiece, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]
+        self,
+        piece: OptimizerPiece,
+        old: dict[str, Any],
+        keys: list[str],
+        scalars: dict[str, dict[str, Any]],
+        reads: list[Read],
     ) -> dict[str, Any]:
-        """The state of one piece, its tensors still to be filled by ``reads``."""
+        """The state of one piece, its tensors, those of ``old`` if they fit, still to be filled by ``reads``."""
         state: dict[str, Any] = {}
         first = self._stored_name(piece, piece.runs[0])
         for key, value in scalars.get(first, {}).items():
@@ -245,7 +273,10 @@ class ModelLoader:
             home = self.inventory.homes[self._entries[id(piece.segment), piece.runs[0].entry]]
             whole = there.shape == home.shape
             shape = tuple(piece.tensor.shape) if whole else there.shape
-            made = torch.zeros(shape, dtype=dtype_of(there.dtype), device=piece.tensor.device)
+            made: Any = old.get(kind.removeprefix(OPTIMIZER))
+            dtype = dtype_of(there.dtype)
+            if not _is_tensor(made) or made.shape != shape or made.dtype != dtype or not made.is_contiguous():
+                made = torch.zeros(shape, dtype=dtype, device=piece.tensor.device)
             flat = made.view(-1)
             for run in piece.runs if whole else ():
                 part = flat[run.offset : run.offset + run.numel]

@@ -72,7 +72,7 @@ class Reader:
         return self._places[kind]
 
     def _find_places(self, kind: str) -> dict[str, str]:
-        if self.manifest is not None and kind not in self.manifest.sets:
+        if kind not in (self.manifest.sets if self.manifest is not None else (MODEL,)):
             return {}
         index, single = index_name(kind), f"{kind}.safetensors"
         if index in self._small or (self.path / index).is_file():

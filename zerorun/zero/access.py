@@ -56,6 +56,12 @@ def _find(param: torch.Tensor) -> tuple[Registry, Home] | None:
     return None
 
 
+def registry_of(module: nn.Module) -> Registry | None:
+    """The registry of the engine that manages ``module``; None if none does."""
+    found = next((_find(param) for param in module.parameters()), None)
+    return found[0] if found is not None else None
+
+
 def _gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
     """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
     if owned.numel() == segment.layout.numel:

@@ -45,6 +45,24 @@ def whole_value(param: torch.Tensor) -> torch.Tensor | None:
     return _whole(part) if part is not None else None
 
 
+def part_of(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part [ceil(numel / ranks)] of a parameter that ``Init`` partitioned, in place; None for any other."""
+    part = _partitioned.get(param)
+    return part.shard if part is not None else None
+
+
+def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """Turn a parameter on the meta device into a partitioned one on ``device``: its part, still to be filled."""
+    shard = torch.zeros(-(-param.numel() // dist.get_world_size()), dtype=param.dtype, device=device)
+    made = nn.Parameter(placeholder(param, device), requires_grad=param.requires_grad)
+    for holder in module.modules():
+        for name, other in holder._parameters.items():
+            if other is param:
+                holder._parameters[name] = made
+    _partitioned[made] = _Part(shard, param.shape)
+    return shard
+
+
 def forget_part(param: torch.Tensor) -> None:
     """The engine has taken the values over."""
     _partitioned.pop(param, None)

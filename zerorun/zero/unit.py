@@ -292,10 +292,10 @@ class Unit:
                 segment.carry = None
 
 
-def placeholder(param: torch.Tensor) -> torch.Tensor:
-    """What a released parameter shows: its shape, dtype and device, reading NaN, refusing in-place writes."""
+def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """What a released parameter shows: its shape, dtype and device (or ``device``), reads NaN, refuses in-place writes."""
     if param.dtype.is_floating_point or param.dtype.is_complex:
         value: float = float("nan")
     else:
         value = torch.iinfo(param.dtype).max
-    return torch.full((1,), value, dtype=param.dtype, device=param.device).expand(param.shape)
+    return torch.full((1,), value, dtype=param.dtype, device=device or param.device).expand(param.shape)

@@ -1,0 +1,381 @@
+"""What is in a checkpoint, who can read it, what saving and loading cost in memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import CASES, Case, Gpt, Place
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import make_config, make_engine
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import zerorun
+from zerorun.errors import CheckpointError, StepError
+from zerorun.zero.runtime import tensors_in
+
+PLAIN, LORA, FROZEN = CASES["plain"], CASES["lora"], CASES["frozen"]
+
+
+def train(engine: zerorun.Engine, case: Case, count: int, begin: int = 0) -> list[float]:
+    losses = []
+    for step in range(begin, begin + count):
+        loss = case.loss(engine, Place(dist.get_rank(), step, 0))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+class Peak(TorchDispatchMode):
+    """Counts the bytes of tensor memory that is made inside, at its most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs or {}])}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in([result]):
+            storage = tensor.untyped_storage()
+            if storage._cdata in before or storage._cdata in self._known:
+                continue
+            self._known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return result
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+# -- who can read it ---------------------------------------------------------------------------------------------
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(5)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=4))
+
+
+def train_huggingface(folder: str, kind: str, stage: int, precision: str) -> dict[str, torch.Tensor]:
+    model = llama() if kind == "llama" else gpt2()
+    engine = zerorun.initialize(model, make_config(stage, precision=precision))
+    for step in range(3):
+        ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    engine.save_checkpoint(folder, tag="mid")
+    engine.export(Path(folder) / "exported", dtype="fp32")
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(("kind", "stage", "precision"), [("llama", 3, "bf16"), ("gpt2", 2, "fp32"), ("gpt2", 3, "fp16")])
+def test_a_mid_training_checkpoint_is_a_hugging_face_model(kind: str, stage: int, precision: str, tmp_path: Path) -> None:
+    weights = run_ranks(2, train_huggingface, str(tmp_path), kind, stage, precision)[0]
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "mid", dtype="auto", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == weights[name].dtype, name
+        assert torch.equal(value, weights[name]), name
+    assert AutoModel.from_pretrained(tmp_path / "mid") is not None
+    plain: dict[str, torch.Tensor] = {}
+    index = json.loads((tmp_path / "mid" / "model.safetensors.index.json").read_text())
+    for file in set(index["weight_map"].values()):
+        plain |= safetensors.torch.load_file(tmp_path / "mid" / file)
+    assert plain.keys() == index["weight_map"].keys()
+    assert all(torch.equal(value, weights[name]) for name, value in plain.items())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto").state_dict()
+    rounded = {name: value.to(weights[name].dtype) for name, value in exported.items()}
+    assert {value.dtype for value in exported.values()} == {torch.float32}
+    assert all(torch.equal(value, weights[name]) for name, value in rounded.items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_plain_tied_frozen_and_lora_models_are_exported(stage: int, tmp_path: Path) -> None:
+    for name in ("plain", "tied", "frozen", "lora"):
+        weights = run_ranks(2, export_case, name, stage, str(tmp_path / name))[0]
+        module = CASES[name].build()
+        for value in module.parameters():
+            nn.init.zeros_(value)
+        zerorun.load_pretrained(module, tmp_path / name)
+        assert all(torch.equal(value, weights[key]) for key, value in module.state_dict().items()), name
+
+
+def export_case(name: str, stage: int, folder: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(CASES[name], make_config(stage))
+    train(engine, CASES[name], 2)
+    engine.export(folder)
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+def export_changed(folder: str) -> None:
+    engine = make_engine(PLAIN, make_config(1))
+    del engine.checkpointer.inventory.homes["head.weight"]
+    with pytest.raises(CheckpointError, match=r"head\.weight.*Nothing was written"):
+        engine.export(folder)
+    assert not Path(folder).exists()
+    engine.destroy()
+
+
+def test_an_export_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, export_changed, str(tmp_path / "out"))
+
+
+# -- pretrained weights ------------------------------------------------------------------------------------------
+
+
+def build_in(how: str) -> nn.Module:
+    if how == "init":
+        with zerorun.zero.Init():
+            return Gpt(8, tied=True)
+    if how == "meta":
+        with torch.device("meta"):
+            return Gpt(8, tied=True)
+    return Gpt(8, tied=True)
+
+
+def load_in(how: str, folder: str, stage: int) -> tuple[dict[str, torch.Tensor], int]:
+    """(weights, most bytes of tensors made while loading)."""
+    torch.manual_seed(100)
+    model = build_in("plain" if how == "engine" else how)
+    engine = zerorun.initialize(model, make_config(stage)) if how == "engine" else None
+    with Peak() as peak:
+        zerorun.load_pretrained(model, folder)
+    engine = engine or zerorun.initialize(model, make_config(stage))
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights, peak.most
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pretrained_weights_stream_into_place(world: int, tmp_path: Path) -> None:
+    """Peak per rank: its shard and one tensor. The file is in another dtype, so that every tensor is cast."""
+    torch.manual_seed(3)
+    module = Gpt(8, tied=True)
+    expected = {name: value.to(torch.bfloat16) for name, value in module.state_dict().items()}
+    del expected["head.weight"]
+    safetensors.torch.save_file(expected, tmp_path / "model.safetensors")
+    shard = sum(4 * -(-value.numel() // world) for value in expected.values())
+    largest = 4 * max(value.numel() for value in expected.values())
+    for how in ("plain", "init", "meta", "engine"):
+        weights, most = run_ranks(world, load_in, how, str(tmp_path), 3)[0]
+        assert all(torch.equal(weights[name], value.float()) for name, value in expected.items()), how
+        if how != "engine":
+            assert most <= (shard if how == "meta" else 0) + largest, (how, most, shard, largest)
+
+
+# -- frozen weights ----------------------------------------------------------------------------------------------
+
+
+def save_trainable(folder: str) -> tuple[list[float], int]:
+    engine = make_engine(LORA, make_config(3))
+    train(engine, LORA, 2)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    losses = train(engine, LORA, 2, 2)
+    engine.destroy()
+    return losses, sum(file.stat().st_size for file in Path(folder).glob("*/model-*.safetensors"))
+
+
+def load_trainable(folder: str, spoil: bool) -> list[float] | str:
+    module = LORA.build()
+    if spoil:
+        next(param for param in module.parameters() if not param.requires_grad).data[0] += 1
+    engine = zerorun.initialize(module, make_config(1))
+    try:
+        engine.load_checkpoint(folder)
+        return train(engine, LORA, 2, 2)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        engine.runtime.forget()
+        engine.destroy()
+
+
+def test_trainable_weights_alone(tmp_path: Path) -> None:
+    losses, size = run_ranks(2, save_trainable, str(tmp_path))[0]
+    module = LORA.build()
+    trainable = sum(4 * param.numel() for param in module.parameters() if param.requires_grad)
+    assert size < trainable + 4096 < sum(4 * param.numel() for param in module.parameters())
+    assert run_ranks(2, load_trainable, str(tmp_path), False)[0] == losses
+    assert "was trained with other frozen weights" in run_ranks(2, load_trainable, str(tmp_path), True)[1]
+
+
+# -- disks of their own ------------------------------------------------------------------------------------------
+
+
+def save_apart(folder: str) -> list[float]:
+    engine = make_engine(PLAIN, make_config(3))
+    train(engine, PLAIN, 2)
+    path = engine.save_checkpoint(Path(folder) / f"disk{dist.get_rank()}")
+    assert path.is_dir()
+    losses = train(engine, PLAIN, 2, 2)
+    engine.destroy()
+    return losses
+
+
+def load_apart(folder: str, swap: bool) -> list[float]:
+    torch.manual_seed(99)
+    engine = make_engine(PLAIN, make_config(2))
+    disk = (dist.get_rank() + int(swap)) % dist.get_world_size()
+    path, _ = engine.load_checkpoint(Path(folder) / f"disk{disk}")
+    assert path is not None
+    losses = train(engine, PLAIN, 2, 2)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_every_rank_has_a_disk_of_its_own(swap: bool, tmp_path: Path) -> None:
+    """No shared file system: each disk holds its own files, all can be loaded together, in any order of the nodes."""
+    expected = run_ranks(3, save_apart, str(tmp_path))
+    files = [{file.name for file in (tmp_path / f"disk{rank}" / "global_step2").glob("model-*")} for rank in range(3)]
+    assert all(files)
+    assert not files[0] & files[1]
+    assert run_ranks(3, load_apart, str(tmp_path), swap) == expected
+
+
+def load_where_nothing_is(folder: str) -> list[float]:
+    engine = make_engine(PLAIN, make_config(3))
+    place = Path(folder) / "disk0" if dist.get_rank() == 0 else Path(folder) / "empty"
+    path, _ = engine.load_checkpoint(place)
+    assert path is not None
+    losses = train(engine, PLAIN, 2, 2)
+    engine.destroy()
+    return losses
+
+
+def save_on_one(folder: str) -> list[float]:
+    engine = make_engine(PLAIN, make_config(3))
+    train(engine, PLAIN, 2)
+    engine.save_checkpoint(Path(folder) / "disk0")
+    losses = train(engine, PLAIN, 2, 2)
+    engine.destroy()
+    return losses
+
+
+def test_a_new_node_has_no_files_at_all(tmp_path: Path) -> None:
+    expected = run_ranks(2, save_on_one, str(tmp_path))
+    assert run_ranks(2, load_where_nothing_is, str(tmp_path)) == expected
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def measure(folder: str, stage: int) -> tuple[int, int, int, int]:
+    """(most bytes made by saving, by loading; this rank's state, the largest tensor)."""
+    module = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    engine = zerorun.initialize(module, make_config(stage, precision="bf16"))
+    engine.backward(engine(torch.ones(2, 256)).float().square().mean())
+    engine.step()
+    engine.save_checkpoint(folder, tag="warm")
+    with Peak() as save:
+        engine.save_checkpoint(folder)
+    with Peak() as load:
+        engine.load_checkpoint(folder)
+    state = sum(part.tensor.nbytes for part in engine.checkpointer.inventory.weights())
+    state += sum(part.tensor.nbytes for part in engine.checkpointer.inventory.optimizer_state()[0])
+    engine.destroy()
+    return save.most, load.most, state, 4 * 256 * 256
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_of_saving_and_loading(stage: int, tmp_path: Path) -> None:
+    """New memory for saving: one tensor. For loading: one tensor; moments take the place of the old ones."""
+    messages = 300_000  # bytes: random numbers of all ranks, and what ranks tell each other
+    for save, load, state, largest in run_ranks(2, measure, str(tmp_path), stage):
+        assert save <= largest + messages
+        assert load <= largest + messages
+        assert state > 3 * (largest + messages)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refusals(folder: str) -> None:
+    engine = make_engine(PLAIN, make_config(1, accumulation=2))
+    with pytest.raises(CheckpointError, match="needs? a directory"):
+        engine.save_checkpoint("")
+    with pytest.raises(CheckpointError, match="tag = 'a/b'"):
+        engine.save_checkpoint(folder, tag="a/b")
+    with pytest.raises(TypeError, match="save_dirr"):
+        engine.save_checkpoint(save_dirr=folder)
+    engine.backward(PLAIN.loss(engine, Place(dist.get_rank(), 0, 0)))
+    engine.step()
+    with pytest.raises(StepError, match="middle of a step"):
+        engine.save_checkpoint(folder)
+    engine.backward(PLAIN.loss(engine, Place(dist.get_rank(), 0, 1)))
+    engine.step()
+    with pytest.raises(CheckpointError, match=r"client_state\.args is a .*without pickle"):
+        engine.save_checkpoint(folder, client_state={"args": object()})
+    assert engine.load_checkpoint(Path(folder) / "nowhere") == (None, {})
+    engine.save_checkpoint(save_dir=folder, tag="here", client_state={"x": torch.arange(3), 7: (1, {2})})
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        engine.load_checkpoint(folder, tag="there")
+    path, client = engine.load_checkpoint(load_dir=folder, load_module_strict=True)
+    assert path == Path(folder) / "here"
+    assert client.keys() == {"x", 7}
+    assert client["x"].tolist() == [0, 1, 2]
+    assert client[7] == (1, {2})
+    engine.destroy()
+    other = make_engine(CASES["tied"], make_config(1))
+    with pytest.raises(CheckpointError, match="beside what the model has"):
+        other.load_checkpoint(folder)
+    other.destroy()
+    wider = Case("wider", lambda: Gpt(4, lambda: nn.Linear(16, 16)))
+    bigger = make_engine(wider, make_config(1))
+    with pytest.raises(CheckpointError, match="lacks 'blocks.0.weight'"):
+        bigger.load_checkpoint(folder)
+    bigger.destroy()
+    sgd = make_engine(PLAIN, make_config(1, optimizer="SGD"))
+    with pytest.raises(CheckpointError, match="optimizer Adam, and this run has SGD"):
+        sgd.load_checkpoint(folder)
+    sgd.load_checkpoint(folder, load_optimizer=False)
+    sgd.destroy()
+
+
+def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(2, refusals, str(tmp_path))
+
+
+def asynchronous(folder: str) -> tuple[list[float], list[float]]:
+    engine = make_engine(PLAIN, make_config(3, precision="bf16"))
+    train(engine, PLAIN, 2)
+    engine.save_checkpoint(folder, asynchronous=True)
+    losses = train(engine, PLAIN, 3, 2)  # weights change while the checkpoint is written
+    engine.save_checkpoint(folder, asynchronous=True, tag="later")
+    engine.wait_for_checkpoint()
+    engine.load_checkpoint(folder, "global_step2")
+    again = train(engine, PLAIN, 3, 2)
+    engine.destroy()
+    return losses, again
+
+
+def test_an_asynchronous_save_is_of_the_instant_of_the_call(tmp_path: Path) -> None:
+    for losses, again in run_ranks(2, asynchronous, str(tmp_path)):
+        assert losses == again

@@ -1,0 +1,108 @@
+"""Pretrained weights: from a directory of safetensors files into a model, each rank reading the elements that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..comm import default_device, init_distributed
+from ..errors import CheckpointError
+from ..zero.access import registry_of
+from ..zero.init import keep_part, part_of
+from .inventory import Inventory, Subject, stored_name
+from .load import ModelLoader, NameMap, Wanted, compare_tensors
+from .manifest import MANIFEST, read_manifest
+from .plan import MASTER, MODEL
+from .ranks import Ranks
+from .read import Read, Reader
+
+
+def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -> None:
+    """Fill ``model`` with the weights in ``dir``: a Hugging Face model in safetensors format, or a checkpoint of zerorun.
+
+    Before ``initialize``: the model may be an ordinary one, one built inside ``zerorun.zero.Init()``, or one whose
+    parameters are on the meta device. In the last two cases a rank reads its part of every parameter and no more, straight
+    into place. After ``initialize``: pass ``engine.module``. Floating weights are cast to the dtype of the parameter. All
+    ranks must call it.
+
+    ``strict``: the model's names and the files' must be the same, but for tied weights and a Hugging Face base model's
+    prefix. Raises CheckpointError, naming tensors, for what is missing, left over, of another shape, or damaged.
+    """
+    init_distributed(default_device())
+    path = Path(dir)
+    manifest = read_manifest(path) if (path / MANIFEST).is_file() else None
+    with Reader(path, manifest) as reader, torch.no_grad():
+        registry = registry_of(model)
+        if registry is None:
+            _load_unsharded(model, reader, Wanted(strict))
+            return
+        runtime = registry.runtime
+        subject = Subject(model, runtime.units, runtime, registry.sharded, runtime.comm, runtime.comm.topology)
+        loader = ModelLoader(Inventory.of(subject), reader, Wanted(strict))
+        loader.compare()
+        loader.load_weights(Ranks(subject.topology))
+
+
+def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
+    names: dict[int, str] = {}
+    params: dict[str, nn.Parameter] = {}
+    aliases: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) in names:
+            aliases[stored_name(name)] = names[id(param)]
+        else:
+            names[id(param)], params[stored_name(name)] = stored_name(name), param
+    buffers = {stored_name(name): (module, key) for name, module, key in _persistent_buffers(model)}
+    known = NameMap(reader, aliases, getattr(model, "base_model_prefix", ""))
+    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    shapes |= {name: tuple(module._buffers[key].shape) for name, (module, key) in buffers.items()}  # type: ignore[union-attr]
+    compare_tensors(reader, known, shapes, wanted)
+    _refuse_unfillable(model, {name for name in shapes if known.find(name)})
+    for name, param in params.items():
+        stored = known.find(name)
+        if stored is not None:
+            source = MASTER if stored in reader.places(MASTER) else MODEL
+            for read in _reads(model, param, source, stored):
+                reader.read(read)
+    for name, (module, key) in buffers.items():
+        stored, old = known.find(name), module._buffers[key]
+        if stored is not None and old is not None:
+            flat = torch.empty(old.numel(), dtype=old.dtype)
+            reader.read(Read(MODEL, stored, 0, flat))
+            module._buffers[key] = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
+
+
+def _reads(model: nn.Module, param: nn.Parameter, source: str, stored: str) -> Iterator[Read]:
+    """What this rank reads of one parameter."""
+    part = part_of(param)
+    if param.is_meta:
+        part = keep_part(model, param, default_device())
+    if part is None:
+        yield Read(source, stored, 0, param.data.view(-1))
+        return
+    start = dist.get_rank() * part.numel()
+    length = min(part.numel(), param.numel() - start)
+    if length > 0:
+        yield Read(source, stored, start, part[:length])
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, module, key
+
+
+def _refuse_unfillable(model: nn.Module, filled: set[str]) -> None:
+    """Tensors on the meta device that no file has would stay without values."""
+    everything = [*model.named_parameters(), *model.named_buffers()]
+    empty = [name for name, tensor in everything if tensor.is_meta and stored_name(name) not in filled]
+    if empty:
+        raise CheckpointError(
+            f"{', '.join(repr(name) for name in empty[:5])} are on the meta device, and the files have no values for them. "
+            "Remedy: build the model inside `with zerorun.zero.Init():`, which computes such buffers."
+        )
