@@ -1,0 +1,189 @@
+"""Foreign checkpoints: what the readers of other runtimes' checkpoints return, and what they have in common. No I/O."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import pathlib
+import pickle
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+
+from ..errors import CheckpointError
+
+_MOST_STATES = 100_000  # of the search in match_groups, before it gives up
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """One tensor of a foreign checkpoint, not yet read.
+
+    ``set``: ``model`` (weights as the model computes with), ``master`` (full-precision copies, where they differ in dtype
+    from the model's) or ``optimizer.<key>``, such as ``optimizer.exp_avg``. ``name``: as in ``model.state_dict()``.
+    ``load`` gives the whole tensor on the CPU, contiguous, with ``shape`` and ``dtype``. It raises CheckpointError.
+    """
+
+    set: str
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+
+@dataclass
+class ForeignCheckpoint:
+    """A foreign checkpoint in terms that do not depend on who wrote it.
+
+    ``trainable``: every parameter's name, without aliases and buffers, and its ``requires_grad``. ``aliases``: the other
+    name of a tied parameter -> the name under which it is stored. ``optimizer_type``: such as ``AdamW``, empty if unknown.
+    ``group_of``: a parameter's name -> the index in ``groups`` of its optimizer group. ``groups``: hyperparameters.
+    ``scalars``: such as ``step`` -> name -> value. ``counters``: global_steps, micro_steps, skipped_steps, where known.
+    ``loss_scale``, of fp16 only: the fields of :class:`zerorun.precision.LossScaler` but ``hysteresis``.
+    ``scheduler``: the state of the learning rate scheduler. ``client_state``: what the user had stored along.
+    ``notes``: what could not be carried over, and why.
+    """
+
+    tensors: list[ForeignTensor]
+    trainable: dict[str, bool]
+    aliases: dict[str, str]
+    optimizer_type: str
+    group_of: dict[str, int]
+    groups: list[dict[str, Any]]
+    scalars: dict[str, dict[str, float]]
+    counters: dict[str, int]
+    loss_scale: dict[str, Any] | None
+    scheduler: dict[str, Any] | None
+    client_state: dict[str, Any]
+    notes: list[str]
+
+
+def _harmless_classes() -> list[tuple[Any, str]]:
+    plain = (argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath)
+    dates = (datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone)
+    found: list[tuple[Any, str]] = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in (*plain, *dates)]
+    found.append((pathlib.PosixPath, "pathlib._local.PosixPath"))  # where Python 3.13 has it
+    found += [(numpy.dtype, "numpy.dtype"), (numpy.ndarray, "numpy.ndarray")]
+    kinds = {type(numpy.dtype(code)) for code in "?bhilqBHILQefdFD"}  # no objects: their elements could be anything
+    found += [(kind, f"numpy.dtypes.{kind.__name__}") for kind in kinds]
+    rebuild, scalar = numpy.array(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        found += [(rebuild, f"{module}._reconstruct"), (scalar, f"{module}.scalar")]
+    return found
+
+
+HARMLESS = _harmless_classes()
+"""What pickles may name beyond torch's own list: classes that only hold values. For ``torch.serialization.safe_globals``;
+pairs, so that leaving that context does not take away what the user has allowed."""
+
+
+def refused_class(error: BaseException) -> str:
+    """The class that torch's restricted unpickler has refused with ``error``; empty if it is about something else."""
+    found = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return found[1] if found else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says, or its class if it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def plain_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Hyperparameters without parameters, their names and ``step``; one-element tensors as numbers."""
+    return [
+        {
+            key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            for key, value in group.items()
+            if key not in ("params", "param_names", "step")
+        }
+        for group in groups
+    ]
+
+
+def optimizer_name(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The torch optimizer that has groups with these keys: AdamW, Adam or SGD; empty if they fit another or several."""
+    keys = set(groups[0]) if groups else set()
+    if {"betas", "amsgrad", "decoupled_weight_decay"} <= keys:
+        return "AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"
+    return "SGD" if {"momentum", "dampening", "nesterov"} <= keys else ""
+
+
+def match_groups(
+    sizes: Mapping[str, int], wanted: Sequence[int], fits: Callable[[int, int, str], bool], where: str
+) -> list[list[str]]:
+    """The names of each optimizer group's parameters, where the checkpoint has only their order.
+
+    Group ``g`` takes ``wanted[g]`` units; the name ``n`` fills ``sizes[n]`` of them, from unit ``i`` on, if
+    ``fits(g, i, n)``. Names keep their order within a group, and may be in no group. Raises CheckpointError, beginning
+    with ``where``, unless there is exactly one way.
+    """
+    layers: list[dict[tuple[int, ...], tuple[int, tuple[int, ...], int | None]]] = [{(0,) * len(wanted): (1, (), None)}]
+    left = sum(sizes.values())
+    for name, size in sizes.items():
+        left -= size
+        layer: dict[tuple[int, ...], tuple[int, tuple[int, ...], int | None]] = {}
+        for filled, (ways, _, _) in layers[-1].items():
+            free = [(group, filled[group]) for group in range(len(wanted)) if filled[group] + size <= wanted[group]]
+            for group in [None, *(group for group, start in free if fits(group, start, name))]:
+                after = tuple(have + size * (index == group) for index, have in enumerate(filled))
+                if sum(wanted) - sum(after) <= left:
+                    more = layer[after][0] if after in layer else 0
+                    layer[after] = (min(ways + more, 2), filled, group)
+        if len(layer) > _MOST_STATES:
+            raise _no_names(where, "fit in very many ways")
+        layers.append(layer)
+    return _walk_back(layers, list(sizes), tuple(wanted), where)
+
+
+def _walk_back(layers: list[dict[Any, Any]], names: list[str], end: tuple[int, ...], where: str) -> list[list[str]]:
+    if end not in layers[-1]:
+        raise _no_names(where, "do not fit")
+    if layers[-1][end][0] > 1:
+        raise _no_names(where, "fit in more than one way")
+    found: list[list[str]] = [[] for _ in end]
+    for layer, name in zip(reversed(layers[1:]), reversed(names), strict=True):
+        _, end, group = layer[end]
+        if group is not None:
+            found[group].insert(0, name)
+    return found
+
+
+def _no_names(where: str, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: the optimizer's state is stored by number, without names, and the model's parameters {how}. Remedy: "
+        "give the reader `names`, a list with the parameters' names, in the order in which the optimizer had got them, "
+        "for each of its groups."
+    )
+
+
+def number(value: Any) -> float | None:
+    """``value`` as a number, if it is one or a tensor of no dimensions; else None."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.dim() == 0 else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def pieced(
+    kind: str, name: str, dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[tuple[torch.Tensor, int, int]]
+) -> ForeignTensor:
+    """A tensor whose elements are those from ``start`` to ``end`` of each piece, one behind the other, then maybe padding.
+
+    A piece is (tensor, start, end). Loading raises CheckpointError if they hold too few elements.
+    """
+
+    def load() -> torch.Tensor:
+        joined, numel = torch.cat([part.detach().flatten()[start:end] for part, start, end in pieces]), math.prod(shape)
+        if joined.numel() < numel:
+            found = (
+                f"{kind} {name}: {joined.numel()} of its {numel} elements are stored, so files of several runs are mixed."
+            )
+            raise CheckpointError(f"{found} Remedy: use another checkpoint.")
+        return joined[:numel].to(dtype).view(tuple(shape))
+
+    return ForeignTensor(kind, name, dtype, tuple(shape), load)
