@@ -25,6 +25,9 @@ from .tensorfile import Described, Located, TensorFile, dtype_of
 from .write import index_name
 
 
+_AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
+
+
 @dataclass
 class Read:
     """Elements from ``start`` of the flattened tensor ``name`` of ``set`` are to fill the 1-D ``out``, of any dtype."""
@@ -150,17 +153,34 @@ class Reader:
         """Do all reads. Collective if any rank lacks a file. Raises CheckpointError."""
         here = [r for r in requests if self.places(r.set)[r.name] not in self.missing]
         away = [r for r in requests if self.places(r.set)[r.name] in self.missing]
-        problem = None
-        for request in sorted(here, key=lambda r: self._position(r)):
-            problem = attempt(partial(self.read, request))[1]
-            if problem is not None:
-                break
+        problem = attempt(lambda: self._read_all(here))[1]
         if ranks is None or ranks.size == 1:
             if problem is not None:
                 raise problem.error()
             return
         ranks.agree(problem)
         self._fetch_away(away, ranks)
+
+    def _read_all(self, requests: list[Read]) -> None:
+        """In the order of the files, with the disk some way ahead."""
+        ordered = sorted(requests, key=self._position)
+        asked = ahead = 0
+        for request in ordered:
+            while asked < len(ordered) and ahead < _AHEAD_BYTES:
+                ahead += self._expect(ordered[asked])
+                asked += 1
+            self.read(request)
+            ahead -= self._size(request)
+
+    def _size(self, request: Read) -> int:
+        return request.out.numel() * dtype_of(self.tensor(request.set, request.name).dtype).itemsize
+
+    def _expect(self, request: Read) -> int:
+        """Let the system begin to read; the number of bytes."""
+        size, start = self._size(request), request.start
+        file = self._open(self.places(request.set)[request.name])
+        file.expect(request.name, start, size)
+        return size
 
     def _position(self, request: Read) -> tuple[str, int]:
         """In the order of the files: neighbours share blocks."""

@@ -281,6 +281,13 @@ class TensorFile:
             )
         self.read_bytes(tensor.begin + start * out.element_size(), memory_of(out))
 
+    def expect(self, name: str, start: int, size: int) -> None:
+        """Let the system read ``size`` bytes from element ``start`` of ``name`` in the background, if it can."""
+        tensor = self.tensors[name]
+        if hasattr(os, "posix_fadvise"):
+            begin = tensor.begin + start * dtype_of(tensor.dtype).itemsize
+            os.posix_fadvise(self._file, begin, size, os.POSIX_FADV_WILLNEED)
+
     def read_bytes(self, begin: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``begin``, checked block by block."""
         if self._record is None:
