@@ -124,7 +124,7 @@ def main() -> None:
     start = valid = evaluate(engine, held_out, args.context)
     curve: list[tuple[int, float | None, float | None]] = [(0, None, start)]
     losses, began = [], time.perf_counter()
-    for step in range(1, args.steps + 1):
+    for step in range(engine.global_steps + 1, args.steps + 1):
         for _ in range(engine.gradient_accumulation_steps()):
             seed = args.seed * 1_000_000_007 + engine.micro_steps
             inputs, targets = windows(text, args.context, engine.train_micro_batch_size_per_gpu(), seed)
