@@ -35,11 +35,15 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "transformers>=5,<6", "peft", "accelerate", "ruff", "mypy"],
+        "test": ["pytest", "hypothesis", "transformers>=5,<6", "peft", "accelerate", "torchdata", "ruff", "mypy"],
         "bench": ["deepspeed==0.19.8"],
         "tensorboard": ["tensorboard"],
     },
     entry_points={
-        "console_scripts": ["zerorun = zerorun.launcher.cli:main", "zerorun-report = zerorun.report.cli:main"],
+        "console_scripts": [
+            "zerorun = zerorun.launcher.cli:main",
+            "zerorun-checkpoint = zerorun.checkpoint.cli:main",
+            "zerorun-report = zerorun.report.cli:main",
+        ],
     },
 )

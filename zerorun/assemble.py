@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from .checkpoint.routine import Routine
 from .comm import Communicator, default_device, init_distributed
@@ -43,7 +43,7 @@ def initialize(
     optimizer: OptimizerLike | None = None,
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
-    training_data: Dataset[Any] | None = None,
+    training_data: Dataset[Any] | Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     topology: Topology | None = None,
     args: Any = None,
@@ -53,7 +53,8 @@ def initialize(
     ``config``: path, dict, or None for ``args.config``. ``optimizer``: an instance over the model's parameters, or a
     callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or parameter groups to
     optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer.
-    ``training_data``: a dataset for ``engine.dataloader``. Also unpacks as (engine, optimizer, dataloader, lr_scheduler).
+    ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
+    StatefulDataLoader), whose position is saved as well. Also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
     The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError or
     TopologyError, on all ranks alike, before any device memory is taken.
@@ -445,10 +446,15 @@ def _begin_routine(engine: Engine) -> None:
 
 
 def _loader(
-    config: Config, data: Dataset[Any] | None, collate_fn: Callable[[list[Any]], Any] | None, topology: Topology
-) -> EpochLoader | None:
-    if data is None:
-        return None
+    config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None, topology: Topology
+) -> EpochLoader | Any:
+    if data is None or (hasattr(data, "load_state_dict") and not isinstance(data, Dataset)):
+        return data  # a loader that knows its own position, such as torchdata's StatefulDataLoader
+    if isinstance(data, DataLoader):
+        raise ModelError(
+            "training_data is a DataLoader, whose position cannot be saved. Remedy: pass its dataset (and collate_fn), or "
+            "torchdata's StatefulDataLoader, or use the DataLoader in the loop without passing it."
+        )
     return EpochLoader(
         data,
         config.train_micro_batch_size_per_gpu,

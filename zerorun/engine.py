@@ -49,7 +49,7 @@ class Engine:
         sharded: ShardedOptimizer | None,
         scaler: LossScaler,
         lr_scheduler: Any,
-        dataloader: EpochLoader | None,
+        dataloader: EpochLoader | Any,
         compute_dtype: torch.dtype | None,
     ) -> None:
         self.module, self.config, self.topology, self.comm = module, config, topology, comm
