@@ -77,7 +77,7 @@ class Checkpointer:
         """Save into ``directory/tag``. The path of the checkpoint."""
         self.wait()
         wanted = tag if tag is not None else f"global_step{self.run.counters()['global_steps']}"
-        target = Target(_directory(directory), folder.check_tag(str(wanted)), latest, keep, self.check_point)
+        target = Target(_directory(directory), folder.check_tag(str(wanted)), latest, keep, check=self.check_point)
         if not asynchronous:
             self.subject.comm.quiesce()
         captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
@@ -98,7 +98,7 @@ class Checkpointer:
         captured.parts = [changed for part in kept if (changed := _exported(part, dtype)) is not None]
         if self.subject.topology.rank == 0:
             captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
-        target = Target(path.parent, folder.check_tag(path.name), latest=False, check=self.check_point)
+        target = Target(path.parent, folder.check_tag(path.name), latest=False, prune=False, check=self.check_point)
         return self.saver.save(captured, target, asynchronous=False)
 
     def _compare_with_beginning(self) -> None:

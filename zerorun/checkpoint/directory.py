@@ -1,14 +1,14 @@
 """The directory of checkpoints: tags, ``latest``, and the steps that make a new checkpoint appear whole or not at all.
 
 [Note: how a checkpoint appears]
-    1. everything is written to ``tmp.TAG`` and made durable, the manifest last
+    1. everything is written to ``.saving.TAG`` and made durable, the manifest last
     2. an older checkpoint of the same tag is renamed to ``TAG.old``
-    3. ``tmp.TAG`` is renamed to ``TAG``
+    3. ``.saving.TAG`` is renamed to ``TAG``
     4. ``latest`` is replaced by a file that names TAG; then ``TAG.old`` and what is more than enough is deleted
 
 After each of them, and inside of each, the newest complete checkpoint is a directory with a manifest: ``TAG``, ``TAG.old``
-or the one before. A directory whose name begins with ``tmp.`` is never chosen. To delete one, it is first renamed to
-``tmp.TAG``, so that half a directory never looks like a whole one.
+or the one before. A directory whose name begins with ``.saving.`` is never chosen. To delete one, it is first renamed to
+``.saving.TAG``, so that half a directory never looks like a whole one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -25,7 +26,9 @@ from .manifest import MANIFEST, read_manifest
 from .tensorfile import FileRecord
 
 LATEST = "latest"
-TEMPORARY = "tmp."
+TEMPORARY = ".saving."
+# Seconds after which an interrupted save of another tag is deleted. Before, another process may be writing it.
+_STALE_S = 900
 OLD = ".old"
 
 
@@ -68,6 +71,8 @@ def publish(directory: Path, tag: str) -> Path:
     """Turn the temporary directory of ``tag`` into the checkpoint. Raises OSError."""
     temporary, final = directory / f"{TEMPORARY}{tag}", directory / tag
     sync_directory(temporary)
+    if final.exists() and not any(final.iterdir()):
+        final.rmdir()
     if final.exists():
         old = directory / f"{tag}{OLD}"
         _remove(old)
@@ -100,13 +105,15 @@ def _remove(path: Path) -> None:
 
 
 def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
-    """Delete the replaced version of ``tag``, interrupted saves, and all but the newest ``keep``. What was deleted.
+    """Delete the replaced version of ``tag``, saves long interrupted, and all but the newest ``keep``. What was deleted.
 
-    ``tag`` itself always stays. Directories without a manifest that zerorun did not make are left alone.
+    ``tag`` itself always stays, and so does what zerorun did not make.
     """
     _remove(directory / f"{tag}{OLD}")
     for left in directory.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if left.is_dir() else ())))
+        if time.time() - written > _STALE_S:
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
     if keep is None:
         return []
     doomed = [name for name in newest_first(directory) if name != tag][max(keep - 1, 0) :]

@@ -91,8 +91,11 @@ class Manifest:
                 f"{path} has schema {schema} with blocks of {block_bytes} bytes; this version reads schema {SCHEMA} with "
                 f"{BLOCK_BYTES}. Remedy: update zerorun."
             )
-        files = {name: FileRecord.from_json(record) for name, record in content.pop("files").items()}
-        return cls(**content, files=files)
+        try:
+            files = {name: FileRecord.from_json(record) for name, record in content.pop("files").items()}
+            return cls(**content, files=files)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is not what schema {SCHEMA} describes ({error}).") from error
 
 
 def _sum(content: dict[str, Any]) -> int:

@@ -79,7 +79,10 @@ class Reader:
             return {}
         index, single = index_name(kind), f"{kind}.safetensors"
         if index in self._small or (self.path / index).is_file():
-            return dict(json.loads(self.small_file(index))["weight_map"])
+            try:
+                return {str(name): str(file) for name, file in json.loads(self.small_file(index))["weight_map"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DamagedError(f"{self.path / index} is no readable index ({error}).") from error
         if self.manifest is None and (self.path / single).is_file():
             return dict.fromkeys(self._open(single).tensors, single)
         raise CheckpointError(

@@ -253,16 +253,20 @@ class TensorFile:
             length = int.from_bytes(self._range(0, 8), "little")
             if not 2 <= length <= self.nbytes - 8:
                 raise ValueError(f"header length {length}")
-            header = json.loads(self._range(8, length))
+            header = dict(json.loads(self._range(8, length)))
             metadata = header.pop("__metadata__", {})
             found = {}
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
+                if entry["dtype"] not in _DTYPES:
+                    raise CheckpointError(f"{self.path}: {name!r} has dtype {entry['dtype']!r}, not known to this version.")
                 tensor = Located(name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
                 if end - begin != tensor.nbytes or not 0 <= begin <= end <= self.nbytes - 8 - length:
                     raise ValueError(f"tensor {name!r} at {begin}..{end}")
                 found[name] = tensor
-        except (ValueError, KeyError, TypeError) as error:
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{self.path} is no readable safetensors file: {error}.") from error
         return found, metadata
 

@@ -35,6 +35,7 @@ class Target:
     tag: str
     latest: bool = True
     keep: int | None = None
+    prune: bool = True  # False: this is no directory of checkpoints
     check: Callable[[str], None] = field(default=lambda point: None)  # tests interrupt here, with the name of the point
 
     @property
@@ -171,7 +172,7 @@ def commit(
     def on_leader(act: Callable[[], object]) -> None:
         ranks.agree(attempt(act)[1] if leads else None)
 
-    on_leader(lambda: folder.begin(target.directory, target.tag))
+    on_leader(lambda: _begin(target))
     try:
         records, problem = attempt(write)
         written = ranks.gather(records or {})
@@ -186,6 +187,13 @@ def commit(
         raise
     on_leader(lambda: _tidy(target))
     return target.directory / target.tag
+
+
+def _begin(target: Target) -> None:
+    final = target.directory / target.tag
+    if final.exists() and any(final.iterdir()) and not (target.prune and (final / MANIFEST).is_file()):
+        raise CheckpointError(f"{final} exists and is no checkpoint; it is left as it is. Remedy: use another name.")
+    folder.begin(target.directory, target.tag)
 
 
 def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None) -> None:
@@ -213,5 +221,6 @@ def _tidy(target: Target) -> None:
     if target.latest:
         target.check("latest")
         folder.point_latest(target.directory, target.tag)
-    target.check("prune")
-    folder.prune(target.directory, target.tag, target.keep)
+    if target.prune:
+        target.check("prune")
+        folder.prune(target.directory, target.tag, target.keep)
