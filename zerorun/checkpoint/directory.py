@@ -34,10 +34,11 @@ OLD = ".old"
 
 def check_tag(tag: str) -> str:
     """``tag`` if it can be the name of a directory. Raises CheckpointError."""
-    if not tag or tag in (".", "..", LATEST) or "/" in tag or "\0" in tag or tag.startswith(TEMPORARY) or tag.endswith(OLD):
+    plain = tag == tag.strip() and "/" not in tag and "\0" not in tag
+    if not plain or tag in ("", ".", "..", LATEST) or tag.startswith(TEMPORARY) or tag.endswith(OLD):
         raise CheckpointError(
-            f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', that does not "
-            f"begin with {TEMPORARY!r}, does not end with {OLD!r} and is not {LATEST!r}."
+            f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', without blanks at "
+            f"its ends, that does not begin with {TEMPORARY!r}, does not end with {OLD!r} and is not {LATEST!r}."
         )
     return tag
 
@@ -54,13 +55,32 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def make_directory(directory: Path) -> None:
+    """Make ``directory`` and those it lies in, durably, as far as they are missing."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+
+
 # -- appearing ---------------------------------------------------------------------------------------------------
 
 
-def begin(directory: Path, tag: str) -> Path:
-    """An empty temporary directory for ``tag``. What an interrupted save of this tag left is deleted. Raises OSError."""
+def refuse_occupied(final: Path, *, replace: bool = True) -> None:
+    """Raise CheckpointError if there are files in ``final``, other than, with ``replace``, those of a checkpoint."""
+    if final.exists() and any(final.iterdir()) and not (replace and (final / MANIFEST).is_file()):
+        what = "is no checkpoint" if replace else "is not empty"
+        raise CheckpointError(f"{final} exists and {what}; it is left as it is. Remedy: use another name.")
+
+
+def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
+    """An empty temporary directory for ``tag``. What an interrupted save of this tag left is deleted.
+
+    Raises OSError, and CheckpointError as ``refuse_occupied`` does.
+    """
+    refuse_occupied(directory / tag, replace=replace)
     temporary = directory / f"{TEMPORARY}{tag}"
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
@@ -71,6 +91,7 @@ def publish(directory: Path, tag: str) -> Path:
     """Turn the temporary directory of ``tag`` into the checkpoint. Raises OSError."""
     temporary, final = directory / f"{TEMPORARY}{tag}", directory / tag
     sync_directory(temporary)
+    refuse_occupied(final)
     if final.exists() and not any(final.iterdir()):
         final.rmdir()
     if final.exists():
@@ -152,10 +173,11 @@ def in_order_of_trust(directory: Path) -> list[str]:
     try:
         first = (directory / LATEST).read_text(errors="replace").strip()
         written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
+        there = re.fullmatch(r"[^/\0]+", first) is not None and (directory / first).is_dir()
     except OSError:
         return names
     interrupted = bool(found) and found[0][0] > written
-    if interrupted or not re.fullmatch(r"[^/\0]+", first) or not (directory / first).is_dir():
+    if interrupted or not there:
         return names
     return [first] + [name for name in names if name != first]
 

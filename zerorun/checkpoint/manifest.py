@@ -82,7 +82,7 @@ class Manifest:
             content, expected = outer["content"], int(outer["crc32"], 16)
             schema, block_bytes = content.pop("schema"), content.pop("block_bytes")
             found = _sum({**content, "schema": schema, "block_bytes": block_bytes})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{path} is damaged: it cannot be read as a manifest ({error}).") from error
         if found != expected:
             raise DamagedError(f"{path} is damaged: its content has the checksum {found:08x}, not {expected:08x}.")

@@ -20,6 +20,7 @@ import torch
 from ..errors import CheckpointError
 
 _KIND = "$"
+_INT_BITS = 14_000  # Python turns no longer integers into decimal digits
 _CLASSES = (torch.Size, tuple, set, frozenset, deque, Counter)
 _SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES}
 
@@ -27,33 +28,59 @@ _SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES}
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     """``value`` in JSON's terms. Tensors in it are added to ``tensors`` under names that begin with ``where``.
 
-    Raises CheckpointError, naming the place in ``where``, for types that cannot be stored without pickle.
+    Raises CheckpointError, naming the place in ``where``, for what cannot be stored without pickle.
     """
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+    try:
+        return _encode(value, tensors, where)
+    except RecursionError as error:
+        raise CheckpointError(f"{where} is nested too deeply, or contains itself, and cannot be stored.") from error
+
+
+def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)  # of an enumeration, its value
+    if type(value) is int and value.bit_length() < _INT_BITS:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
-        tensors[where] = value.detach()
-        return {_KIND: "tensor", "name": where}
+        return {_KIND: "tensor", "name": _keep(value.detach(), tensors, where)}
     if type(value) is list:
-        return [encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]
     if type(value) in _CLASSES:
         items = value.items() if isinstance(value, Counter) else value
-        return {_KIND: type(value).__name__, "items": _encode_all(items, tensors, where)}
+        extra = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
+        return {_KIND: type(value).__name__, "items": _encode_all(items, tensors, where), **extra}
     if type(value) in (dict, OrderedDict, defaultdict):
         return _encode_dict(value, tensors, where)
     return _encode_rare(value, tensors, where)
 
 
+def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
+    """Add ``tensor`` under a name that no other has."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise CheckpointError(
+            f"{where} is a tensor without plain values ({tensor.layout}, {tensor.device}). Remedy: "
+            "give a dense tensor with values."
+        )
+    name, number = where, 1
+    while name in tensors:
+        number += 1
+        name = f"{where}#{number}"
+    tensors[name] = tensor
+    return name
+
+
 def _encode_all(items: Iterable[Any], tensors: dict[str, torch.Tensor], where: str) -> list[Any]:
-    return [encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(items)]
+    return [_encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(items)]
 
 
 def _encode_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor], where: str) -> Any:
     if all(type(key) is str for key in value) and _KIND not in value:
-        return {key: encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
-    pairs = [[encode(k, tensors, f"{where} key"), encode(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {key: _encode(item, tensors, f"{where}.{key}") for key, item in value.items()}
+    pairs = [[_encode(k, tensors, f"{where} key"), _encode(v, tensors, f"{where}[{k!r}]")] for k, v in value.items()]
     return {_KIND: "dict", "items": pairs}
 
 
@@ -65,15 +92,19 @@ def _encode_rare(value: Any, tensors: dict[str, torch.Tensor], where: str) -> An
     if isinstance(value, torch.device):
         return {_KIND: "device", "name": str(value)}
     if isinstance(value, complex):
-        return {_KIND: "complex", "items": [encode(value.real, {}, where), encode(value.imag, {}, where)]}
+        return {_KIND: "complex", "items": [_encode(value.real, {}, where), _encode(value.imag, {}, where)]}
     if isinstance(value, PurePath):
         return str(value)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.generic):
-        return encode(value.item(), tensors, where)
-    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-        tensors[where] = torch.from_numpy(value.copy())
-        return {_KIND: "ndarray", "name": where}
+    if (
+        numpy is not None
+        and isinstance(value, numpy.generic)
+        and isinstance(value.item(), (bool, int, float, complex, str))
+    ):
+        return _encode(value.item(), tensors, where)
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8:
+        native = torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        return {_KIND: "ndarray", "name": _keep(native, tensors, where)}
     raise CheckpointError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle. "
         "Remedy: give numbers, strings, lists, dicts and tensors (for an object of your own, what its state_dict() or "
@@ -108,6 +139,8 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return dict(items)
     if kind == "Counter":
         return Counter(dict(items))
+    if kind == "deque":
+        return deque(items, value.get("maxlen"))
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](items)
     raise CheckpointError(

@@ -24,7 +24,6 @@ from .ranks import Problem, Ranks, attempt
 from .tensorfile import Described, Located, TensorFile, dtype_of
 from .write import index_name
 
-
 _AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
 
 

@@ -17,14 +17,17 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from ..errors import CheckpointError, DamagedError
 
+T = TypeVar("T")
 BLOCK_BYTES = 1 << 20
 _FLUSH_BYTES = 32 << 20  # how much may wait for the disk before it is told to begin
 
@@ -133,6 +136,7 @@ class BlockWriter:
     """A new file, written from beginning to end, whose blocks are summed as they pass. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._position = self._crc = self._flushed = 0
         self._crcs: list[int] = []
@@ -142,7 +146,7 @@ class BlockWriter:
         view = memoryview(data)
         while view.nbytes:
             part = view[: BLOCK_BYTES - self._position % BLOCK_BYTES]
-            written = os.write(self._file, part)  # what a full disk lets through may be less
+            written = self._named(partial(os.write, self._file, part))  # less on a disk that gets full
             self._crc = zlib.crc32(part[:written], self._crc)
             self._position += written
             view = view[written:]
@@ -156,11 +160,19 @@ class BlockWriter:
     def close(self) -> FileRecord:
         """Make the file durable."""
         try:
-            os.fsync(self._file)
+            self._named(partial(os.fsync, self._file))
         finally:
             self.abandon()
         crcs = (*self._crcs, self._crc) if self._position % BLOCK_BYTES else tuple(self._crcs)
         return FileRecord(self._position, crcs)
+
+    def _named(self, act: Callable[[], T]) -> T:
+        """Do ``act``; its OSError, which knows of no file, gets the file's name."""
+        try:
+            return act()
+        except OSError as error:
+            error.filename = str(self._path)
+            raise
 
     def abandon(self) -> None:
         """Close without making durable. A second call does nothing."""
@@ -253,11 +265,16 @@ class TensorFile:
             length = int.from_bytes(self._range(0, 8), "little")
             if not 2 <= length <= self.nbytes - 8:
                 raise ValueError(f"header length {length}")
-            header = dict(json.loads(self._range(8, length)))
+            header = json.loads(self._range(8, length))
+            if not isinstance(header, dict):
+                raise ValueError("the header is no object")
             metadata = header.pop("__metadata__", {})
             found = {}
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
+                numbers = (begin, end, *entry["shape"])
+                if not all(type(number) is int and number >= 0 for number in numbers) or type(entry["dtype"]) is not str:
+                    raise ValueError(f"tensor {name!r} is described by {entry}")
                 if entry["dtype"] not in _DTYPES:
                     raise CheckpointError(f"{self.path}: {name!r} has dtype {entry['dtype']!r}, not known to this version.")
                 tensor = Located(name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)

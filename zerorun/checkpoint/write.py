@@ -79,18 +79,9 @@ class _Output:
 
     def write(self, name: str, stretch: torch.Tensor) -> None:
         if name not in self._open:
-            path = self._target.temporary / name
-            try:
-                self._open[name] = BlockWriter(path)
-                self._open[name].write(header_bytes(self._tensors[name], {}))
-            except OSError as error:
-                error.filename = error.filename or str(path)
-                raise
-        try:
-            self._open[name].write(memory_of(stretch))
-        except OSError as error:
-            error.filename = str(self._target.temporary / name)
-            raise
+            self._open[name] = BlockWriter(self._target.temporary / name)
+            self._open[name].write(header_bytes(self._tensors[name], {}))
+        self._open[name].write(memory_of(stretch))
         self._target.check("write")
 
     def close(self, expected: list[str]) -> dict[str, FileRecord]:
@@ -141,7 +132,7 @@ def find_volumes(ranks: Ranks, target: Target) -> list[int]:
     leads = places[ranks.rank] == ranks.rank
 
     def leave_mark() -> None:
-        target.directory.mkdir(parents=True, exist_ok=True)
+        folder.make_directory(target.directory)
         probe.with_suffix(f".rank{ranks.rank}").touch()
 
     ranks.agree(attempt(leave_mark)[1] if leads else None)
@@ -172,7 +163,7 @@ def commit(
     def on_leader(act: Callable[[], object]) -> None:
         ranks.agree(attempt(act)[1] if leads else None)
 
-    on_leader(lambda: _begin(target))
+    on_leader(lambda: folder.begin(target.directory, target.tag, replace=target.prune))
     try:
         records, problem = attempt(write)
         written = ranks.gather(records or {})
@@ -187,13 +178,6 @@ def commit(
         raise
     on_leader(lambda: _tidy(target))
     return target.directory / target.tag
-
-
-def _begin(target: Target) -> None:
-    final = target.directory / target.tag
-    if final.exists() and any(final.iterdir()) and not (target.prune and (final / MANIFEST).is_file()):
-        raise CheckpointError(f"{final} exists and is no checkpoint; it is left as it is. Remedy: use another name.")
-    folder.begin(target.directory, target.tag)
 
 
 def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None) -> None:
