@@ -553,7 +553,7 @@ class Engine:
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
         if self._checkpointer is not None:
-            self._checkpointer.wait()
+            self._checkpointer.close()
         if self.routine is not None:
             self.routine.unwatch()
         self.runtime.finish_reductions()

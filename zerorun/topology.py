@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +21,6 @@ class Topology:
     shard: int
     rank: int
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
-    _host_groups: list[dist.ProcessGroup] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -46,16 +44,8 @@ class Topology:
             raise TopologyError("this Topology was made without process groups; use Topology.create().")
         return self.mesh.get_group(axis)
 
-    def host_group(self, timeout: timedelta) -> dist.ProcessGroup:
-        """A gloo group of all ranks, for CPU tensors: made, by all of them, at the first call, and then kept."""
-        if not self._host_groups:
-            self._host_groups.append(dist.new_group(backend="gloo", timeout=timeout))
-        return self._host_groups[0]
-
     def close(self) -> None:
         """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
-        while self._host_groups:
-            dist.destroy_process_group(self._host_groups.pop())
         for axis in ("replicate", "shard"):
             group = self.group(axis)
             if group is not dist.group.WORLD:

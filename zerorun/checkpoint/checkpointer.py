@@ -202,10 +202,18 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.wait()
 
+    def close(self) -> None:
+        """Wait as ``wait`` does, and give back the process group."""
+        if self._saver is not None:
+            try:
+                self._saver.wait()
+            finally:
+                self._saver.ranks.close()
+                self._saver = None
+
     def _load_one(self, directory: Path, tag: str, wanted: Wanted) -> tuple[Path, dict[str, Any]]:
         with open_on_all(self.saver.ranks, directory, tag) as reader:
-            client_state = self._restore(reader, wanted)
-        return directory / tag, client_state
+            return reader.path, self._restore(reader, wanted)
 
     def _restore(self, reader: Reader, wanted: Wanted) -> dict[str, Any]:
         manifest, ranks, run = reader.manifest, self.saver.ranks, self.run

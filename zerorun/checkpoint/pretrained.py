@@ -44,7 +44,11 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
         subject = Subject(model, runtime.units, runtime, registry.sharded, runtime.comm, runtime.comm.topology)
         loader = ModelLoader(Inventory.of(subject), reader, Wanted(strict))
         loader.compare()
-        loader.load_weights(Ranks(subject.topology))
+        ranks = Ranks(subject.topology)
+        try:
+            loader.load_weights(ranks)
+        finally:
+            ranks.close()
 
 
 def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:

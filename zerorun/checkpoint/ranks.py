@@ -1,9 +1,9 @@
 """What the ranks of a checkpoint say to each other: a process group of its own, on CPU, that waits as long as a disk does.
 
 [Note: a group of its own]
-Saving goes on in a thread while training communicates, and a disk may take longer than any collective should. So
-checkpoints have a gloo group, made at the first save or load, whose limit is a day. A rank that has died closes its
-connections, which ends the waiting at once. No collective of the device is pending while files are written.
+Saving goes on in a thread while training communicates, and a disk may take longer than any collective should. So every
+engine has a gloo group for its checkpoints, made at the first save or load, whose limit is a day. A rank that has died
+closes its connections, which ends the waiting at once. No collective of the device is pending while files are written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ class Ranks:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.rank, self.size = topology.rank, topology.world_size
-        self._group = topology.host_group(_PATIENCE) if self.size > 1 else None
+        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
+
+    def close(self) -> None:
+        """Give back the process group."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def gather(self, value: T) -> list[T]:
         """Every rank's picklable ``value``, by rank."""

@@ -238,18 +238,40 @@ def candidates(ranks: Ranks, directory: Path) -> list[str]:
 
 
 def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
-    """Open a checkpoint on every rank. Collective. Raises CheckpointError if it is damaged, or a file is on no rank."""
-    path = directory / tag
-    manifest, problem = attempt(lambda: read_manifest(path))
-    damaged = problem if (path / MANIFEST).exists() else None
-    ranks.agree(damaged)
-    has = [rank for rank, there in enumerate(ranks.gather(manifest is not None)) if there]
-    if not has:
-        raise DamagedError(f"{path} is no complete checkpoint: there is no {MANIFEST} on any rank.")
-    if len(has) < ranks.size:
-        manifest = ranks.gather(manifest if ranks.rank == has[0] else None)[has[0]]
+    """Open a checkpoint on every rank. Collective. Raises CheckpointError if it is damaged, or a file is on no rank.
+
+    A save of a tag that was there before may have been killed between its steps, on some disks earlier than on others:
+    then versions of it lie under two names. The newest of which everything is there is opened.
+    """
+    here: dict[str, tuple[Path, Manifest]] = {}  # time of saving -> version
+    problems = []
+    for path in (directory / tag, directory / f"{tag}{folder.OLD}"):
+        manifest, problem = attempt(partial(read_manifest, path))
+        if manifest is not None:
+            here.setdefault(manifest.saved_at, (path, manifest))
+        elif problem is not None and (path / MANIFEST).exists():
+            problems.append(problem)
+    found = ranks.gather((list(here), problems))
+    versions = sorted({version for known, _ in found for version in known}, reverse=True)
+    failure = next((problem.error() for _, others in found for problem in others), None)
+    for version in versions:
+        path, manifest = here.get(version, (directory / tag, None))
+        try:
+            return _open_version(ranks, path, manifest)
+        except DamagedError as error:
+            failure = failure or error
+    raise failure or DamagedError(f"{directory / tag} is no complete checkpoint: there is no {MANIFEST} on any rank.")
+
+
+def _open_version(ranks: Ranks, path: Path, manifest: Manifest | None) -> Reader:
+    """``manifest``: None on ranks that do not see the checkpoint."""
+    known = ranks.gather(manifest is not None)
+    if not all(known):
+        first = known.index(True)
+        given = ranks.gather(manifest if ranks.rank == first else None)[first]
+        manifest = manifest or given
     assert manifest is not None
-    places = ranks.volumes(directory)
+    places = ranks.volumes(path)
     leads = places[ranks.rank] == ranks.rank
     wrong = ranks.gather(folder.missing_files(path, manifest.files) if leads else {})
     missing = {name: _first_with(name, places, wrong) for name in wrong[places[ranks.rank]]}
