@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from ..dataloader import EpochLoader
-from ..errors import CheckpointError, DamagedError
+from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, logger
 from ..precision import LossScaler
 from . import directory as folder
@@ -58,6 +58,10 @@ class Checkpointer:
     def saver(self) -> Saver:
         """Made, with a process group of its own, when it is needed first."""
         if self._saver is None:
+            try:
+                self.subject.comm.barrier()  # it notices a rank that has ended; making a group would wait for it
+            except ZerorunError as error:
+                raise CheckpointError(f"not all ranks came to save or load: {error}") from error
             self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())
         return self._saver
 
@@ -81,6 +85,7 @@ class Checkpointer:
         if not asynchronous:
             self.subject.comm.quiesce()
         captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
+        captured.manifest.becomes_latest = latest
         path = self.saver.save(captured, target, asynchronous=asynchronous)
         if is_rank_zero():
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")

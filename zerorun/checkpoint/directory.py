@@ -66,9 +66,12 @@ def make_directory(directory: Path) -> None:
 # -- appearing ---------------------------------------------------------------------------------------------------
 
 
+_ALWAYS_THERE = (MANIFEST, "state-00001-of-00001.safetensors")  # in a checkpoint; one of them may be lost
+
+
 def refuse_occupied(final: Path, *, replace: bool = True) -> None:
     """Raise CheckpointError if there are files in ``final``, other than, with ``replace``, those of a checkpoint."""
-    if final.exists() and any(final.iterdir()) and not (replace and (final / MANIFEST).is_file()):
+    if final.exists() and any(final.iterdir()) and not (replace and any((final / name).exists() for name in _ALWAYS_THERE)):
         what = "is no checkpoint" if replace else "is not empty"
         raise CheckpointError(f"{final} exists and {what}; it is left as it is. Remedy: use another name.")
 
@@ -148,16 +151,18 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
 
 def newest_first(directory: Path) -> list[str]:
     """Names of the directories with a readable manifest, by time of saving. Damaged ones are left out."""
-    return [name for _, name in _by_time(directory)]
+    return [name for _, name, _ in _by_time(directory)]
 
 
-def _by_time(directory: Path) -> list[tuple[str, str]]:
+def _by_time(directory: Path) -> list[tuple[str, str, bool]]:
+    """(time of saving, name, whether ``latest`` is to name it), newest first."""
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith(TEMPORARY) or not (path / MANIFEST).is_file():
             continue
         try:
-            found.append((read_manifest(path).saved_at, path.name))
+            manifest = read_manifest(path)
+            found.append((manifest.saved_at, path.name, manifest.becomes_latest))
         except CheckpointError:
             continue
     return sorted(found, reverse=True)
@@ -169,14 +174,14 @@ def in_order_of_trust(directory: Path) -> list[str]:
     A complete checkpoint that was saved after ``latest`` was written goes first: its save was killed at the last step.
     """
     found = _by_time(directory)
-    names = [name for _, name in found]
+    names = [name for _, name, _ in found]
     try:
         first = (directory / LATEST).read_text(errors="replace").strip()
         written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
         there = re.fullmatch(r"[^/\0]+", first) is not None and (directory / first).is_dir()
     except OSError:
         return names
-    interrupted = bool(found) and found[0][0] > written
+    interrupted = next((saved_at > written for saved_at, _, becomes_latest in found if becomes_latest), False)
     if interrupted or not there:
         return names
     return [first] + [name for name in names if name != first]

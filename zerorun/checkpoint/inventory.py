@@ -161,7 +161,9 @@ class Inventory:
         runs = {}
         for name, home in self.homes.items():
             segment = home.segment
-            if segment.trainable:
+            if home.numel == 0:  # no shard has a part of it
+                yield Part(MODEL, name, 0, torch.empty(0, dtype=segment.dtype), home.shape)
+            elif segment.trainable:
                 if id(segment) not in runs:
                     runs[id(segment)] = {run.entry: run for run in owned_runs(segment)}
                 yield from _trainable_parts(name, home, runs[id(segment)].get(home.entry))

@@ -117,10 +117,15 @@ class ModelLoader:
 
     def compare(self) -> None:
         """Raise CheckpointError if the checkpoint is not of this model, before anything is changed."""
-        buffers, _ = self.inventory.buffers()
+        buffers, extra = self.inventory.buffers()
         shapes = {name: home.shape for name, home in self.inventory.homes.items()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         compare_tensors(self.reader, self._names, shapes, self.wanted)
+        stored = (self.reader.manifest.extra_state if self.reader.manifest else None) or {}
+        lacking = [name for name in extra if name not in stored and not self.wanted.allows(name)]
+        if lacking and self.reader.manifest is not None and self.wanted.strict:
+            remedy = "pass strict=False, or allow_missing=[...], if these modules may begin afresh."
+            raise _misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
 
     def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
         """Of trainable weights only: raise CheckpointError if the frozen ones are others than it was made with."""
@@ -204,6 +209,11 @@ class ModelLoader:
                 f"{self.reader.path} has no optimizer state. Remedy: pass load_optimizer=False, or "
                 'allow_missing=["optimizer"], to begin with fresh moments.'
             )
+        lost = [repr(key) for key in described.get("states", []) if f"{OPTIMIZER}{key}" not in self.reader.sets]
+        if lost and self.wanted.allows("optimizer"):
+            return "no optimizer state"
+        if lost:
+            raise _misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
         self._compare_optimizer(sharded, described)
         for group, stored in zip(sharded.optimizer.param_groups, decode(described["groups"], tensors), strict=True):
             group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})

@@ -19,11 +19,13 @@ spaces. The content:
     layout           how it was saved: world_size, stage, shard, replicate, dtype. For people: nothing depends on it
     parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized)
     aliases          other names of a tied tensor -> the name that it is stored by
-    optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names}
+    optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
+                     states: the keys that have sets
     loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (plain.py)
     frozen_base      null, or (weights that were left out) name -> {dtype, crc32} of the frozen parameters
     sets             set -> list of its files
     files            file -> {bytes, crc32: 8 hexadecimal digits for each block}
+    becomes_latest   false if ``latest`` was not to name it
     block_bytes      length of the blocks that crc32 is over
 """
 
@@ -63,6 +65,7 @@ class Manifest:
     frozen_base: dict[str, dict[str, Any]] | None = None
     sets: dict[str, list[str]] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
+    becomes_latest: bool = True
 
     @property
     def global_steps(self) -> int:
@@ -108,7 +111,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"{directory} is no complete checkpoint: {MANIFEST} cannot be read: {error.strerror}."
         ) from error
     return Manifest.from_text(text, path)

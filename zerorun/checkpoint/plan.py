@@ -85,6 +85,7 @@ def make_plan(tables: Sequence[Sequence[Row]], shard: int, order: Iterable[str],
             held.setdefault((row.set, row.name), {}).setdefault(rank, []).append(row)
     keys = sorted(held, key=lambda key: (place.get(key[1], len(place)), key[1], key[0]))
     writers = _writers(keys, held, len(tables))
+    writers |= {name: _near(held[kind, name], writers[name], shard) for kind, name in keys}
     tasks = []
     for number, key in enumerate(keys):
         row = next(iter(held[key].values()))[0]
@@ -111,10 +112,15 @@ def _writers(keys: list[tuple[str, str]], held: dict[tuple[str, str], dict[int, 
     return writers
 
 
+def _near(rows: dict[int, list[Row]], writer: int, shard: int) -> int:
+    """``writer``, or if its replica has nothing of the tensor, the first rank that has: replicas do not read each other."""
+    return writer if any(rank // shard == writer // shard for rank in rows) else min(rows)
+
+
 def _sources(rows: dict[int, list[Row]], tensor: Described, writer: int, shard: int) -> list[Source]:
     """Where the writer gets the tensor from: from itself if it has all, else from ranks of its own replica."""
     replica = writer // shard
-    near = [writer, *(rank for rank in rows if rank // shard == replica), *rows]
+    near = [writer, *(rank for rank in rows if rank // shard == replica)]
     for rank in near:  # somebody who has all of it
         for row in rows.get(rank, ()):
             if row.start == 0 and row.numel == tensor.numel:

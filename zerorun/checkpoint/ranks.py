@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError, DamagedError
+from ..log import logger
 from ..topology import Topology
 
 _PATIENCE = timedelta(days=1)
@@ -94,7 +95,7 @@ class Problem:
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
-    """(value, None), or (None, what went wrong) for errors of the disk and of checkpoints."""
+    """(value, None), or (None, what went wrong)."""
     try:
         return make(), None
     except CheckpointError as error:
@@ -102,3 +103,6 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return None, Problem(f"{where}{error.strerror or error}")
+    except Exception as error:  # whatever it is, the other ranks must not wait
+        logger.exception("an unexpected error in a checkpoint")
+        return None, Problem(f"{type(error).__name__}: {error}")

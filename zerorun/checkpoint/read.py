@@ -175,7 +175,10 @@ class Reader:
             ahead -= self._size(request)
 
     def _size(self, request: Read) -> int:
-        return request.out.numel() * dtype_of(self.tensor(request.set, request.name).dtype).itemsize
+        return request.out.numel() * self._dtype(request).itemsize
+
+    def _dtype(self, request: Read) -> torch.dtype:
+        return dtype_of(self.tensor(request.set, request.name).dtype)
 
     def _expect(self, request: Read) -> int:
         """Let the system begin to read; the number of bytes."""
@@ -191,7 +194,9 @@ class Reader:
         return file, tensor.begin + request.start
 
     def _fetch_away(self, away: list[Read], ranks: Ranks) -> None:
-        wanted = [(r.set, r.name, r.start, r.out.numel(), self.missing[self.places(r.set)[r.name]]) for r in away]
+        wanted = [
+            (r.set, r.name, r.start, r.out.numel(), self._dtype(r), self.missing[self.places(r.set)[r.name]]) for r in away
+        ]
         orders = ranks.gather(wanted)
         if not any(orders):
             return
@@ -199,10 +204,10 @@ class Reader:
 
         def serve() -> None:
             for rank, order in enumerate(orders):
-                for tag, (kind, name, start, numel, provider) in enumerate(order):
+                for tag, (kind, name, start, numel, dtype, provider) in enumerate(order):
                     if provider != ranks.rank:
                         continue
-                    part = torch.zeros(numel, dtype=dtype_of(self.tensor(kind, name).dtype))
+                    part = torch.zeros(numel, dtype=dtype)
                     problem = attempt(partial(self.read, Read(kind, name, start, part)))[1]
                     problems.extend([problem] if problem else [])
                     ranks.send(part, rank, tag).wait()
@@ -210,21 +215,33 @@ class Reader:
         server = threading.Thread(target=serve, name="zerorun checkpoint reader")
         server.start()
         for tag, request in enumerate(away):
-            part = torch.empty(request.out.numel(), dtype=dtype_of(self.tensor(request.set, request.name).dtype))
+            part = torch.empty(request.out.numel(), dtype=self._dtype(request))
             ranks.receive(part, wanted[tag][-1], tag)
             request.out.copy_(part)
         server.join()
         ranks.agree(problems[0] if problems else None)
 
     def share(self, ranks: Ranks) -> None:
-        """Let ranks know what is in files that they do not see. Collective."""
+        """Let ranks know what is in files that they do not see. Collective. Raises CheckpointError on all of them alike."""
         needed = set().union(*ranks.gather(set(self.missing.items())))
         mine = sorted(file for file, provider in needed if provider == ranks.rank)
-        headers = {file: self._open(file).tensors for file in mine if file.endswith(".safetensors")}
-        small = {file: self.small_file(file) for file in mine if not file.endswith(".safetensors")}
-        for other_headers, other_small in ranks.gather((headers, small)):
-            self._elsewhere.update(other_headers)
-            self._small.update(other_small)
+        found, problem = attempt(lambda: self._contents(mine))
+        ranks.agree(problem)
+        for headers, small in ranks.gather(found or ({}, {})):
+            self._elsewhere.update(headers)
+            self._small.update(small)
+
+    def _contents(self, files: list[str]) -> tuple[dict[str, dict[str, Located]], dict[str, bytes]]:
+        """What others need of these files: (headers of files of tensors, all of the other files)."""
+        headers = {file: self._open(file).tensors for file in files if file.endswith(".safetensors")}
+        return headers, {file: self.small_file(file) for file in files if file not in headers}
+
+    def check_small_files(self) -> None:
+        """Raise DamagedError for a file that is here and not as it was written, of those that nobody may need to read."""
+        assert self.manifest is not None
+        for file in self.manifest.files:
+            if not file.endswith(".safetensors") and file not in self.missing:
+                self.small_file(file)
 
 
 # -- opening -----------------------------------------------------------------------------------------------------
@@ -266,6 +283,7 @@ def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
 def _open_version(ranks: Ranks, path: Path, manifest: Manifest | None) -> Reader:
     """``manifest``: None on ranks that do not see the checkpoint."""
     known = ranks.gather(manifest is not None)
+    sees = manifest is not None  # another version may lie there, with files of the same names and sizes
     if not all(known):
         first = known.index(True)
         given = ranks.gather(manifest if ranks.rank == first else None)[first]
@@ -273,13 +291,15 @@ def _open_version(ranks: Ranks, path: Path, manifest: Manifest | None) -> Reader
     assert manifest is not None
     places = ranks.volumes(path)
     leads = places[ranks.rank] == ranks.rank
-    wrong = ranks.gather(folder.missing_files(path, manifest.files) if leads else {})
+    here = folder.missing_files(path, manifest.files) if sees else dict.fromkeys(manifest.files, "is not here")
+    wrong = ranks.gather(here if leads else {})
     missing = {name: _first_with(name, places, wrong) for name in wrong[places[ranks.rank]]}
     lost = {name: what for found in wrong for name, what in found.items() if _first_with(name, places, wrong) < 0}
     if lost:
         name, what = next(iter(lost.items()))
         raise DamagedError(f"{path / name} {what}: the checkpoint is not complete.")
     reader = Reader(path, manifest, missing)
+    ranks.agree(attempt(reader.check_small_files)[1] if leads else None)
     if any(wrong):
         reader.share(ranks)
     return reader

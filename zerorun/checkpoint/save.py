@@ -27,7 +27,7 @@ from .collect import Collector, PeerReader
 from .inventory import Part
 from .manifest import Manifest
 from .plain import decode, encode
-from .plan import STATE, Plan, make_plan
+from .plan import OPTIMIZER, STATE, Plan, make_plan
 from .ranks import Ranks
 from .tensorfile import FileRecord, memory_of
 from .write import Target, commit, index_files, small_tensor_file, write_tensors
@@ -211,6 +211,7 @@ def _finish(
     manifest.data = facts.data if captured.data is not None else None
     if manifest.optimizer is not None:
         manifest.optimizer["scalars"] = pack_scalars(facts.scalars)
+        manifest.optimizer["states"] = [k.removeprefix(OPTIMIZER) for k in plan.sets if k.startswith(OPTIMIZER)]
     for name, group in facts.groups.items():
         manifest.parameters[name]["group"] = group
     manifest.sets = {kind: list(files) for kind, files in plan.sets.items()}

@@ -135,13 +135,15 @@ def find_volumes(ranks: Ranks, target: Target) -> list[int]:
         folder.make_directory(target.directory)
         probe.with_suffix(f".rank{ranks.rank}").touch()
 
-    ranks.agree(attempt(leave_mark)[1] if leads else None)
-    leaders = sorted(set(places))
-    seen = [other for other in leaders if leads and probe.with_suffix(f".rank{other}").exists()]
-    first = [min(found, default=0) for found in ranks.gather(seen)]
-    if leads:
-        with contextlib.suppress(OSError):
-            probe.with_suffix(f".rank{ranks.rank}").unlink()
+    try:
+        ranks.agree(attempt(leave_mark)[1] if leads else None)
+        leaders = sorted(set(places))
+        seen = [other for other in leaders if leads and probe.with_suffix(f".rank{other}").exists()]
+        first = [min(found, default=0) for found in ranks.gather(seen)]
+    finally:
+        if leads:
+            with contextlib.suppress(OSError):
+                probe.with_suffix(f".rank{ranks.rank}").unlink()
     return [first[place] for place in places]
 
 
