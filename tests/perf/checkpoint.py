@@ -5,9 +5,12 @@
 2 gloo ranks with 1 thread each, fp32 or bf16 with fp32 masters, AdamW, fully sharded (stage 3, FSDP2). Every contender has
 processes of its own; rounds are interleaved, and figures are medians over rounds. In a process:
 
-    save    of everything, durable; the second of the process. Peers do not wait for the disk, so `sync` follows and counts
+    save    of everything, durable. Peers do not wait for the disk, so `sync` follows and counts
     stall   how long the training loop waits for an asynchronous save; the second of the process
     load    of everything, after the files have left the page cache
+
+What comes before the timed save goes to memory (/dev/shm), and ``--pause`` seconds pass before each use of the disk: disks
+in clouds are fast for some gigabytes, and slow until they have rested.
 
 The yardsticks: ``dd`` writes (conv=fsync) and reads one file of the checkpoint's size; ``copy`` copies a tensor of
 the rank's bytes to another, on both ranks at once.
@@ -39,6 +42,8 @@ CONTEXT = 64
 
 class Zerorun:
     """Stage 3."""
+
+    durable = True  # the files are on the disk when save returns
 
     def __init__(self, model: Any, dtype: str) -> None:
         import zerorun
@@ -72,6 +77,8 @@ class Zerorun:
 
 class Dcp:
     """FSDP2 with torch.distributed.checkpoint."""
+
+    durable = False
 
     def __init__(self, model: Any, dtype: str) -> None:
         import torch
@@ -120,6 +127,8 @@ class Dcp:
 class DeepSpeed:
     """Stage 3."""
 
+    durable = False
+
     def __init__(self, model: Any, dtype: str) -> None:
         import deepspeed
         import torch
@@ -165,16 +174,22 @@ def work(args: argparse.Namespace) -> None:
         torch.distributed.barrier()
         return result
 
-    for attempt in ("first", "second"):
-        timed("save_s", lambda: (contender.save(folder / attempt), sync(folder / attempt)))  # noqa: B023
+    memory = Path("/dev/shm") / folder.name
+    contender.save(memory / "first")
     if contender.save_later is not None:
-        for attempt in ("third", "fourth"):
-            timed("stall_s", lambda: contender.save_later(folder / attempt))()  # noqa: B023
+        for attempt in ("second", "third"):
+            timed("stall_s", lambda: contender.save_later(memory / attempt))()  # noqa: B023
             contender.step(ids)
-    files = [path for path in (folder / "second").rglob("*") if path.is_file()]
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(memory)
+    time.sleep(args.pause)
+    timed("save_s", lambda: (contender.save(folder / "saved"), None if contender.durable else sync(folder / "saved")))
+    files = [path for path in (folder / "saved").rglob("*") if path.is_file()]
     figures["bytes"] = sum(path.stat().st_size for path in files)
     forget(files)
-    timed("load_s", lambda: contender.load(folder / "second"))
+    time.sleep(args.pause)
+    timed("load_s", lambda: contender.load(folder / "saved"))
     if args.worker == "zerorun":
         held = contender.held_bytes()
         source, target = torch.ones(held, dtype=torch.uint8), torch.ones(held, dtype=torch.uint8)
@@ -212,7 +227,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, float]:
     result = folder / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     command += ["--worker", name, "--folder", str(folder), "--result", str(result)]
-    command += ["--params", args.params, "--dtype", args.dtype]
+    command += ["--params", args.params, "--dtype", args.dtype, "--pause", str(args.pause)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "ZERORUN_DEVICE": "cpu"}
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
@@ -223,12 +238,13 @@ def run(name: str, args: argparse.Namespace) -> dict[str, float]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_dd(size: int, folder: str) -> dict[str, float]:
+def run_dd(size: int, folder: str, pause: float) -> dict[str, float]:
     """Seconds that dd takes to write and to read ``size`` bytes."""
     path = Path(folder) / "dd.bin"
     blocks = [f"bs={1 << 20}", f"count={size >> 20}"]
 
     def timed(*command: str) -> float:
+        time.sleep(pause)
         begun = time.perf_counter()
         subprocess.run(["dd", *command, *blocks], check=True, capture_output=True)
         return time.perf_counter() - begun
@@ -262,6 +278,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default=",".join(CONTENDERS))
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
+    parser.add_argument("--pause", type=float, default=10.0, help="seconds for the disk to rest")
     parser.add_argument("--json", help="file for all figures")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -274,7 +291,7 @@ def main() -> None:
     for round_ in range(args.rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             found[name].append(run(name, args))
-            found["dd"].append(run_dd(int(found[name][-1]["bytes"]), args.folder))
+            found["dd"].append(run_dd(int(found[name][-1]["bytes"]), args.folder, args.pause))
     print(table(found))
     if args.json:
         record = {"command": " ".join(sys.argv), "versions": versions(), "cpus": os.cpu_count(), "found": found}

@@ -95,4 +95,3 @@ def test_every_checkpoint_loads_at_every_stage_and_world_size(tmp_path: Path) ->
                 where = saved_stage, saved_world, stage, world
                 assert losses == pytest.approx(saved[saved_world][saved_stage][0], rel=1e-6), where
                 assert_close(state, saved[1][0][1], where)
-
