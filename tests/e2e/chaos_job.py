@@ -38,7 +38,9 @@ import zerorun
 import zerorun.assemble
 from zerorun.checkpoint.directory import newest_first
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
+from zerorun.checkpoint.save import versions
 from zerorun.errors import CheckpointError, DamagedError
+from zerorun.schedules import build_formula
 from zerorun.zero.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 _PR_SET_PDEATHSIG = 1
@@ -143,6 +145,12 @@ def _carry_out(order: Order) -> list[Ended]:
         return [_ended(codes[rank], folder, rank) for rank in range(order.world)]
 
 
+def _import_what_comes_later() -> None:
+    """Somebody else may not be allowed to read the folder that Python's packages are in."""
+    build_formula("WarmupLR", {"warmup_num_steps": 2})
+    versions()
+
+
 def _child(order: Order, rank: int, folder: Path) -> None:
     """One rank. Does not return."""
     code = 1
@@ -153,6 +161,7 @@ def _child(order: Order, rank: int, folder: Path) -> None:
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         if order.uid is not None:
+            _import_what_comes_later()
             os.setgid(order.uid)
             os.setuid(order.uid)
         os.environ.update(

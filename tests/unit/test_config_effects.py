@@ -36,6 +36,7 @@ READ_BY_THE_ENGINE = {
     "optimizer.": "type params",
     "scheduler.": "type params",
     "compile.": "enabled backend kwargs",
+    "checkpoint.": "dir auto_resume keep_last every_steps every_minutes on_signal asynchronous",
 }
 # What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.
 READ_BY_THE_CONFIGURATION = {
