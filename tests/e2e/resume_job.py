@@ -103,14 +103,13 @@ def held(engine: zerorun.Engine) -> dict[str, torch.Tensor]:
     """All that this rank holds, bit by bit."""
     found = {name: value.clone() for name, value in engine.state_dict().items()}
     assert engine.sharded is not None
-    for index, piece in enumerate(engine.sharded.pieces):
+    for piece in engine.sharded.pieces:
         for run in piece.runs:
             name = f"{piece.segment.names[run.entry]}@{run.start}"
             found[f"{name} master"] = piece.tensor[run.offset : run.offset + run.numel].clone()
             for key, value in engine.sharded.optimizer.state.get(piece.tensor, {}).items():
                 part = value if value.dim() == 0 else value[run.offset : run.offset + run.numel]
                 found[f"{name} {key}"] = part.clone()
-        del index
     return found
 
 

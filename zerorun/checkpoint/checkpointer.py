@@ -169,7 +169,7 @@ class Checkpointer:
             encoded = encode(groups, tensors, "optimizer.groups")
             manifest.optimizer = {"type": optimizer_kind(sharded.optimizer), "groups": encoded, "scalars": {}}
         if run.compute_dtype == torch.float16:
-            manifest.loss_scale = {**asdict(run.scaler)}
+            manifest.loss_scale = asdict(run.scaler)
         if run.lr_scheduler is not None:
             manifest.scheduler = encode(run.lr_scheduler.state_dict(), tensors, "scheduler")
         manifest.client_state = encode(client_state, tensors, "client_state")

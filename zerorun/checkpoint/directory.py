@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from .manifest import MANIFEST, read_manifest
+from .plan import STATE_FILE
 from .tensorfile import FileRecord
 
 LATEST = "latest"
@@ -66,7 +67,7 @@ def make_directory(directory: Path) -> None:
 # -- appearing ---------------------------------------------------------------------------------------------------
 
 
-_ALWAYS_THERE = (MANIFEST, "state-00001-of-00001.safetensors")  # in a checkpoint; one of them may be lost
+_ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in a checkpoint; one of them may be lost
 
 
 def refuse_occupied(final: Path, *, replace: bool = True) -> None:

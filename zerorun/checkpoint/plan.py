@@ -14,6 +14,7 @@ from ..errors import CheckpointError
 from .tensorfile import Described
 
 MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
+STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
 CAST = "cast"  # no set: tensors that are only written in the dtype ``rounded``
 # Bytes of a file, as far as tensors allow: what the Hugging Face hub's tools make.
 MAX_FILE_BYTES = 5_000_000_000

@@ -151,16 +151,11 @@ class Reader:
         self._open(file).read(request.name, request.start, found)
         out.copy_(found)
 
-    def fetch(self, requests: Sequence[Read], ranks: Ranks | None) -> None:
-        """Do all reads. Collective if any rank lacks a file. Raises CheckpointError."""
+    def fetch(self, requests: Sequence[Read], ranks: Ranks) -> None:
+        """Do all reads. Collective. Raises CheckpointError."""
         here = [r for r in requests if self.places(r.set)[r.name] not in self.missing]
         away = [r for r in requests if self.places(r.set)[r.name] in self.missing]
-        problem = attempt(lambda: self._read_all(here))[1]
-        if ranks is None or ranks.size == 1:
-            if problem is not None:
-                raise problem.error()
-            return
-        ranks.agree(problem)
+        ranks.agree(attempt(lambda: self._read_all(here))[1])
         self._fetch_away(away, ranks)
 
     def _read_all(self, requests: list[Read]) -> None:

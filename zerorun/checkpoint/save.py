@@ -27,14 +27,12 @@ from .collect import Collector, PeerReader
 from .inventory import Part
 from .manifest import Manifest
 from .plain import decode, encode
-from .plan import OPTIMIZER, STATE, Plan, make_plan
+from .plan import OPTIMIZER, STATE, STATE_FILE, Plan, make_plan
 from .ranks import Ranks
 from .tensorfile import FileRecord, memory_of
 from .write import Target, commit, index_files, small_tensor_file, write_tensors
 
 Scalar = tuple[Any, str | None]  # (plain value, dtype if it was a 0-dim tensor)
-
-_STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
 
 
 @dataclass
@@ -140,11 +138,8 @@ class Saver:
             return _finish(captured, plan, records, facts)
 
         if captured.frozen:
-            captured.manifest.frozen_base = self._sum_frozen(captured)
+            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
         return commit(ranks, target, write, finish)
-
-    def _sum_frozen(self, captured: Captured) -> dict[str, dict[str, Any]]:
-        return frozen_sums(captured.frozen, captured.order, self.ranks, self._read_peer)
 
 
 def on_host(parts: list[Part]) -> list[Part]:
@@ -217,8 +212,8 @@ def _finish(
     manifest.sets = {kind: list(files) for kind, files in plan.sets.items()}
     manifest.files = dict(records)
     if facts.tensors:
-        small[_STATE_FILE] = small_tensor_file(facts.tensors)
-        manifest.sets[STATE] = [_STATE_FILE]
+        small[STATE_FILE] = small_tensor_file(facts.tensors)
+        manifest.sets[STATE] = [STATE_FILE]
     return small, manifest
 
 
