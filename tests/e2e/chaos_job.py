@@ -460,22 +460,22 @@ class Striker:
 
     def watch(self) -> None:
         """Notice every change of the file system in this process from now on."""
-        write, fsync = os.write, os.fsync
+        write, fsync = os.pwrite, os.fsync
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             if event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT):
                 self.happens("any")
 
-        def writing(file: int, data: Any) -> int:
+        def writing(file: int, data: Any, at: int) -> int:
             self.happens("any")
-            return write(file, data)
+            return write(file, data, at)
 
         def syncing(fd: Any) -> None:
             self.happens("any")
             fsync(fd)
 
         sys.addaudithook(audit)
-        os.write, os.fsync = writing, syncing
+        os.pwrite, os.fsync = writing, syncing
 
 
 # -- jobs: killed ------------------------------------------------------------------------------------------------
@@ -827,11 +827,10 @@ def load_with_extra_state(rank: Rank, *, directory: str, forget: bool) -> int:
     train_counting(engine, 3)
     engine.save_checkpoint(directory)
     if forget:
-        rank.together()
-        path = Path(directory) / "global_step3"
-        manifest = read_manifest(path)
-        manifest.extra_state = None
         if rank.rank == 0:
+            path = Path(directory) / "global_step3"
+            manifest = read_manifest(path)
+            manifest.extra_state = None
             (path / MANIFEST).write_text(manifest.to_text())
         rank.together()
     train_counting(engine, 2)

@@ -27,7 +27,7 @@ from torch import nn
 from training import make_config, shared_topology
 
 import zerorun
-from zerorun.checkpoint import cli, cli_verify, offline, tensorfile
+from zerorun.checkpoint import cli, cli_verify, offline, stream, tensorfile
 from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
 from zerorun.checkpoint.load import optimizer_kind
 from zerorun.checkpoint.offline import write_foreign
@@ -459,7 +459,7 @@ def test_export_appears_whole_or_not_at_all(
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "here")
 
-    monkeypatch.setattr(tensorfile.BlockWriter, "write", full)
+    monkeypatch.setattr(stream.FileWriter, "write", full)
     assert "No space left on device" in refused(command, "export", saved / "run", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "run"]
 

@@ -9,11 +9,11 @@ processes of its own; rounds are interleaved, and figures are medians over round
     stall   how long the training loop waits for an asynchronous save; the second of the process
     load    of everything, after the files have left the page cache
 
-What comes before the timed save goes to memory (/dev/shm), and ``--pause`` seconds pass before each use of the disk: disks
-in clouds are fast for some gigabytes, and slow until they have rested.
-
-The yardsticks: ``dd`` writes (conv=fsync) and reads one file of the checkpoint's size; ``copy`` copies a tensor of
-the rank's bytes to another, on both ranks at once.
+What comes before the timed save goes to memory (/dev/shm). The yardsticks, in the same process: ``dd`` writes the bytes of
+the contender's own checkpoint from memory into one file (bs=1M conv=fsync), and reads the contender's files (bs=1M);
+``direct`` does the same past the page cache (bs=8M oflag=direct, iflag=direct); ``copy`` copies a tensor of the rank's
+bytes to another, on both ranks at once. Disks in clouds are fast for some gigabytes, and slow until they have rested:
+``--pause`` seconds pass before each use of the disk, and from round to round another one is first.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def work(args: argparse.Namespace) -> None:
         torch.distributed.barrier()
         return result
 
-    memory = Path("/dev/shm") / folder.name
+    memory, content = Path("/dev/shm") / folder.name, folder / "dd.bin"
     contender.save(memory / "first")
     if contender.save_later is not None:
         for attempt in ("second", "third"):
@@ -182,14 +182,44 @@ def work(args: argparse.Namespace) -> None:
             contender.step(ids)
     torch.distributed.barrier()
     if rank == 0:
-        shutil.rmtree(memory)
-    time.sleep(args.pause)
-    timed("save_s", lambda: (contender.save(folder / "saved"), None if contender.durable else sync(folder / "saved")))
-    files = [path for path in (folder / "saved").rglob("*") if path.is_file()]
-    figures["bytes"] = sum(path.stat().st_size for path in files)
-    forget(files)
-    time.sleep(args.pause)
-    timed("load_s", lambda: contender.load(folder / "saved"))
+        gather_bytes(memory / "first", memory / "content")
+        for name in ("first", "second", "third"):
+            shutil.rmtree(memory / name, ignore_errors=True)
+
+    def save() -> None:
+        contender.save(folder / "saved")
+        if not contender.durable:
+            sync(folder / "saved")
+
+    def dd(*options: str, source: Path | None = None) -> Callable[[], None]:
+        def act() -> None:
+            for path in [source] if source else files_of(folder / "saved"):
+                target = content if source else "/dev/null"
+                if rank == 0:
+                    subprocess.run(["dd", f"if={path}", f"of={target}", *options], check=True, capture_output=True)
+
+        return act
+
+    whole = memory / "content"
+    writes = [
+        ("save_s", save),
+        ("dd_save_s", dd("bs=1M", "conv=fsync", source=whole)),
+        ("direct_save_s", dd("bs=8M", "conv=fsync", "oflag=direct", source=whole)),
+    ]
+    reads = [
+        ("load_s", lambda: contender.load(folder / "saved")),
+        ("dd_load_s", dd("bs=1M")),
+        ("direct_load_s", dd("bs=8M", "iflag=direct")),
+    ]
+    for acts in (writes, reads):
+        for name, act in acts[args.turn :] + acts[: args.turn]:
+            if acts is reads:
+                forget(files_of(folder / "saved"))
+            time.sleep(args.pause)
+            timed(name, act)
+            if rank == 0:
+                content.unlink(missing_ok=True)
+    figures["bytes"] = sum(path.stat().st_size for path in files_of(folder / "saved"))
     if args.worker == "zerorun":
         held = contender.held_bytes()
         source, target = torch.ones(held, dtype=torch.uint8), torch.ones(held, dtype=torch.uint8)
@@ -201,13 +231,23 @@ def work(args: argparse.Namespace) -> None:
     os._exit(0)  # peers' background threads may abort an ordinary end
 
 
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def gather_bytes(folder: Path, target: Path) -> None:
+    """All files of ``folder`` in one."""
+    with target.open("wb") as whole:
+        for path in files_of(folder):
+            whole.write(path.read_bytes())
+
+
 def sync(folder: Path) -> None:
     """Wait for the disk, as far as the save has not."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            os.fsync(handle)
-            os.close(handle)
+    for path in files_of(folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 def forget(files: list[Path]) -> None:
@@ -222,11 +262,11 @@ def forget(files: list[Path]) -> None:
 # -- all of them -------------------------------------------------------------------------------------------------
 
 
-def run(name: str, args: argparse.Namespace) -> dict[str, float]:
+def run(name: str, turn: int, args: argparse.Namespace) -> dict[str, float]:
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder))
     result = folder / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    command += ["--worker", name, "--folder", str(folder), "--result", str(result)]
+    command += ["--worker", name, "--folder", str(folder), "--result", str(result), "--turn", str(turn)]
     command += ["--params", args.params, "--dtype", args.dtype, "--pause", str(args.pause)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "ZERORUN_DEVICE": "cpu"}
     try:
@@ -236,38 +276,24 @@ def run(name: str, args: argparse.Namespace) -> dict[str, float]:
         return json.loads(result.read_text())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_dd(size: int, folder: str, pause: float) -> dict[str, float]:
-    """Seconds that dd takes to write and to read ``size`` bytes."""
-    path = Path(folder) / "dd.bin"
-    blocks = [f"bs={1 << 20}", f"count={size >> 20}"]
-
-    def timed(*command: str) -> float:
-        time.sleep(pause)
-        begun = time.perf_counter()
-        subprocess.run(["dd", *command, *blocks], check=True, capture_output=True)
-        return time.perf_counter() - begun
-
-    written = timed("if=/dev/zero", f"of={path}", "conv=fsync")
-    forget([path])
-    read = timed(f"if={path}", "of=/dev/null")
-    path.unlink()
-    return {"bytes": size, "save_s": written, "load_s": read}
+        shutil.rmtree(Path("/dev/shm") / folder.name, ignore_errors=True)
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
-    def median(name: str, key: str) -> float:
-        values = [result[key] for result in found[name] if key in result]
+    def median(results: list[dict[str, float]], key: str) -> float:
+        values = [result[key] for result in results if key in result]
         return statistics.median(values) if values else float("nan")
 
-    lines = ["| | bytes, GB | save, GB/s | load, GB/s | stall, s |", "|---|---:|---:|---:|---:|"]
-    for name in found:
-        size = median(name, "bytes") / 1e9
-        stall = median(name, "stall_s")
-        speeds = f"{size / median(name, 'save_s'):.2f} | {size / median(name, 'load_s'):.2f}"
-        lines.append(f"| {name} | {size:.2f} | {speeds} | {stall:.3f} |")
-    lines.append(f"\none copy in memory of a rank's bytes: {median('zerorun', 'copy_s'):.3f} s")
+    def speed(results: list[dict[str, float]], key: str) -> str:
+        return f"{median(results, 'bytes') / 1e9 / median(results, key):.2f}"
+
+    lines = ["| | save, GB/s | dd | direct | load, GB/s | dd | direct | stall, s |", "|---|" + "---:|" * 7]
+    for name, results in found.items():
+        keys = ("save_s", "dd_save_s", "direct_save_s", "load_s", "dd_load_s", "direct_load_s")
+        speeds = " | ".join(speed(results, key) for key in keys)
+        lines.append(f"| {name} | {speeds} | {median(results, 'stall_s'):.3f} |")
+    if "zerorun" in found:
+        lines.append(f"\none copy in memory of a rank's bytes: {median(found['zerorun'], 'copy_s'):.3f} s")
     return "\n".join(lines)
 
 
@@ -280,6 +306,7 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
     parser.add_argument("--pause", type=float, default=10.0, help="seconds for the disk to rest")
     parser.add_argument("--json", help="file for all figures")
+    parser.add_argument("--turn", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -287,11 +314,10 @@ def main() -> None:
         work(args)
         return
     names = args.only.split(",")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in [*names, "dd"]}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for round_ in range(args.rounds):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            found[name].append(run(name, args))
-            found["dd"].append(run_dd(int(found[name][-1]["bytes"]), args.folder, args.pause))
+            found[name].append(run(name, round_ % 3, args))
     print(table(found))
     if args.json:
         record = {"command": " ".join(sys.argv), "versions": versions(), "cpus": os.cpu_count(), "found": found}

@@ -27,21 +27,20 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from zerorun.checkpoint import directory as folder
-from zerorun.checkpoint import tensorfile
+from zerorun.checkpoint import stream, tensorfile
 from zerorun.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, read_manifest
 from zerorun.checkpoint.plain import decode, encode
 from zerorun.checkpoint.plan import CAST, MASTER, MODEL, Plan, Row, make_plan
 from zerorun.checkpoint.save import pack_scalars, scalar, unpack_scalars
+from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
 from zerorun.checkpoint.tensorfile import (
     BLOCK_BYTES,
-    BlockWriter,
     Described,
     FileRecord,
     TensorFile,
     dtype_of,
     header_bytes,
     memory_of,
-    write_small,
 )
 from zerorun.checkpoint.write import small_tensor_file
 from zerorun.errors import CheckpointError, DamagedError
@@ -389,7 +388,7 @@ def write_file(path: Path, content: Content, chosen: random.Random | None = None
     """A file with ``content``, written in pieces of random lengths."""
     described = [Described.of(name, tensor) for name, tensor in content.items()]
     data = header_bytes(described, {"by": "test"}) + b"".join(bits(tensor) for tensor in content.values())
-    writer = BlockWriter(path)
+    writer = FileWriter(path, WriteQueue())
     while data:
         length = chosen.randint(1, 200) if chosen else len(data)
         writer.write(data[:length])
@@ -411,6 +410,7 @@ def read_all(path: Path, record: FileRecord | None) -> Content:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 bytes, so that small files have many."""
     monkeypatch.setattr(tensorfile, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 64)
 
 
 def sums(data: bytes, block: int) -> tuple[int, ...]:
@@ -688,15 +688,15 @@ def test_a_file_is_closed_after_an_error(tmp_path: Path) -> None:
 @given(st.binary(max_size=500), st.randoms(use_true_random=False))
 def test_short_writes(tmp_path: Path, small_blocks: None, data: bytes, chosen: random.Random) -> None:
     """A nearly full disk takes less than it is given, again and again."""
-    write = os.write
+    write = os.pwrite
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "write", lambda file, part: write(file, bytes(part)[: chosen.randint(1, 40)]))
+        patch.setattr(os, "pwrite", lambda file, part, at: write(file, bytes(part)[: chosen.randint(1, 40)], at))
         record = write_small(tmp_path / "x", data)
     assert (tmp_path / "x").read_bytes() == data
     assert record == FileRecord(len(data), sums(data, 64))
 
 
-@pytest.mark.parametrize("where", ["write", "fsync", "open"])
+@pytest.mark.parametrize("where", ["pwrite", "fsync", "open"])
 def test_errors_of_small_files_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """As a full disk reports them. The ranks are told ``filename`` and ``strerror``."""
 
@@ -1205,15 +1205,15 @@ def instants(source: Path, to: Path, act: Callable[[], None]) -> list[Path]:
     """Copies of ``source`` from before and after every change that ``act`` makes."""
     witness = Witness(source, to)
     _witness.append(witness)
-    write = os.write
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("write", "pwrite"):
 
-        def writing(file: int, data: Any) -> int:
-            if witness.active:
-                witness.copy()
-            return write(file, data)
+            def writing(*arguments: Any, act: Callable[..., int] = getattr(os, name)) -> int:
+                if witness.active:
+                    witness.copy()
+                return act(*arguments)
 
-        patch.setattr(os, "write", writing)
+            patch.setattr(os, name, writing)
         witness.active = True
         act()
         witness.copy()
@@ -1264,14 +1264,14 @@ def test_interrupted_twice(tmp_path: Path, auditing: None, first: str, second: s
 def durable_events(act: Callable[[], None]) -> list[tuple[str, str]]:
     """What ``act`` does to files, in order: (write, sync, rename, remove, make; path)."""
     events: list[tuple[str, str]] = []
-    write, fsync = os.write, os.fsync
+    write, pwrite, fsync = os.write, os.pwrite, os.fsync
 
     def path_of(file: int) -> str:
         return os.readlink(f"/proc/self/fd/{file}")
 
-    def writing(file: int, data: Any) -> int:
+    def writing(file: int, data: Any, *at: int) -> int:
         events.append(("write", path_of(file)))
-        return write(file, data)
+        return pwrite(file, data, *at) if at else write(file, data)
 
     def syncing(file: int) -> None:
         fsync(file)
@@ -1283,6 +1283,7 @@ def durable_events(act: Callable[[], None]) -> list[tuple[str, str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", writing)
+        patch.setattr(os, "pwrite", writing)
         patch.setattr(os, "fsync", syncing)
         _witness.append(hook)
         act()

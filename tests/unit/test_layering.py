@@ -71,6 +71,7 @@ LAYERS = {
     "checkpoint.read": 4,
     "checkpoint.routine": 4,
     "checkpoint.save": 4,
+    "checkpoint.stream": 4,
     "checkpoint.tensorfile": 4,
     "checkpoint.write": 4,
     "engine": 5,

@@ -30,7 +30,8 @@ from .plain import encode
 from .plan import MASTER, MAX_FILE_BYTES, MODEL, OPTIMIZER, STATE, Plan, Row, Task, make_plan
 from .ranks import Ranks
 from .save import Scalar, now, pack_scalars, versions
-from .tensorfile import Described, FileRecord, dtype_code, write_small
+from .stream import write_small
+from .tensorfile import Described, FileRecord, dtype_code
 from .write import Target, commit, index_files, small_tensor_file, write_tensors
 
 STRETCH_BYTES = 4 << 20

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,7 @@ class Ranks:
         value, problem = attempt(make) if self.rank == 0 else (None, None)
         value, problem = self.gather((value, problem))[0]
         if problem is not None:
+            self._let_all_hear()
             raise problem.error()
         return value  # type: ignore[return-value]
 
@@ -63,9 +65,16 @@ class Ranks:
         """Raise CheckpointError, or DamagedError, on all ranks if any has a problem, naming the first of them."""
         found = [(rank, other) for rank, other in enumerate(self.gather(problem)) if other is not None]
         if found:
+            self._let_all_hear()
             rank, first = found[0]
             others = f" ({len(found) - 1} more ranks have a problem, too)" if len(found) > 1 else ""
             raise Problem(f"rank {rank}: {first.text}{others}" if self.size > 1 else first.text, first.damaged).error()
+
+    def _let_all_hear(self) -> None:
+        """Wait until every rank knows of the problem: the first to end must not cut off what the others still receive."""
+        if self._group is not None:
+            with suppress(RuntimeError):  # one has ended, so that it had heard
+                dist.barrier(group=self._group)
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send a contiguous CPU tensor to one rank. Not collective."""

@@ -17,19 +17,15 @@ import ctypes
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from ..errors import CheckpointError, DamagedError
 
-T = TypeVar("T")
 BLOCK_BYTES = 1 << 20
-_FLUSH_BYTES = 32 << 20  # how much may wait for the disk before it is told to begin
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -132,65 +128,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 # -- writing -----------------------------------------------------------------------------------------------------
 
 
-class BlockWriter:
-    """A new file, written from beginning to end, whose blocks are summed as they pass. Raises OSError."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._position = self._crc = self._flushed = 0
-        self._crcs: list[int] = []
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Append ``data``."""
-        view = memoryview(data)
-        while view.nbytes:
-            part = view[: BLOCK_BYTES - self._position % BLOCK_BYTES]
-            written = self._named(partial(os.write, self._file, part))  # less on a disk that gets full
-            self._crc = zlib.crc32(part[:written], self._crc)
-            self._position += written
-            view = view[written:]
-            if self._position % BLOCK_BYTES == 0:
-                self._crcs.append(self._crc)
-                self._crc = 0
-        if self._position - self._flushed >= _FLUSH_BYTES:
-            _begin_writeback(self._file, self._flushed, self._position - self._flushed)
-            self._flushed = self._position
-
-    def close(self) -> FileRecord:
-        """Make the file durable."""
-        try:
-            self._named(partial(os.fsync, self._file))
-        finally:
-            self.abandon()
-        crcs = (*self._crcs, self._crc) if self._position % BLOCK_BYTES else tuple(self._crcs)
-        return FileRecord(self._position, crcs)
-
-    def _named(self, act: Callable[[], T]) -> T:
-        """Do ``act``; its OSError, which knows of no file, gets the file's name."""
-        try:
-            return act()
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
-
-    def abandon(self) -> None:
-        """Close without making durable. A second call does nothing."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-_SYNC_FILE_RANGE_WRITE = 2
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _begin_writeback(file: int, start: int, length: int) -> None:
-    """Let the disk begin with a part of the file, so that fsync finds little left. No matter if it cannot."""
-    if hasattr(_LIBC, "sync_file_range"):
-        _LIBC.sync_file_range(file, ctypes.c_int64(start), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
-
-
 def header_bytes(tensors: Sequence[Described], metadata: dict[str, str]) -> bytes:
     """The beginning of a file that holds ``tensors`` in this order."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
@@ -205,16 +142,6 @@ def header_bytes(tensors: Sequence[Described], metadata: dict[str, str]) -> byte
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def write_small(path: Path, data: bytes) -> FileRecord:
-    """Write a whole small file, durably."""
-    writer = BlockWriter(path)
-    try:
-        writer.write(data)
-        return writer.close()
-    finally:
-        writer.abandon()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------

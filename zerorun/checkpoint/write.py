@@ -24,7 +24,8 @@ from .collect import Collector
 from .manifest import MANIFEST, Manifest
 from .plan import Plan
 from .ranks import Ranks, attempt
-from .tensorfile import BlockWriter, Described, FileRecord, dtype_of, header_bytes, memory_of, write_small
+from .stream import FileWriter, WriteQueue, write_small
+from .tensorfile import Described, FileRecord, dtype_of, header_bytes, memory_of
 
 
 @dataclass
@@ -75,11 +76,12 @@ class _Output:
 
     def __init__(self, plan: Plan, target: Target) -> None:
         self._tensors, self._target = plan.files(), target
-        self._open: dict[str, BlockWriter] = {}
+        self._queue = WriteQueue()
+        self._open: dict[str, FileWriter] = {}
 
     def write(self, name: str, stretch: torch.Tensor) -> None:
         if name not in self._open:
-            self._open[name] = BlockWriter(self._target.temporary / name)
+            self._open[name] = FileWriter(self._target.temporary / name, self._queue)
             self._open[name].write(header_bytes(self._tensors[name], {}))
         self._open[name].write(memory_of(stretch))
         self._target.check("write")
@@ -97,6 +99,7 @@ class _Output:
     def abandon(self) -> None:
         for writer in self._open.values():
             writer.abandon()
+        self._queue.close()
 
 
 def index_files(plan: Plan) -> dict[str, bytes]:

@@ -1,0 +1,193 @@
+"""Stream: new files, written from beginning to end, past the page cache where there is a disk, summed as they pass.
+
+[Note: past the page cache]
+Written the ordinary way, a checkpoint is copied into the page cache, pushes out what others keep there, and reaches the
+disk only when fsync waits for it; a few GB take several times as long as the disk needs. So whole buffers go from aligned
+memory straight to the disk (O_DIRECT), a few at a time, by threads, while the next buffer is filled. The rest of a file,
+files that are smaller than a buffer, and file systems without a block device below (memory, network, overlays, which
+gather writes better than we could) take the ordinary way.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from .tensorfile import BLOCK_BYTES, FileRecord
+
+BUFFER_BYTES = 4 << 20  # a multiple of BLOCK_BYTES and of what disks ask direct writes to be aligned to
+_DEPTH = 2  # buffers on their way at a time, per rank
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+if _DIRECT:
+    import fcntl
+
+
+class WriteQueue:
+    """Writes full buffers in the background for the files of one rank. At most ``_DEPTH`` are under way."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._free: list[mmap.mmap] = []
+        self._flying: deque[tuple[Future[list[int]], mmap.mmap]] = deque()
+
+    def buffer(self) -> mmap.mmap:
+        """``BUFFER_BYTES`` of page-aligned memory, for the caller to fill. Waits while too many are under way.
+
+        What a write raised is raised by ``FileWriter.close`` of its file.
+        """
+        while len(self._flying) >= _DEPTH:
+            self._land()
+        return self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)
+
+    def submit(self, write: Callable[[mmap.mmap], list[int]], buffer: mmap.mmap) -> Future[list[int]]:
+        """Begin ``write(buffer)``, which returns the sums of its blocks. The buffer is the queue's again."""
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_DEPTH, "zerorun checkpoint disk")
+        future = self._threads.submit(write, buffer)
+        self._flying.append((future, buffer))
+        return future
+
+    def give_back(self, buffer: mmap.mmap) -> None:
+        """The caller needs ``buffer`` no more."""
+        self._free.append(buffer)
+
+    def close(self) -> None:
+        """Wait for what is under way, and let go of the threads and the memory."""
+        while self._flying:
+            self._land()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+        self._free = []
+
+    def _land(self) -> None:
+        future, buffer = self._flying.popleft()
+        future.exception()
+        self._free.append(buffer)
+
+
+class FileWriter:
+    """A new file, written from beginning to end. Every method raises OSError with the file's name.
+
+    ``queue`` is shared by the files that one rank writes at the same time.
+    """
+
+    def __init__(self, path: Path, queue: WriteQueue) -> None:
+        self._path, self._queue = path, queue
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._buffer: mmap.mmap | None = None
+        self._filled = 0  # bytes of the buffer
+        self._position = 0  # where in the file the buffer belongs
+        self._flying: deque[Future[list[int]]] = deque()
+        self._crcs: list[int] = []
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append ``data``, which is copied. An error of an earlier write may be raised now."""
+        view = memoryview(data)
+        while self._flying and self._flying[0].done():
+            self._crcs += self._flying.popleft().result()
+        while view.nbytes:
+            if self._buffer is None:
+                self._buffer = self._queue.buffer()
+            part = view[: BUFFER_BYTES - self._filled]
+            self._buffer[self._filled : self._filled + part.nbytes] = part
+            self._filled += part.nbytes
+            view = view[part.nbytes :]
+            if self._filled == BUFFER_BYTES:
+                self._send()
+
+    def _send(self) -> None:
+        assert self._buffer is not None
+        if self._position == 0:
+            _go_past_cache(self._file)
+        position = self._position
+        self._flying.append(self._queue.submit(lambda buffer: self._write_at(position, memoryview(buffer)), self._buffer))
+        self._position += BUFFER_BYTES
+        self._buffer, self._filled = None, 0
+
+    def _write_at(self, position: int, data: memoryview) -> list[int]:
+        """Write ``data``; the sum of each of its blocks."""
+        crcs = [zlib.crc32(data[begin : begin + BLOCK_BYTES]) for begin in range(0, data.nbytes, BLOCK_BYTES)]
+        done = 0
+        with _naming(self._path):
+            while done < data.nbytes:
+                try:
+                    done += os.pwrite(self._file, data[done:], position + done)
+                except OSError as error:
+                    if error.errno != errno.EINVAL or not _go_through_cache(self._file):
+                        raise
+                else:
+                    if done < data.nbytes:  # a disk that gets full: what is left may not be aligned
+                        _go_through_cache(self._file)
+        return crcs
+
+    def close(self) -> FileRecord:
+        """Make the file durable."""
+        try:
+            while self._flying:
+                self._crcs += self._flying.popleft().result()
+            if self._buffer is not None:
+                _go_through_cache(self._file)
+                self._crcs += self._write_at(self._position, memoryview(self._buffer)[: self._filled])
+            with _naming(self._path):
+                os.fsync(self._file)
+        finally:
+            self.abandon()
+        return FileRecord(self._position + self._filled, tuple(self._crcs))
+
+    def abandon(self) -> None:
+        """Close without making durable, when nothing is under way any more. A second call does nothing."""
+        for future in self._flying:
+            future.exception()
+        if self._buffer is not None:
+            self._queue.give_back(self._buffer)
+            self._buffer = None
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError, which knows of no file, have the file's name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _go_past_cache(file: int) -> None:
+    """Let writes to ``file`` go to the disk directly, if a disk is what is below."""
+    if _DIRECT and os.major(os.fstat(file).st_dev) != 0:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | _DIRECT)
+        except OSError:  # the file system cannot
+            return
+
+
+def _go_through_cache(file: int) -> bool:
+    """The opposite: whether it made a difference."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL) if _DIRECT else 0
+    if not flags & _DIRECT:
+        return False
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return True
+
+
+def write_small(path: Path, data: bytes) -> FileRecord:
+    """Write a whole small file, durably. Raises OSError with the file's name."""
+    writer = FileWriter(path, WriteQueue())
+    try:
+        writer.write(data)
+        return writer.close()
+    finally:
+        writer.abandon()
