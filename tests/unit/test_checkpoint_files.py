@@ -1206,14 +1206,17 @@ def instants(source: Path, to: Path, act: Callable[[], None]) -> list[Path]:
     witness = Witness(source, to)
     _witness.append(witness)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("write", "pwrite"):
 
-            def writing(*arguments: Any, act: Callable[..., int] = getattr(os, name)) -> int:
+        def witnessed(act: Callable[..., int]) -> Callable[..., int]:
+            def writing(*arguments: Any) -> int:
                 if witness.active:
                     witness.copy()
                 return act(*arguments)
 
-            patch.setattr(os, name, writing)
+            return writing
+
+        patch.setattr(os, "write", witnessed(os.write))
+        patch.setattr(os, "pwrite", witnessed(os.pwrite))
         witness.active = True
         act()
         witness.copy()
