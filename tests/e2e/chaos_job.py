@@ -460,22 +460,23 @@ class Striker:
 
     def watch(self) -> None:
         """Notice every change of the file system in this process from now on."""
-        write, fsync = os.pwrite, os.fsync
+        write, pwrite, fsync = os.write, os.pwrite, os.fsync
 
         def audit(event: str, arguments: tuple[Any, ...]) -> None:
             if event in _CHANGES or (event == "open" and isinstance(arguments[2], int) and arguments[2] & os.O_CREAT):
                 self.happens("any")
 
-        def writing(file: int, data: Any, at: int) -> int:
+        def writing(file: int, data: Any, *at: int) -> int:
             self.happens("any")
-            return write(file, data, at)
+            return pwrite(file, data, *at) if at else write(file, data)
 
         def syncing(fd: Any) -> None:
             self.happens("any")
             fsync(fd)
 
         sys.addaudithook(audit)
-        os.pwrite, os.fsync = writing, syncing
+        os.write = os.pwrite = writing
+        os.fsync = syncing
 
 
 # -- jobs: killed ------------------------------------------------------------------------------------------------

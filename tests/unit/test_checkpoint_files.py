@@ -29,6 +29,7 @@ from safetensors import safe_open
 from zerorun.checkpoint import directory as folder
 from zerorun.checkpoint import stream, tensorfile
 from zerorun.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, read_manifest
+from zerorun.checkpoint.offline import alone
 from zerorun.checkpoint.plain import decode, encode
 from zerorun.checkpoint.plan import CAST, MASTER, MODEL, Plan, Row, make_plan
 from zerorun.checkpoint.save import pack_scalars, scalar, unpack_scalars
@@ -42,7 +43,7 @@ from zerorun.checkpoint.tensorfile import (
     header_bytes,
     memory_of,
 )
-from zerorun.checkpoint.write import small_tensor_file
+from zerorun.checkpoint.write import Target, commit, small_tensor_file
 from zerorun.errors import CheckpointError, DamagedError
 from zerorun.zero.layout import build_layout
 
@@ -1080,7 +1081,7 @@ def test_damaged_and_foreign_directories(tmp_path: Path) -> None:
     assert folder.newest_first(tmp_path) == ["s1"]
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/", "a\0b", ".saving.x", "x.old", "latest"])
+@pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "/", "a\0b", ".saving.x", ".deleting.x", "x.old", "latest"])
 def test_tags_that_are_refused(tag: str) -> None:
     with pytest.raises(CheckpointError, match="Remedy"):
         folder.check_tag(tag)
@@ -1148,9 +1149,23 @@ def test_left_overs_are_replaced(tmp_path: Path) -> None:
     (stale / "stale").write_text("x")
     (tmp_path / ".saving.s1.rank0").touch()
     (tmp_path / ".saving.latest").write_text("s0")
+    (tmp_path / ".deleting.s0").mkdir()
+    (tmp_path / ".deleting.s0" / MANIFEST).write_text("{}")
+    assert folder.in_order_of_trust(tmp_path) == []
     save(tmp_path, "s1", 1)
     assert sorted(path.name for path in (tmp_path / "s1").iterdir()) == ["model.safetensors", MANIFEST]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "s1"]
+
+
+def test_what_a_killed_save_had_replaced(tmp_path: Path) -> None:
+    """The next save deletes it, of whatever tag it was; but not if it is the only version that can be read."""
+    for tag in ("s1", "s2"):
+        save(tmp_path, tag, 1)
+        shutil.copytree(tmp_path / tag, tmp_path / f"{tag}.old")
+    (tmp_path / "s2" / MANIFEST).write_text("{")
+    content = Manifest("s3", "2026-01-03", {"global_steps": 3})
+    commit(alone(), Target(tmp_path, "s3"), dict, lambda records: ({}, content))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "s1", "s2", "s2.old", "s3"]
 
 
 # -- interrupted between any two steps ---------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def survey(directory: Path) -> list[Entry]:
     for path in sorted(directory.iterdir(), key=lambda path: path.name):
         if path.is_dir() and path.name.startswith(folder.TEMPORARY):
             found.append(Entry(path.name, None, (UNFINISHED,), unfinished=True))
+        elif path.is_dir() and path.name.startswith(folder.DOOMED):
+            found.append(Entry(path.name, None, ("a deletion that is going on, or was interrupted",), unfinished=True))
         elif path.is_dir() and (path / MANIFEST).is_file():
             found.append(_entry(path))
         elif path.is_dir() and (path.name == named or any(next(path.glob(own), None) for own in _OWN_FILES)):

@@ -8,7 +8,8 @@
 
 After each of them, and inside of each, the newest complete checkpoint is a directory with a manifest: ``TAG``, ``TAG.old``
 or the one before. A directory whose name begins with ``.saving.`` is never chosen. To delete one, it is first renamed to
-``.saving.TAG``, so that half a directory never looks like a whole one.
+``.deleting.TAG``, so that half a directory never looks like a whole one; what an interrupted deletion leaves, the next
+save deletes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from .tensorfile import FileRecord
 
 LATEST = "latest"
 TEMPORARY = ".saving."
+DOOMED = ".deleting."
 # Seconds after which an interrupted save of another tag is deleted. Before, another process may be writing it.
 _STALE_S = 900
 OLD = ".old"
@@ -36,10 +38,11 @@ OLD = ".old"
 def check_tag(tag: str) -> str:
     """``tag`` if it can be the name of a directory. Raises CheckpointError."""
     plain = tag == tag.strip() and "/" not in tag and "\0" not in tag
-    if not plain or tag in ("", ".", "..", LATEST) or tag.startswith(TEMPORARY) or tag.endswith(OLD):
+    if not plain or tag in ("", ".", "..", LATEST) or tag.startswith((TEMPORARY, DOOMED)) or tag.endswith(OLD):
         raise CheckpointError(
             f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', without blanks at "
-            f"its ends, that does not begin with {TEMPORARY!r}, does not end with {OLD!r} and is not {LATEST!r}."
+            f"its ends, that begins neither with {TEMPORARY!r} nor with {DOOMED!r}, does not end with {OLD!r}, and is not "
+            f"{LATEST!r}."
         )
     return tag
 
@@ -122,7 +125,7 @@ def point_latest(directory: Path, tag: str) -> None:
 
 def _remove(path: Path) -> None:
     if path.exists():
-        doomed = path.with_name(f"{TEMPORARY}{path.name}")
+        doomed = path.with_name(f"{DOOMED}{path.name}")
         if doomed.exists():
             shutil.rmtree(doomed)
         path.rename(doomed)
@@ -135,6 +138,8 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
     ``tag`` itself always stays, and so does what zerorun did not make.
     """
     _remove(directory / f"{tag}{OLD}")
+    for left in directory.glob(f"{DOOMED}*"):
+        shutil.rmtree(left, ignore_errors=True)
     for left in directory.glob(f"{TEMPORARY}*"):
         written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if left.is_dir() else ())))
         if time.time() - written > _STALE_S:
@@ -145,6 +150,25 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
     for name in doomed:
         _remove(directory / name)
     return doomed
+
+
+def replaced(directory: Path) -> list[str]:
+    """Tags of which the replaced version is still there: their save was killed at its last steps."""
+    return sorted(path.name.removesuffix(OLD) for path in directory.glob(f"*{OLD}") if (path / MANIFEST).is_file())
+
+
+def version_of(path: Path) -> str | None:
+    """When the checkpoint ``path`` was saved; None if there is none that can be read."""
+    try:
+        return read_manifest(path).saved_at
+    except CheckpointError:
+        return None
+
+
+def drop_replaced(directory: Path, tags: Iterable[str]) -> None:
+    """Delete the replaced versions of ``tags``, which are there in new versions on all disks. Raises OSError."""
+    for tag in tags:
+        _remove(directory / f"{tag}{OLD}")
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------
@@ -159,7 +183,7 @@ def _by_time(directory: Path) -> list[tuple[str, str, bool]]:
     """(time of saving, name, whether ``latest`` is to name it), newest first."""
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith(TEMPORARY) or not (path / MANIFEST).is_file():
+        if path.name.startswith((TEMPORARY, DOOMED)) or not (path / MANIFEST).is_file():
             continue
         try:
             manifest = read_manifest(path)

@@ -182,7 +182,21 @@ def commit(
             shutil.rmtree(target.temporary, ignore_errors=True)
         raise
     on_leader(lambda: _tidy(target))
+    if target.prune:
+        _drop_replaced(ranks, target.directory, leads)
     return target.directory / target.tag
+
+
+def _drop_replaced(ranks: Ranks, directory: Path, leads: bool) -> None:
+    """Delete what killed saves of any tag had replaced, if every volume has the same new version. Collective."""
+    found = attempt(lambda: folder.replaced(directory))[0] if leads else None
+    tags = sorted({tag for tags in ranks.gather(found) for tag in tags or ()})
+    if not tags:
+        return
+    known = ranks.gather([folder.version_of(directory / tag) for tag in tags] if leads else None)
+    versions = zip(*(times for times in known if times), strict=True)
+    done = [tag for tag, times in zip(tags, versions, strict=True) if len(set(times)) == 1 and times[0] is not None]
+    ranks.agree(attempt(lambda: folder.drop_replaced(directory, done))[1] if leads else None)
 
 
 def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None) -> None:
