@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from .precision import DTYPES, LossScaler
 from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, guard_state_dict
-from .zero.partition import UnitBuilder, UnitPolicy, choose_units
+from .zero.partition import UnitBuilder, UnitPolicy, UnitSpec, choose_units
 from .zero.pieces import OptimizerPiece, build_pieces
-from .zero.policy import STAGES
+from .zero.placement import Placement, place_units
+from .zero.policy import STAGES, Policy
 from .zero.runtime import Runtime
 from .zero.stepping import ShardedOptimizer
 from .zero.unit import Unit
@@ -62,7 +63,7 @@ def initialize(
     setup_logging()
     device = default_device()
     init_distributed(device)
-    wanted, raw = _agree(lambda: _prepare(model, config, args, optimizer, model_parameters, topology, device))
+    wanted, raw = _agree(lambda: _prepare(model, config, args, optimizer, model_parameters, topology))
     _compare_ranks(model, wanted)
     settings = wanted.zero_optimization
     owns_topology = topology is None
@@ -71,13 +72,15 @@ def initialize(
     )
     wire = DTYPES[wanted.communication_data_type or wanted.data_types.grad_accum_dtype or "fp32"]
     comm = Communicator(topology, device, wire)
-    policy = STAGES[settings.stage if topology.shard > 1 else min(settings.stage, 1)]
+    policy = _policy(wanted, topology)
     compute = _compute_dtype(wanted)
     _move_buffers(model, device, comm)
     builder = UnitBuilder(policy, comm, device, compute, 2, raw.group_of, raw.whole)
     specs = choose_units(model, _unit_policy(wanted))
     overlap = _overlap(wanted, comm)
     builder.slot_count = _slot_count(wanted, overlap, [sum(p.numel() for _, p in spec.params) for spec in specs[1:]])
+    builder.placements = _placements(wanted, specs, raw)
+    builder.pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
     units, param_slots, grad_slots = builder.build(specs)
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
@@ -164,7 +167,6 @@ def _prepare(
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
     topology: Topology | None,
-    device: torch.device,
 ) -> tuple[Config, _Raw]:
     if not isinstance(model, nn.Module):
         raise ModelError(f"initialize() needs an nn.Module, got {type(model).__name__}.")
@@ -177,7 +179,6 @@ def _prepare(
         optimizer_given=client is not None,
         learning_rate=client.param_groups[0]["lr"] if client else None,
     )
-    _refuse_offload(wanted, device)
     return wanted, _raw_optimizer(model, wanted, client, model_parameters)
 
 
@@ -256,24 +257,6 @@ def _as_list(params: Any) -> list[Any]:
     return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
-def _refuse_offload(config: Config, device: torch.device) -> None:
-    problems = [
-        ConfigProblem(
-            f"zero_optimization.{name}.device",
-            section.device,
-            f"offload from {device.type} to host memory is not built yet.",
-            'set device to "none".',
-        )
-        for name, section in (
-            ("offload_optimizer", config.zero_optimization.offload_optimizer),
-            ("offload_param", config.zero_optimization.offload_param),
-        )
-        if section.device != "none" and device.type != "cpu"
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
 def _hidden_size(model: nn.Module) -> int | None:
     """The width of a Hugging Face model, for "auto" sizes."""
     described = getattr(model, "config", None)
@@ -325,6 +308,30 @@ def _shard_degree(config: Config) -> int | None:
             raise TopologyError(f"{dist.get_world_size()} ranks are not a multiple of {local} ranks on this node.")
         return local
     return settings.shard_degree
+
+
+def _policy(config: Config, topology: Topology) -> Policy:
+    """The row of the stage. A group of one shares slots only where that moves something to the host."""
+    settings = config.zero_optimization
+    if topology.shard > 1:
+        return STAGES[settings.stage]
+    row = STAGES[min(settings.stage, 1)]
+    return replace(
+        row,
+        share_grad_slots=settings.stage >= 2 and not settings.offload_optimizer.is_off(),
+        share_param_slots=settings.stage == 3 and not settings.offload_param.is_off(),
+    )
+
+
+def _placements(config: Config, specs: list[UnitSpec], raw: _Raw) -> list[Placement]:
+    settings = config.zero_optimization
+    numels = [sum(p.numel() for _, p in spec.params if p.requires_grad and id(p) in raw.group_of) for spec in specs]
+    return place_units(
+        numels,
+        optimizer=not settings.offload_optimizer.is_off(),
+        ratio=settings.offload_optimizer.ratio,
+        params=not settings.offload_param.is_off(),
+    )
 
 
 def _compute_dtype(config: Config) -> torch.dtype | None:

@@ -9,9 +9,6 @@ from zerorun.config_params import find_kind, refused_optimizer
 from zerorun.config_schema import Config
 from zerorun.errors import ConfigProblem
 
-_OFFLOAD_NOTE = (
-    "offload comes later: on a CPU device the states are in host memory already; on an accelerator the engine refuses."
-)
 _NVME = ("NVMe offload is not built.", 'Set device to "none".')
 
 
@@ -123,7 +120,7 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     """One note for each key of the file that changes nothing in this run, with the reason."""
     written = _written(config)
     notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
-    for rule in (_clipping_note, _unit_notes, _static_scale_notes, _offload_notes, _adam_note, _params_notes):
+    for rule in (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes):
         notes += rule(config)
     return tuple(notes)
 
@@ -195,13 +192,6 @@ def _static_scale_notes(config: Config) -> Iterator[ConfigNote]:
     for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"):
         if f"fp16.{name}" in written:
             yield ConfigNote(f"fp16.{name}", f"the loss scale is fixed at {config.fp16.loss_scale:g}.")
-
-
-def _offload_notes(config: Config) -> Iterator[ConfigNote]:
-    zero = config.zero_optimization
-    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
-        if section.device == "cpu":
-            yield ConfigNote(f"zero_optimization.{name}.device", _OFFLOAD_NOTE)
 
 
 def _adam_note(config: Config) -> Iterator[ConfigNote]:

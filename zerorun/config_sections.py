@@ -40,7 +40,6 @@ _RECOMPUTE = Inert("checkpointed activations stay where the module's own checkpo
 _PIPELINE = Inert("the model runs on every rank; there are no pipeline stages yet.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
 _CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
-_PINNED = Inert("nothing is copied from host memory yet, so nothing is pinned.", unless=True)
 _FORMAT = "zerorun's own checkpoint format makes it unnecessary: "
 
 
@@ -118,8 +117,8 @@ class OffloadOptimizer(Section):
     """Where the fp32 masters and the optimizer states live."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
-    pin_memory: Annotated[Flag, _PINNED] = True
-    ratio: Annotated[Real, Field(ge=0, le=1), Inert("all of the states go to one device.", unless=1.0)] = 1.0
+    pin_memory: Flag = True
+    ratio: Annotated[Real, Field(ge=0, le=1)] = 1.0  # share of the elements whose optimizer is there
     nvme_path: Annotated[Text | None, _NVME_ONLY] = None
     buffer_count: Annotated[Int, _NVME_ONLY] = 4
     pipeline_read: Annotated[Flag, _NVME_ONLY] = False
@@ -137,7 +136,7 @@ class OffloadParam(Section):
     """Where the parameter shards of stage 3 live."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
-    pin_memory: Annotated[Flag, _PINNED] = True
+    pin_memory: Flag = True
     nvme_path: Annotated[Text | None, _NVME_ONLY] = None
     buffer_count: Annotated[Int, _NVME_ONLY] = 5
     buffer_size: Annotated[Int, _NVME_ONLY] = 100_000_000

@@ -536,7 +536,7 @@ class Engine:
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
-        return memory_by_kind(self.module, self.units, self.runtime, self.optimizer)
+        return memory_by_kind(self.module, self.units, self.runtime, self.sharded)
 
     def communication_report(self) -> dict[str, dict[str, int]]:
         """Calls and bytes sent by this rank so far, by label (unit and phase)."""

@@ -24,6 +24,7 @@ LAYERS = {
     "schedules": 1,
     "zero.layout": 1,
     "zero.order": 1,
+    "zero.placement": 1,
     "zero.policy": 1,
     "arguments": 1,
     "topology": 2,

@@ -64,6 +64,7 @@ def registry_of(module: nn.Module) -> Registry | None:
 
 def _gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
     """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
+    owned = owned.to(registry.runtime.comm.device)
     if owned.numel() == segment.layout.numel:
         return owned
     full = torch.empty(segment.layout.numel, dtype=owned.dtype, device=owned.device)
@@ -80,7 +81,7 @@ def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
     """The flat compute-dtype parameters [numel] of a segment. Collective for units that share slots."""
     if unit.resident:
         return segment.full
-    full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=segment.shard.device)
+    full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=runtime.comm.device)
     label = f"{unit.name}: all-gather on request"
     runtime.comm.all_gather(full, segment.layout.bounds, label, segment.shard).wait()
     return full
@@ -179,7 +180,7 @@ def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
         slots = registry.runtime.param_slots
         if slots.occupant[home.unit.param_slot] == home.unit.index:
             registry.runtime.evict(home.unit.param_slot)
-    if segment.master is not None and segment.dtype != segment.master.dtype:
+    if segment.master is not None and not segment.master_is_weight:
         _store_owned(segment, home.entry, segment.master, value)
 
 
@@ -259,7 +260,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the master and the weight of ``param`` to ``value`` (full, the same on all ranks, which must all call it)."""
     registry, home = _managed(param)
-    _store_weight(registry, home, value.to(home.segment.shard.device))
+    _store_weight(registry, home, value)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -273,6 +274,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     registry, home = found
     late = registry.runtime.comm.control_objects(registry.runtime.late)
     registry.runtime.settle(set().union(*late))
+    if home.unit.link is not None:
+        home.unit.link.drain()
     if not home.segment.reduced:
         return None
     flat = _gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)

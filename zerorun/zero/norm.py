@@ -21,9 +21,10 @@ def local_square_sum(units: Iterable[Unit]) -> torch.Tensor:
     total: torch.Tensor | None = None
     for unit in units:
         for segment in unit.trainable:
-            assert segment.grad_shard is not None
-            part = _square_sum(segment.grad_shard)
-            total = part if total is None else total + part
+            shard = segment.grad_shard if segment.host_grad is None else segment.host_grad
+            assert shard is not None
+            part = _square_sum(shard)
+            total = part if total is None else total + part.to(total.device)
     return total if total is not None else torch.zeros((), dtype=torch.float64)
 
 

@@ -19,6 +19,7 @@ from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
 from .init import forget_part, whole_value
 from .layout import build_layout
+from .placement import HostLink, Placement
 from .policy import Policy
 from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
 
@@ -180,18 +181,21 @@ class UnitBuilder:
     slot_count: int  # shared parameter slots: one in use, the others on their way
     optimized: dict[int, int]  # id(parameter) -> parameter group
     whole: bool  # never cut a parameter
+    placements: Sequence[Placement] = ()  # of the units, if not all on the device
+    pinned: bool = True  # host memory
 
     def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
         """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
         units = [Unit(index, spec.name, spec.modules, self._segments(spec)) for index, spec in enumerate(specs)]
         sharing = [unit for unit, spec in zip(units, specs, strict=True) if spec.shares_slots and unit.name != ROOT]
-        degree = self.comm.topology.shard
-        share_params = self.policy.share_param_slots and degree > 1
-        share_grads = self.policy.share_grad_slots and degree > 1
+        share_params, share_grads = self.policy.share_param_slots, self.policy.share_grad_slots
+        for unit, placement in zip(units, self.placements, strict=bool(self.placements)):
+            unit.placement = placement
         param_slots = self._pool(self.slot_count, [self._bytes(u.segments) for u in sharing] if share_params else [])
         # A gradient slot is filled when its unit's backward is over and is on the wire during the next one's.
         in_flight = max(self.slot_count - 1, 1)
         grad_slots = self._pool(in_flight, [self._grad_bytes(u) for u in sharing] if share_grads else [])
+        self._link = HostLink(self.device, pinned=self.pinned)
         for position, unit in enumerate(sharing):
             if share_params:
                 unit.resident, unit.param_slot = False, position % self.slot_count
@@ -249,9 +253,9 @@ class UnitBuilder:
                 segment.shard = segment.full[segment.low : segment.high]
             else:
                 segment.adopt_full(carved[index])
-                segment.shard = values[segment.low : segment.high].to(dtype, copy=True)
+                segment.shard = self._kept(values[segment.low : segment.high], dtype, on_host=unit.placement.params)
             if segment.trainable:
-                self._give_master(segment, values)
+                self._give_master(unit, segment, values)
             for param, view in zip(segment.params, segment.views, strict=True):
                 param.data = view
             segment.loud = [placeholder(param) for param in segment.params]
@@ -275,12 +279,23 @@ class UnitBuilder:
         self.comm.broadcast(flat, 0, "initial parameters")
         return flat
 
-    def _give_master(self, segment: Segment, values: torch.Tensor) -> None:
+    def _kept(self, values: torch.Tensor, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor:
+        """A copy of ``values`` where it is to stay."""
+        if not on_host:
+            return values.to(dtype, copy=True)
+        return self._link.empty(values.numel(), dtype).copy_(values)
+
+    def _give_master(self, unit: Unit, segment: Segment, values: torch.Tensor) -> None:
         if self.policy.shard_optimizer:
             owned, compute = values[segment.low : segment.high], segment.shard
         else:
             owned, compute = values, segment.full
-        segment.master = compute if segment.dtype == torch.float32 else owned.to(torch.float32, copy=True)
+        on_host = unit.placement.optimizer
+        weight_on_host = unit.placement.params and not unit.resident
+        if segment.dtype == torch.float32 and on_host == weight_on_host:
+            segment.master = compute
+        else:
+            segment.master = self._kept(owned, torch.float32, on_host=on_host)
 
     def _give_gradients(self, unit: Unit, grad_slots: SlotPool) -> None:
         numels = [segment.layout.numel for segment in unit.trainable]
@@ -288,9 +303,13 @@ class UnitBuilder:
             slots = grad_slots.carve(unit.grad_slot, numels, [torch.float32] * len(numels))
         else:
             slots = [torch.zeros(numel, dtype=torch.float32, device=self.device) for numel in numels]
+        on_host = unit.placement.optimizer  # then a reduced gradient leaves its slot at once
         for segment, slot in zip(unit.trainable, slots, strict=True):
             segment.adopt_grad(slot)
-            if self.policy.share_grad_slots and self.comm.topology.shard > 1:
-                segment.grad_shard = torch.zeros(segment.high - segment.low, dtype=torch.float32, device=self.device)
+            owned = segment.high - segment.low
+            if self.policy.share_grad_slots and not on_host:
+                segment.grad_shard = torch.zeros(owned, dtype=torch.float32, device=self.device)
             else:
                 segment.grad_shard = slot[segment.low : segment.high]
+            if on_host:
+                segment.host_grad, unit.link = self._link.empty(owned, torch.float32), self._link

@@ -52,8 +52,11 @@ def owns_everything(segment: Segment) -> bool:
 
 
 def owned_gradient(segment: Segment) -> torch.Tensor:
-    """The gradient of what this rank updates: [owned] fp32."""
-    found = segment.grad_full if owns_everything(segment) else segment.grad_shard
+    """The gradient of what this rank updates: [owned] fp32, where the master is."""
+    if segment.host_grad is not None:
+        return segment.host_grad
+    whole = owns_everything(segment) and segment.shares_grad_memory
+    found = segment.grad_full if whole else segment.grad_shard
     assert found is not None
     return found
 

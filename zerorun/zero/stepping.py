@@ -12,7 +12,7 @@ from ..comm import Communicator
 from ..errors import StepError
 from ..ops.adam import FusedAdam
 from .norm import local_square_sum
-from .pieces import OptimizerPiece, owns_everything, split_lengths, split_piece
+from .pieces import OptimizerPiece, split_lengths, split_piece
 from .runtime import Runtime
 from .unit import Segment, Unit
 
@@ -56,16 +56,24 @@ class ShardedOptimizer:
         ``wishes``: what else ranks want to know of each other; as many on every rank.
         """
         runtime.finish_reductions()
+        self._drain()
         unused = any(False in segment.used for segment in self._segments)
         values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight, *wishes]
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             late = self.comm.control_objects(runtime.late)
             runtime.settle(set().union(*late))
+            self._drain()
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
         square_sum, _, unused_sum, bad, weights, *wished = total.tolist()
         counts = tuple(int(count) for count in wished)
         return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0, counts)
+
+    def _drain(self) -> None:
+        """Wait for the gradients that are on their way to host memory."""
+        for unit in self.units:
+            if unit.link is not None:
+                unit.link.drain()
 
     def _square_sum(self) -> float:
         return float(local_square_sum(self.units))
@@ -128,7 +136,5 @@ class ShardedOptimizer:
 
 def write_back(segment: Segment) -> None:
     """Let the compute-dtype values be the master's, rounded."""
-    master = segment.master
-    if master is None or segment.dtype == master.dtype:
-        return
-    (segment.full if owns_everything(segment) else segment.shard).copy_(master)
+    if segment.master is not None and not segment.master_is_weight:
+        segment.weight.copy_(segment.master)

@@ -8,9 +8,10 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | parameter (.data)  | Segment | the user's      | compute | a view of ``full`` while gathered, else a loud placeholder |
 | ``full``           | Segment | [numel]         | compute | own slot, or a part of a shared slot (stage 3)             |
 | ``shard``          | Segment | [shard]         | compute | a view of ``full`` if that is its own, else its own        |
-| ``master``         | Segment | [owned]         | fp32    | ``shard`` itself in fp32; else its own                     |
+| ``master``         | Segment | [owned]         | fp32    | ``shard`` itself in fp32 if both are placed alike; or own  |
 | ``grad_full``      | Segment | [numel]         | fp32    | own slot, or a part of a shared slot (stages 2 and 3)      |
 | ``grad_shard``     | Segment | [shard]         | fp32    | a view of ``grad_full`` if that is its own, else its own   |
+| ``host_grad``      | Segment | [shard]         | fp32    | in host memory, if the optimizer is (placement.py)         |
 | moments            | torch.optim | like master | fp32    | on 1-D (or whole) pieces of ``master``                     |
 | parameter.grad     | autograd | the user's     | compute | autograd's own, from its backward until ``absorb``         |
 | ``loose``          | Segment | flat, a list    | fp32    | as autograd left them, from ``absorb`` until they are sent |
@@ -37,6 +38,7 @@ from torch import nn
 
 from ..comm import Communicator, Pending
 from .layout import Layout
+from .placement import HostLink, Placement
 
 
 class SlotPool:
@@ -85,6 +87,8 @@ class Segment:
         self.master: torch.Tensor | None = None
         self.grad_full: torch.Tensor | None = None
         self.grad_shard: torch.Tensor | None = None
+        self.host_grad: torch.Tensor | None = None
+        self.fetched = False  # host_grad holds reduced gradients of this step
         self.views: list[torch.Tensor] = []  # of full, one for each parameter
         self.grad_views: list[torch.Tensor] = []  # of grad_full
         self.gap_views: list[torch.Tensor] = []  # of grad_full: what belongs to no parameter
@@ -103,6 +107,22 @@ class Segment:
     @property
     def high(self) -> int:
         return self.layout.bounds[self.rank + 1]
+
+    @property
+    def shard_is_in_place(self) -> bool:
+        """True if ``shard`` is a view of ``full``."""
+        return self.shard.data_ptr() == self.full[self.low :].data_ptr()
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The compute-dtype values of what ``master`` holds: [owned]."""
+        owns_all = self.master is not None and self.master.numel() == self.layout.numel
+        return self.full if owns_all and self.shard_is_in_place else self.shard
+
+    @property
+    def master_is_weight(self) -> bool:
+        """True if the optimizer updates the weights in place."""
+        return self.master is not None and self.master.data_ptr() == self.weight.data_ptr()
 
     def adopt_full(self, full: torch.Tensor) -> None:
         """Use ``full`` [numel] as the place of the gathered parameters."""
@@ -172,7 +192,7 @@ class Segment:
 
     def _set_reduced_aside(self) -> None:
         """A second backward of the same step fills a slot whose shard part is already reduced: keep that part."""
-        if self.reduced and self.grad_shard is not None and self.shares_grad_memory:
+        if self.reduced and self.grad_shard is not None and self.shares_grad_memory and self.host_grad is None:
             self.carry = self.grad_shard.clone()
             self.reduced = False
 
@@ -185,7 +205,7 @@ class Segment:
 
     def forget_gradients(self) -> None:
         """Start the next step with no gradient."""
-        self.accumulated = self.reduced = False
+        self.accumulated = self.reduced = self.fetched = False
         self.loose = self.carry = None
         self.late.clear()
         self.used = [False] * len(self.params)
@@ -209,13 +229,15 @@ class Unit:
         self.reducing: list[Pending] = []
         self.attached = True
         self.deferred = False  # its gradients may come after its turn: reduce it when the backward is over
+        self.placement = Placement()
+        self.link: HostLink | None = None  # to the host, if gradients go there
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator, phase: str) -> None:
         """Issue the all-gather of every segment into its slot. ``finish_gather`` must follow before use."""
         for segment in self.segments:
-            source = None if segment.shard.data_ptr() == segment.full[segment.low :].data_ptr() else segment.shard
+            source = None if segment.shard_is_in_place else segment.shard
             label = f"{self.name}: all-gather {phase}"
             self.gathering.append(comm.all_gather(segment.full, segment.layout.bounds, label, source))
 
@@ -270,7 +292,8 @@ class Unit:
             full, out, bounds = segment.grad_full, segment.grad_shard, segment.layout.bounds
             assert full is not None
             assert out is not None
-            label, accumulate = f"{self.name}: reduce-scatter gradients", segment.reduced and not segment.shares_grad_memory
+            label = f"{self.name}: reduce-scatter gradients"
+            accumulate = segment.reduced and not segment.shares_grad_memory and segment.host_grad is None
             if segment.unpacked:
                 pending = comm.sum_parts(segment.parts(), segment.pieces, out, label, accumulate=accumulate)
             else:
@@ -290,6 +313,10 @@ class Unit:
             if segment.carry is not None and segment.grad_shard is not None:
                 segment.grad_shard.add_(segment.carry)
                 segment.carry = None
+            if segment.host_grad is not None and segment.grad_shard is not None:
+                assert self.link is not None
+                self.link.fetch(segment.grad_shard, segment.host_grad, add=segment.fetched)
+                segment.fetched = True
 
 
 def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
