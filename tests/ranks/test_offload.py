@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import run_ranks
-from models import CASES
+from models import CASES, Case, Gpt, Mlp, Place
 from reference import Result
+from test_checkpoint import AFTER, BEFORE, held, steps
 from test_equivalence import assert_identical, by_world, pairwise
-from training import make_config, train
+from training import make_config, make_engine, train
+
+import zerorun
+from zerorun.zero.placement import Placement, place_units
 
 STEPS = 3
 PLACES: dict[str, dict[str, Any]] = {
@@ -40,6 +47,7 @@ def train_placed(model: str, configs: list[dict[str, Any]]) -> list[Result]:
 
 @pytest.mark.parametrize("row", by_world(ROWS))
 def test_offloaded_equals_resident(row: dict[str, Any]) -> None:
+    """Bit for bit: the same sums and the same updates, elsewhere."""
     place = PLACES[row["place"]]
     if "offload_param" in place and row["stage"] != 3:
         place = PLACES["optimizer"]
@@ -56,3 +64,175 @@ def test_offloaded_equals_resident(row: dict[str, Any]) -> None:
     ]
     for rank, (resident, placed) in enumerate(run_ranks(row["world"], train_placed, row["model"], configs)):
         assert_identical(placed, resident, f"{row['place']} on rank {rank} and resident")
+
+
+# -- overflow ----------------------------------------------------------------------------------------------------
+
+SMALL = Case("mlp", lambda: Gpt(3, Mlp, tied=True))
+PLANTED = [False, True, False, False, True, True, False, False]  # by step: rank 1's loss is infinite times too large
+
+
+def train_with_overflows(stage: int, places: list[dict[str, Any]]) -> list[tuple[list[float], list[bool], dict[str, Any]]]:
+    """For each placement: (loss scales, steps skipped, weights)."""
+    found = []
+    for place in places:
+        config = make_config(stage, clip=1.0, precision="fp16", accumulation=2, zero_optimization=place)
+        engine = make_engine(SMALL, config)
+        scales, skipped = [], []
+        for step, planted in enumerate(PLANTED):
+            for micro in range(2):
+                loss = SMALL.loss(engine, Place(dist.get_rank(), step, micro))
+                bad = planted and micro == 0 and dist.get_rank() == 1
+                engine.backward(loss * (1e30 if bad else 1.0))
+                engine.step()
+            scales.append(engine.loss_scale)
+            skipped.append(not engine.was_step_applied())
+        found.append((scales, skipped, engine.state_dict()))
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_planted_overflows(stage: int) -> None:
+    places = [{}, PLACES["optimizer"], PLACES["ratio 0.3"], *([PLACES["both"]] if stage == 3 else [])]
+    for found in run_ranks(2, train_with_overflows, stage, places):
+        scales, skipped, weights = found[0]
+        assert skipped == PLANTED
+        for other_scales, other_skipped, other_weights in found[1:]:
+            assert (other_scales, other_skipped) == (scales, skipped)
+            assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+def ledgers(places: list[dict[str, Any]], stage: int, precision: str) -> list[dict[str, int]]:
+    found = []
+    for place in places:
+        engine = make_engine(SMALL, make_config(stage, precision=precision, zero_optimization=place))
+        engine.backward(SMALL.loss(engine, Place(dist.get_rank(), 0, 0)))
+        engine.step()
+        found.append(engine.memory_report())
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_device_bytes_fall_by_what_is_moved(world: int, stage: int, precision: str) -> None:
+    """Moments, masters and reduced gradients are on the host instead, and parameter shards if they are to be."""
+    places = [{}, PLACES["optimizer"], *([PLACES["both"]] if stage == 3 else [])]
+    for found in run_ranks(world, ledgers, places, stage, precision):
+        resident = found[0]
+        assert not [kind for kind in resident if kind.startswith("host")]
+        moments = resident["moments"]
+        for place, ledger in zip(places[1:], found[1:], strict=True):
+            assert ledger["moments"] == ledger["master"] == 0
+            assert ledger["host moments"] == moments
+            assert ledger["host gradients"] * 2 == moments  # Adam has two moments
+            # In fp32 a weight is its own master only if both are on the same side.
+            masters = ledger["host parameters"] if precision == "fp32" and "offload_param" in place else 0
+            assert ledger["host master"] + masters == moments // 2
+            if world > 1:  # one rank alone shares no slots unless it offloads
+                assert ledger["gradients"] == (resident["gradients"] if stage == 1 else 0)
+                moved = "offload_param" in place
+                assert ledger["parameters"] + ledger.get("host parameters", 0) == resident["parameters"]
+                assert (ledger["parameters"] < resident["parameters"] / 2) == moved
+                assert ledger["slots"] == resident["slots"]
+
+
+def test_one_rank_holds_slots_instead_of_the_model() -> None:
+    """What fits on one device at stage 3 with everything in host memory: two units' parameters and one's gradients."""
+    config = make_config(3, precision="bf16", zero_optimization=PLACES["both"])
+    (ledger,) = run_ranks(1, lone_ledger, config)
+    assert ledger["parameters"] < ledger["host parameters"]
+    assert ledger["gradients"] == 0
+    assert ledger["slots"] < 4 * ledger["host parameters"]
+
+
+def lone_ledger(config: dict[str, Any]) -> dict[str, int]:
+    engine = make_engine(Case("deep", lambda: Gpt(12, Mlp)), config)
+    report = engine.memory_report()
+    engine.destroy()
+    return report
+
+
+def test_ratio() -> None:
+    """The last units go to the host, as many as the share says, to half of a unit."""
+    on_host = [p.optimizer for p in place_units([10, 30, 30, 30], optimizer=True, ratio=0.3, params=False)]
+    assert on_host == [False, False, False, True]
+    on_host = [p.optimizer for p in place_units([10, 30, 30, 30], optimizer=True, ratio=0.9, params=False)]
+    assert on_host == [False, True, True, True]
+    for ratio, expected in ((0.0, False), (1.0, True)):
+        placed = place_units([0, 5, 5], optimizer=True, ratio=ratio, params=True)
+        assert placed == [Placement(expected, params=True)] * 3
+    assert place_units([5, 5], optimizer=False, ratio=1.0, params=False) == [Placement()] * 2
+
+
+# -- access ------------------------------------------------------------------------------------------------------
+
+
+def access(places: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    """For each placement: gradients, masters and moments as read, and as they are after both have been set."""
+    found = []
+    for place in places:
+        engine = make_engine(SMALL, make_config(3, accumulation=2, zero_optimization=place))
+        params = list(engine.module.parameters())
+        values: list[Any] = []
+        for micro in range(2):
+            engine.backward(SMALL.loss(engine, Place(dist.get_rank(), 0, micro)))
+            values += [zerorun.zero.safe_get_full_grad(param) for param in params]
+            engine.step()
+        for param in params:
+            values.append(zerorun.zero.safe_get_full_fp32_param(param))
+            values.append(zerorun.zero.safe_get_full_optimizer_state(param, "exp_avg"))
+            zerorun.zero.safe_set_full_fp32_param(param, values[-2] * 2)
+            zerorun.zero.safe_set_full_optimizer_state(param, values[-1] + 1, "exp_avg")
+        with zerorun.zero.GatheredParameters(params[0], modifier_rank=0):
+            params[0].data.add_(1.0)
+        for micro in range(2):
+            engine.backward(SMALL.loss(engine, Place(dist.get_rank(), 1, micro)))
+            engine.step()
+        values += engine.state_dict().values()
+        engine.destroy()
+        found.append(values)
+    return found
+
+
+def test_access_by_name() -> None:
+    for resident, *others in run_ranks(2, access, [{}, PLACES["optimizer"], PLACES["both"], PLACES["ratio 0.3"]]):
+        for other in others:
+            assert len(other) == len(resident)
+            assert all(torch.equal(a, b) for a, b in zip(other, resident, strict=True))
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def cross(folder: str, places: dict[str, dict[str, Any]]) -> dict[tuple[str, str], bool]:
+    """Save under each placement, load under each: whether losses, masters and moments go on as where it was saved."""
+    found, saved = {}, {}
+    for name, place in places.items():
+        engine = make_engine(SMALL, make_config(3, clip=1.0, zero_optimization=place))
+        steps(engine, 0, BEFORE)
+        engine.save_checkpoint(Path(folder) / name)
+        saved[name] = steps(engine, BEFORE, BEFORE + AFTER), held(engine)
+        engine.destroy()
+    for source, (losses, state) in saved.items():
+        for name, place in places.items():
+            torch.manual_seed(1000)  # other weights than those saved
+            engine = make_engine(SMALL, make_config(3, clip=1.0, zero_optimization=place))
+            engine.load_checkpoint(Path(folder) / source)
+            same = steps(engine, BEFORE, BEFORE + AFTER) == losses
+            now = held(engine)
+            found[source, name] = same and all(torch.equal(value, now[key]) for key, value in state.items())
+            engine.destroy()
+    return found
+
+
+def test_checkpoints_cross_over(tmp_path: Path) -> None:
+    places = {"resident": {}, **{name: PLACES[name] for name in ("optimizer", "both", "params", "ratio 0.3")}}
+    for found in run_ranks(2, cross, str(tmp_path), places):
+        assert len(found) == 25
+        assert all(found.values()), [pair for pair, same in found.items() if not same]

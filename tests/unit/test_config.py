@@ -456,7 +456,6 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ({"zero_optimization": {"max_reuse_distance": 1}}, "zero_optimization.stage3_max_reuse_distance"),
         ({"zero_optimization": {"stage": 2, "max_live_parameters": 1}}, "zero_optimization.stage3_max_live_parameters"),
         ({"zero_optimization": {"unit_numel": 100}}, "zero_optimization.unit_numel"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, None),
         ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level"),
         ({"fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 2}}, "fp16.hysteresis"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),

@@ -88,9 +88,7 @@ def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def build_layout(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int, *, whole: bool = False
-) -> Layout:
+def build_layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int, *, whole: bool = False) -> Layout:
     """Lay parameters end to end for ``degree`` shards. ``whole`` keeps every parameter inside one shard."""
     if whole:
         return _build_whole(names, shapes, degree)
