@@ -356,7 +356,7 @@ class SGD(SinglePassOptimizer):
         super().__init__(params, {**defaults, "nesterov": nesterov})
 
     def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
-        first = self.state[param].get("momentum_buffer") is None
+        first = self.state.get(param, {}).get("momentum_buffer") is None
         sgd(
             _flat("parameter", param),
             gradient,

@@ -97,7 +97,7 @@ INLINE uint16_t to_fp16(float value) {
     return uint16_t((magnitude >= (143u << 23) ? special : finite) | (bits >> 16 & 0x8000));
 }
 
-// -- one block ---------------------------------------------------------------------------------------------------------
+// -- one block ----------------------------------------------------------------------------------------------------------
 
 INLINE void load(const Step& step, int64_t at, int64_t count, float* __restrict to) {
     const float coefficient = step.coefficient;
