@@ -14,9 +14,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
