@@ -1,6 +1,16 @@
-"""Packaging: ``ops/`` and ``launcher/`` are the packages ``zerorun.ops`` and ``zerorun.launcher``."""
+"""Packaging: ``ops/`` and ``launcher/`` are the packages ``zerorun.ops`` and ``zerorun.launcher``.
 
-from setuptools import find_packages, setup
+The native library is built into the package if the machine has a compiler; if not, zerorun builds it at first use, or does
+without. Editable installations always build at first use, so that the library follows the source.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOTS = {"zerorun": "zerorun", "zerorun.ops": "ops", "zerorun.launcher": "launcher"}
 
@@ -13,7 +23,41 @@ def packages() -> list[str]:
     return found
 
 
+def ops_build():
+    """``ops/build.py`` as a module; zerorun itself cannot be imported before it is installed."""
+    spec = importlib.util.spec_from_file_location("ops_build", Path(__file__).parent / "ops" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class BuildNative(build_py):
+    """Python files, and the native library; a library that cannot be built fails nothing."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        build, reasons = ops_build(), []
+        for compiler in build.compilers(os.environ):
+            try:
+                build.build(compiler, Path(self.build_lib, "zerorun", "ops", *build.INSTALLED.parts[-2:]))
+                return
+            except build.BuildError as error:
+                reasons.append(str(error))
+        print("zerorun: no native library:", "; ".join(reasons) or "there is no C++ compiler", file=sys.stderr)
+
+
+class NativeDistribution(Distribution):
+    """With a compiler, the wheel is for this kind of machine only."""
+
+    def has_ext_modules(self):
+        return any(True for _ in ops_build().compilers(os.environ))
+
+
 setup(
+    distclass=NativeDistribution,
+    cmdclass={"build_py": BuildNative},
     name="zerorun",
     version="0.1.0",
     description="Train models too large for one device from one JSON file: ZeRO stages 0-3 for unmodified PyTorch modules",
@@ -21,7 +65,7 @@ setup(
     python_requires=">=3.10",
     package_dir=ROOTS,
     packages=packages(),
-    package_data={"zerorun": ["py.typed"]},
+    package_data={"zerorun": ["py.typed"], "zerorun.ops": ["csrc/*.cpp"]},
     scripts=[],
     install_requires=[
         "torch>=2.11,<2.14",

@@ -1,1 +1,1 @@
-"""zerorun.ops: optimizer updates and, later, native kernels. Never imports the rest of zerorun."""
+"""zerorun.ops: optimizer updates and the native library that runs them. Never imports the rest of zerorun."""

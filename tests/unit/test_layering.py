@@ -32,7 +32,12 @@ LAYERS = {
     "peer_memory": 2,
     "ops": 2,
     "ops.adam": 2,
+    "ops.build": 1,
     "ops.lion": 2,
+    "ops.native": 2,
+    "ops.operands": 2,
+    "ops.single_pass": 2,
+    "ops.torch_path": 2,
     "precision": 3,
     "zero": 3,
     "zero.access": 3,
@@ -112,7 +117,7 @@ LAYERS = {
     "launcher.cli": 5,
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
-NO_TORCH |= {"errors", "log", "batch", "arguments", "zero.policy"}
+NO_TORCH |= {"errors", "log", "batch", "arguments", "zero.policy", "ops.build"}
 
 
 def sources() -> dict[str, Path]:

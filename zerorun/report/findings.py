@@ -21,6 +21,12 @@ CLOCK_WARNING_S, CLOCK_ERROR_S = 1.0, 60.0
 # How far versions may differ: True if a difference in the first two numbers means that training cannot work.
 _VERSIONS = {"zerorun": True, "python": True, "torch": True, "cuda": True, "nccl": True, "cudnn": False, "driver": False}
 
+# Native operations that training can do without, and what to do about it.
+_OPTIONAL = {
+    "native optimizer": "Updates in mixed precision take longer on CPUs. Install a C++ compiler (g++), or set $CXX.",
+    "peer memory": "Ranks of one host will send by gloo, which is slower.",
+}
+
 Host = Mapping[str, Any]
 
 
@@ -163,10 +169,9 @@ def _look_at_software(name: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(ERROR, name, f"torch cannot be used: {facts['software_trouble']}", remedy)
     for op in facts["native_ops"]:
         if not op["in_force"]:
-            optional = op["name"] == "peer memory"
             what = f"{op['name']} is not in force: {op['why']}"
-            remedy = "Ranks of one host will send by gloo, which is slower." if optional else "Install another torch."
-            yield Finding(NOTE if optional else ERROR, name, what, remedy)
+            severity = NOTE if op["name"] in _OPTIONAL else ERROR
+            yield Finding(severity, name, what, _OPTIONAL.get(op["name"], "Install another torch."))
     for problem in facts["problems"]:
         yield Finding(NOTE, name, f"could not be read: {problem}")
 

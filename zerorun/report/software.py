@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerorun.ops import native
 from zerorun.ops.adam import FusedAdam
 from zerorun.peer_memory import PeerMemory
 
@@ -90,8 +91,15 @@ def _native_ops() -> list[dict[str, Any]]:
     return [
         _tried("fused Adam", _try_adam, "torch's fused kernel, tried on"),
         _tried("Lion", _try_lion, "torch's kernels for lists of tensors, tried on"),
+        _native_optimizer(),
         _peer_memory(),
     ]
+
+
+def _native_optimizer() -> dict[str, Any]:
+    status = native.status()
+    why = status.reason if status.isa is None else f"{status.source}, {status.isa}: {status.reason}"
+    return {"name": "native optimizer", "in_force": status.isa is not None, "why": why}
 
 
 def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:

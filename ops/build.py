@@ -1,0 +1,127 @@
+"""Building the native library: the compiler, its command, and where the result is kept. No torch: setup.py uses it.
+
+One C++ file needs one command, which takes about a second. ninja, which the project has for larger things, would add files
+and a process, and save nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("csrc") / "optimizer.cpp"
+INSTALLED = Path(__file__).with_name("lib") / "optimizer.so"  # made by setup.py, unless the installation is editable
+
+# Portable code, whatever the machine that builds: the source itself chooses the instruction set, at run time. No
+# contraction, so that all of them give the same bits. The two -fno change no results, they only let loops with sqrt and ?:
+# be vectorised.
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_SECONDS = 120  # for one compilation; a machine that is busy or has a slow disk may take some
+
+
+class BuildError(Exception):
+    """The library could not be built; the message says why, in one line."""
+
+
+def source_key() -> str:
+    """Changes with the source and the flags. The library is built with it and can tell it."""
+    return hashlib.sha256("\0".join(FLAGS).encode() + SOURCE.read_bytes()).hexdigest()[:16]
+
+
+def compilers(environment: Mapping[str, str]) -> Iterator[list[str]]:
+    """The commands of the C++ compilers that this machine has: $CXX, c++, g++, clang++. Each program once."""
+    seen = set()
+    for name in (environment.get("CXX", ""), "c++", "g++", "clang++"):
+        command = shlex.split(name)
+        found = shutil.which(command[0], path=environment.get("PATH")) if command else None
+        if found and (os.path.realpath(found), *command[1:]) not in seen:
+            seen.add((os.path.realpath(found), *command[1:]))
+            yield [found, *command[1:]]
+
+
+def cached_name(compiler: list[str] | None) -> str:
+    """The library's file name in a cache; without a compiler a pattern for what any one made.
+
+    A cache may be on a disk that several machines share, so kind of processor and C library are part of the name.
+    """
+    libc = "".join(platform.libc_ver())
+    end = "*" if compiler is None else hashlib.sha256(_version(compiler).encode()).hexdigest()[:8]
+    return f"optimizer-{source_key()}-{platform.system().lower()}-{platform.machine()}-{libc}-{end}.so"
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """$ZERORUN_CACHE_DIR, else ``zerorun`` in $XDG_CACHE_HOME or ~/.cache. Raises :class:`BuildError` without a home."""
+    if own := environment.get("ZERORUN_CACHE_DIR"):
+        return Path(own).absolute()
+    shared = Path(environment.get("XDG_CACHE_HOME", ""))
+    if shared.is_absolute():  # others are to be ignored, says the XDG specification
+        return shared / "zerorun"
+    try:
+        return Path.home() / ".cache" / "zerorun"
+    except RuntimeError as error:
+        raise BuildError(f"there is no cache directory: {error}") from error
+
+
+def build(compiler: list[str], target: Path, *, openmp: bool = True) -> None:
+    """Compile to ``target``, whose folder is made. ``openmp``: if the compiler has it. Raises :class:`BuildError`.
+
+    The file appears whole or not at all, so processes may build the same one at once: the last one's stays.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            if not openmp or not _compiles_with_openmp(compiler, made):
+                _compile(compiler, list(FLAGS), made)
+            os.replace(made, target)
+    except OSError as error:
+        raise BuildError(f"{target.parent} cannot be written: {error.strerror or error}") from error
+
+
+def _compiles_with_openmp(compiler: list[str], target: Path) -> bool:
+    try:
+        _compile(compiler, [*FLAGS, "-fopenmp"], target)
+    except BuildError:
+        return False
+    return True
+
+
+def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
+    command = [*compiler, *flags, f'-DZERORUN_SOURCE="{source_key()}"', str(SOURCE), "-o", str(target)]
+    done = _run(command)
+    if done.returncode or not target.exists():
+        raise BuildError(f"{shlex.join(compiler)} failed: {_first_error(done.stdout)}")
+
+
+def _version(compiler: list[str]) -> str:
+    done = _run([*compiler, "--version"])
+    return f"{shlex.join(compiler)}\n{done.stdout}"
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LC_ALL": "C"}
+    try:
+        return subprocess.run(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from error
+
+
+def _first_error(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "it says nothing")[:300]

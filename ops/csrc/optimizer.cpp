@@ -1,0 +1,265 @@
+// Optimizer updates of flat tensors in one pass over memory: gradient to fp32, decay, update, rounded weight.
+//
+// A plain C interface without torch headers, so that it builds in a second and fits every torch version. ops/native.py is
+// the only caller and mirrors struct Step.
+//
+// The work goes in blocks that stay in the first-level cache: the gradients of a block are converted, the block is updated,
+// and the new weights are converted from there. So each loop is short, has no branches and is vectorised by the compiler,
+// and memory is still passed once. Streaming stores for `out` were tried and were not faster. The same loops are compiled
+// for each instruction set. Nothing is contracted to fused multiply-adds (-ffp-contract=off), divisions and square roots
+// are rounded correctly: all instruction sets, places in the tensor, numbers of threads and compilers give the same bits
+// (signs and payloads of NaN aside). Denormal numbers are treated as the calling thread's torch.set_flush_denormal says.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+enum Type : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
+enum Rule : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3 };
+enum Isa : int32_t { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
+
+struct Step {
+    float* weight;         // [numel]
+    const void* gradient;  // [numel] of gradient_type
+    float* first;          // [numel] first state, see each rule; null if the rule has none
+    float* second;         // [numel] second state, or null
+    void* out;             // [numel] of out_type: the new weight, rounded to nearest even; null for NONE
+    int64_t numel;
+    Type gradient_type;
+    Type out_type;
+    Rule rule;
+    Isa isa;
+    int32_t threads;
+    float coefficient;   // multiplies the gradient
+    float keep;          // multiplies the weight: decoupled decay
+    float decay;         // of the weight, added to the gradient: coupled decay
+    float rate;          // learning rate, corrected for bias
+    float momentum;      // see each rule, as for the next three
+    float blend;
+    float second_keep;
+    float second_blend;
+    float correction;  // multiplies the root of the second state
+    float eps;
+    int32_t nesterov;
+};
+
+constexpr int64_t BLOCK = 1024;            // elements; 20 KB with all its tensors
+constexpr int64_t THREAD_NUMEL = 1 << 14;  // least work worth a thread: about 10 us, and waking one takes 1 to 5 us
+
+INLINE uint32_t bits_of(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+INLINE float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// -- 16-bit types, without branches ------------------------------------------------------------------------------------
+
+INLINE float from_bf16(uint16_t half) { return float_of(uint32_t(half) << 16); }
+
+INLINE uint16_t to_bf16(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const uint32_t quiet = (bits >> 16) | 0x40;  // rounding could carry a NaN's mantissa away
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+}
+
+INLINE float from_fp16(uint16_t half) {
+    const uint32_t magnitude = (half & 0x7fffu) << 13;       // exponent and mantissa where fp32 has them
+    const uint32_t normal = magnitude + ((127 - 15) << 23);  // other bias
+    const uint32_t special = normal + ((128 - 16) << 23);    // inf and NaN have the highest exponent in fp32, too
+    const float tiny = float_of(magnitude + (113 << 23)) - float_of(113 << 23);  // denormal: 2^-14 (1 + m) - 2^-14
+    const uint32_t small = bits_of(tiny);
+    const uint32_t other = magnitude >= (31u << 23) ? special : normal;
+    const uint32_t sign = uint32_t(half & 0x8000u) << 16;
+    return float_of((magnitude < (1u << 23) ? small : other) | sign);
+}
+
+INLINE uint16_t to_fp16(float value) {
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffff;
+    const uint32_t normal = (magnitude - ((127 - 15) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    const uint32_t small = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);  // the sum rounds at 2^-24, fp16's smallest
+    const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    const uint32_t finite = magnitude < (113u << 23) ? small : normal;
+    return uint16_t((magnitude >= (143u << 23) ? special : finite) | (bits >> 16 & 0x8000));
+}
+
+// -- one block ----------------------------------------------------------------------------------------------------------
+
+INLINE void load(const Step& step, int64_t at, int64_t count, float* __restrict to) {
+    const float coefficient = step.coefficient;
+    if (step.gradient_type == FP32) {
+        const float* from = static_cast<const float*>(step.gradient) + at;
+        for (int64_t i = 0; i < count; ++i) to[i] = from[i] * coefficient;
+    } else if (step.gradient_type == BF16) {
+        const uint16_t* from = static_cast<const uint16_t*>(step.gradient) + at;
+        for (int64_t i = 0; i < count; ++i) to[i] = from_bf16(from[i]) * coefficient;
+    } else {
+        const uint16_t* from = static_cast<const uint16_t*>(step.gradient) + at;
+        for (int64_t i = 0; i < count; ++i) to[i] = from_fp16(from[i]) * coefficient;
+    }
+}
+
+INLINE void store(const Step& step, int64_t at, int64_t count, const float* __restrict from) {
+    if (step.out_type == FP32) {
+        std::memcpy(static_cast<float*>(step.out) + at, from, size_t(count) * sizeof(float));
+    } else if (step.out_type == BF16) {
+        uint16_t* __restrict to = static_cast<uint16_t*>(step.out) + at;
+        for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(from[i]);
+    } else if (step.out_type == FP16) {
+        uint16_t* __restrict to = static_cast<uint16_t*>(step.out) + at;
+        for (int64_t i = 0; i < count; ++i) to[i] = to_fp16(from[i]);
+    }
+}
+
+// Adam and AdamW (arXiv:1412.6980, 1711.05101): first is exp_avg, second is exp_avg_sq; second_keep = beta2,
+// second_blend = 1 - beta2; blend = 1 - beta1, or -beta1 if that is nearer to 0: like torch's lerp, from the nearer end.
+INLINE void adam(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
+                 float* __restrict first, float* __restrict second) {
+    const float keep = s.keep, decay = s.decay, rate = s.rate, eps = s.eps, correction = s.correction;
+    const float second_keep = s.second_keep, second_blend = s.second_blend;
+    const float blend = s.blend;
+    const bool coupled = decay != 0, from_first = blend > 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float decayed = gradient[i] + decay * weight[i];
+        const float g = coupled ? decayed : gradient[i];
+        const float m = (from_first ? first[i] : g) + blend * (g - first[i]);
+        const float v = second_keep * second[i] + (second_blend * g) * g;
+        first[i] = m;
+        second[i] = v;
+        weight[i] = keep * weight[i] - rate * m / (std::sqrt(v) * correction + eps);
+    }
+}
+
+// Adagrad (Duchi et al. 2011): first is the sum of squares.
+INLINE void adagrad(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
+                    float* __restrict first) {
+    const float decay = s.decay, rate = s.rate, eps = s.eps;
+    const bool coupled = decay != 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float decayed = gradient[i] + decay * weight[i];
+        const float g = coupled ? decayed : gradient[i];
+        const float sum = first[i] + g * g;
+        first[i] = sum;
+        weight[i] = weight[i] - rate * g / (std::sqrt(sum) + eps);
+    }
+}
+
+// Lion (arXiv:2302.06675, Alg. 2): first is exp_avg; momentum = beta1, blend = 1 - beta1; second_keep = beta2,
+// second_blend = 1 - beta2.
+INLINE void lion(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
+                 float* __restrict first) {
+    const float keep = s.keep, rate = s.rate, momentum = s.momentum, blend = s.blend;
+    const float second_keep = s.second_keep, second_blend = s.second_blend;
+    for (int64_t i = 0; i < count; ++i) {
+        const float g = gradient[i];
+        const float direction = momentum * first[i] + blend * g;
+        const float up = direction > 0 ? rate : 0.0f, down = direction < 0 ? rate : 0.0f;  // NaN has sign 0, as in torch
+        weight[i] = keep * weight[i] - (up - down);
+        first[i] = second_keep * first[i] + second_blend * g;
+    }
+}
+
+// SGD as torch.optim has it: first is the momentum buffer, or null; blend = 1 - dampening.
+INLINE void sgd(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
+                float* __restrict first) {
+    const float decay = s.decay, rate = s.rate, momentum = s.momentum, blend = s.blend;
+    const bool coupled = decay != 0, nesterov = s.nesterov != 0;
+    if (!first) {
+        for (int64_t i = 0; i < count; ++i) {
+            const float decayed = gradient[i] + decay * weight[i];
+            weight[i] = weight[i] - rate * (coupled ? decayed : gradient[i]);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const float decayed = gradient[i] + decay * weight[i];
+        const float g = coupled ? decayed : gradient[i];
+        const float buffer = momentum * first[i] + blend * g;
+        const float ahead = g + momentum * buffer;
+        first[i] = buffer;
+        weight[i] = weight[i] - rate * (nesterov ? ahead : buffer);
+    }
+}
+
+// -- a range of elements, for each instruction set ---------------------------------------------------------------------
+
+INLINE void run(const Step& step, int64_t begin, int64_t end) {
+    alignas(64) float gradient[BLOCK];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        const int64_t count = std::min(BLOCK, end - at);
+        float* weight = step.weight + at;
+        load(step, at, count, gradient);
+        if (step.rule == ADAM) adam(step, count, gradient, weight, step.first + at, step.second + at);
+        if (step.rule == ADAGRAD) adagrad(step, count, gradient, weight, step.first + at);
+        if (step.rule == LION) lion(step, count, gradient, weight, step.first + at);
+        if (step.rule == SGD) sgd(step, count, gradient, weight, step.first ? step.first + at : nullptr);
+        store(step, at, count, weight);
+    }
+}
+
+void run_scalar(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
+
+#ifdef __x86_64__
+__attribute__((target("avx2"))) void run_avx2(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
+
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+void run_avx512(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
+#endif
+
+void run_range(const Step& step, int64_t begin, int64_t end) {
+#ifdef __x86_64__
+    if (step.isa == AVX512) return run_avx512(step, begin, end);
+    if (step.isa == AVX2) return run_avx2(step, begin, end);
+#endif
+    run_scalar(step, begin, end);
+}
+
+}  // namespace
+
+extern "C" {
+
+// The hash of this file that the build was given: a library of another version is not used.
+const char* zerorun_source() { return ZERORUN_SOURCE; }
+
+// The widest instruction set that this processor and its operating system have.
+int32_t zerorun_isa() {
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        return AVX512;
+    if (__builtin_cpu_supports("avx2")) return AVX2;
+#endif
+    return SCALAR;
+}
+
+int32_t zerorun_has_openmp() {
+#ifdef _OPENMP
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Updates the tensors of one step in place. They may start anywhere; none may overlap another.
+void zerorun_update(const Step* step) {
+    const int64_t most = (step->numel + THREAD_NUMEL - 1) / THREAD_NUMEL;
+    const int threads = int(std::max<int64_t>(1, std::min<int64_t>(step->threads, most)));
+    const int64_t share = ((step->numel + threads - 1) / threads + BLOCK - 1) / BLOCK * BLOCK;
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+#endif
+    for (int thread = 0; thread < threads; ++thread)
+        run_range(*step, std::min(step->numel, thread * share), std::min(step->numel, (thread + 1) * share));
+}
+}

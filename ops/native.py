@@ -1,0 +1,190 @@
+"""The native library at run time: which one is in force, why, and the call into it.
+
+Looked for in this order: the one that setup.py built into the package; one that an earlier process built into the cache
+(build.py says where); one built now. If none can be had, callers get None and use torch, and the process is warned once.
+
+``ZERORUN_ISA=scalar|avx2|avx512`` takes another instruction set than the widest. All give the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch  # before the library: both then share the OpenMP runtime that torch brings, and its threads
+
+from . import build
+from .build import BuildError
+from .operands import Operands
+
+ISAS = ("scalar", "avx2", "avx512")  # as enum Isa in optimizer.cpp; likewise the two below
+ADAM, ADAGRAD, LION, SGD = range(4)
+_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+_logger = logging.getLogger("zerorun")
+_lock = threading.Lock()
+
+
+class Step(ctypes.Structure):
+    """One update, field by field as ``struct Step`` in optimizer.cpp, which explains them."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "gradient", "first", "second", "out")),
+        ("numel", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("gradient_type", "out_type", "rule", "isa", "threads")),
+        *((name, ctypes.c_float) for name in ("coefficient", "keep", "decay", "rate", "momentum", "blend")),
+        *((name, ctypes.c_float) for name in ("second_keep", "second_blend", "correction", "eps")),
+        ("nesterov", ctypes.c_int32),
+    )
+
+
+class Library:
+    """The loaded library. ``isa`` is one of :data:`ISAS`."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if it cannot be loaded, :class:`BuildError` if it was built from another source."""
+        self._functions = ctypes.CDLL(str(path))
+        try:
+            self._functions.zerorun_source.restype = ctypes.c_char_p
+            made_from = self._functions.zerorun_source().decode()
+        except AttributeError as error:
+            raise BuildError(f"{path} is not zerorun's library") from error
+        if made_from != build.source_key():
+            raise BuildError(f"{path} was built from another version's source")
+        self._functions.zerorun_update.argtypes = [ctypes.POINTER(Step)]
+        self._functions.zerorun_update.restype = None
+        self.openmp = bool(self._functions.zerorun_has_openmp())
+        self.isas = ISAS[: self._functions.zerorun_isa() + 1]
+        self.isa = os.environ.get("ZERORUN_ISA") or self.isas[-1]
+        if self.isa not in self.isas:
+            raise ValueError(f"ZERORUN_ISA is {self.isa!r}; on this machine it can be {', '.join(self.isas)}, or unset")
+
+    def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
+        """Run ``rule`` on CPU tensors. ``constants``: fields of :class:`Step`; missing ones are 0, but ``keep`` is 1."""
+        weight, gradient, out = operands.weight, operands.gradient, operands.out
+        step = Step(
+            weight=weight.data_ptr(),
+            gradient=gradient.data_ptr(),
+            numel=weight.numel(),
+            gradient_type=_TYPES[gradient.dtype],
+            rule=rule,
+            isa=ISAS.index(self.isa),
+            threads=torch.get_num_threads(),
+            coefficient=operands.coefficient,
+            **{"keep": 1.0, **constants},
+        )
+        for field, state in zip(("first", "second"), operands.states, strict=False):
+            setattr(step, field, state.data_ptr())
+        if out is not None:
+            step.out, step.out_type = out.data_ptr(), _TYPES[out.dtype]
+        self._functions.zerorun_update(ctypes.byref(step))
+        # Autograd must notice that these have changed, although torch did not do it.
+        torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
+
+
+@dataclass(frozen=True)
+class Status:
+    """``source``: "installed", "cached" or, without the library, "torch". ``isa``: one of :data:`ISAS`, or None."""
+
+    source: str
+    isa: str | None
+    reason: str
+
+
+def library() -> Library | None:
+    """The library, found or built at the first call; None if torch's kernels have to do. Threads may call it."""
+    with _lock:
+        return _outcome()[0]
+
+
+def status() -> Status:
+    """What is in force, and why. Finds or builds the library if nothing has yet."""
+    with _lock:
+        return _outcome()[1]
+
+
+@functools.cache
+def _outcome() -> tuple[Library | None, Status]:
+    reasons: list[str] = []
+    for source, how, found in _candidates(reasons):
+        threads = "OpenMP" if found.openmp else "one thread, as the compiler has no OpenMP"
+        return found, Status(source, found.isa, f"{how}; {threads}")
+    reason = "; ".join(dict.fromkeys(reasons))
+    _logger.warning(
+        "the native optimizer cannot be used: %s. torch's kernels are used instead, which take about 1.5 times as long "
+        "in mixed precision. Remedy: install a C++ compiler (g++), or name one by $CXX.",
+        reason,
+    )
+    return None, Status("torch", None, reason)
+
+
+def _candidates(reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
+    """(source, how it came about, library) of what can be loaded, the best first. Appends to ``reasons`` what cannot."""
+    if build.INSTALLED.exists() and (found := _load(build.INSTALLED, reasons)):
+        yield "installed", "built when zerorun was installed", found
+    folder = None
+    try:
+        folder = build.cache_folder(os.environ)
+    except BuildError as error:
+        reasons.append(str(error))
+    compilers = list(build.compilers(os.environ))
+    if not compilers:
+        reasons.append("there is no C++ compiler ($CXX, c++, g++, clang++)")
+        for path in sorted(folder.glob(build.cached_name(None))) if folder else ():
+            if found := _load(path, reasons):
+                yield "cached", f"found in {folder}", found
+    for compiler in compilers:
+        try:
+            name = build.cached_name(compiler)
+        except BuildError as error:
+            reasons.append(str(error))
+            continue
+        if folder:
+            yield from _from_cache(compiler, folder / name, reasons)
+        yield from _for_this_process(compiler, name, reasons)
+
+
+def _from_cache(compiler: list[str], path: Path, reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
+    if path.exists() and (found := _load(path, reasons)):
+        yield "cached", f"found in {path.parent}", found
+    if found := _build(compiler, path, reasons):
+        yield "cached", f"built into {path.parent}", found
+
+
+def _for_this_process(compiler: list[str], name: str, reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
+    """Where there is no cache to write to: a loaded library stays when its file is removed."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="zerorun-") as folder:
+            found = _build(compiler, Path(folder) / name, reasons)
+    except OSError as error:
+        reasons.append(f"there is no directory for temporary files: {error.strerror}")
+        return
+    if found:
+        yield "cached", f"built for this process alone, because {reasons[0]}", found
+
+
+def _build(compiler: list[str], path: Path, reasons: list[str]) -> Library | None:
+    for openmp in (True, False):  # a compiler may have an OpenMP library that programs do not find when they run
+        try:
+            build.build(compiler, path, openmp=openmp)
+        except BuildError as error:
+            reasons.append(str(error))
+            return None
+        if found := _load(path, reasons):
+            return found
+    return None
+
+
+def _load(path: Path, reasons: list[str]) -> Library | None:
+    try:
+        return Library(path)
+    except (OSError, BuildError) as error:
+        reasons.append(f"a library cannot be loaded: {error}")
+        return None

@@ -1,0 +1,47 @@
+"""The tensors of one single-pass update, and what they have to be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """1-D contiguous tensors of one length on one device, none of which overlaps another.
+
+    Raises TypeError for another dtype, and ValueError for another shape, stride or device.
+    """
+
+    weight: Tensor  # [numel] fp32, updated
+    gradient: Tensor  # [numel] fp32, bf16 or fp16, read only
+    states: tuple[Tensor, ...]  # [numel] fp32 each, updated
+    out: Tensor | None  # [numel] fp32, bf16 or fp16: receives the new weight, rounded to nearest even
+    coefficient: float  # multiplies the gradient
+
+    def __post_init__(self) -> None:
+        _check("weight", self.weight, self.weight, (torch.float32,))
+        _check("gradient", self.gradient, self.weight, _ROUNDED)
+        for state in self.states:
+            _check("state", state, self.weight, (torch.float32,))
+        if self.out is not None:
+            _check("out", self.out, self.weight, _ROUNDED)
+
+
+def _check(name: str, tensor: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"the {name} is {tensor.layout}; a single-pass update needs dense tensors")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"the {name} is {tensor.dtype}; it must be {names}")
+    if tensor.dim() != 1 or tensor.numel() != weight.numel() or not tensor.is_contiguous():
+        raise ValueError(
+            f"the {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
+            f"it must be 1-D and contiguous, with {weight.numel()} elements as the weight has"
+        )
+    if tensor.device != weight.device:
+        raise ValueError(f"the {name} is on {tensor.device}, the weight on {weight.device}")

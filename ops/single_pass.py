@@ -1,0 +1,372 @@
+"""Optimizer updates in one pass over memory, as functions of flat tensors and as optimizers.
+
+One pass unscales and clips the gradient (one coefficient), decays and updates the fp32 weight and its fp32 states, and
+writes the weight rounded to the dtype that the model computes in. In mixed precision with Adam that is 28 bytes per
+element, where casting up, updating and casting down takes 40. Formulas, state names and group keys are those of
+``torch.optim``. On a CPU the native library does it (native.py), elsewhere and without it torch does (torch_path.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor
+
+from . import native, torch_path
+from .operands import Operands
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+#
+# Tensors are as Operands says. ``coefficient`` multiplies the gradient, which stays as it is.
+
+
+def _library(operands: Operands) -> native.Library | None:
+    """What runs the update, if it is not torch. A kernel for another device belongs here, with the same ``update``."""
+    return native.library() if operands.weight.device.type == "cpu" else None
+
+
+@torch.no_grad()
+def adam(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    out: Tensor | None = None,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    coefficient: float = 1.0,
+) -> None:
+    """Adam (Kingma & Ba 2015, arXiv:1412.6980); with ``decoupled``, AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
+
+    ``step``: the number of this step, from 1.
+    """
+    operands = Operands(weight, gradient, (exp_avg, exp_avg_sq), out, coefficient)
+    (beta1, beta2), library = betas, _library(operands)
+    if library is None:
+        how = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        torch_path.adam(operands, step=step, decoupled=decoupled, **how)
+        return
+    constants = {
+        "keep": 1 - lr * weight_decay if decoupled else 1.0,
+        "decay": 0.0 if decoupled else weight_decay,
+        "rate": lr / (1 - beta1**step),
+        "blend": 1 - beta1 if beta1 > 0.5 else -beta1,
+        "second_keep": beta2,
+        "second_blend": 1 - beta2,
+        "correction": (1 - beta2**step) ** -0.5,
+        "eps": eps,
+    }
+    library.update(native.ADAM, operands, constants)
+
+
+@torch.no_grad()
+def adagrad(
+    weight: Tensor,
+    gradient: Tensor,
+    sum: Tensor,
+    out: Tensor | None = None,
+    *,
+    step: int,
+    lr: float,
+    lr_decay: float = 0.0,
+    eps: float = 1e-10,
+    weight_decay: float = 0.0,
+    coefficient: float = 1.0,
+) -> None:
+    """Adagrad (Duchi, Hazan & Singer 2011, JMLR 12) with torch's decay of the learning rate. ``step``: from 1."""
+    operands = Operands(weight, gradient, (sum,), out, coefficient)
+    rate, library = lr / (1 + (step - 1) * lr_decay), _library(operands)
+    if library is None:
+        torch_path.adagrad(operands, rate=rate, eps=eps, weight_decay=weight_decay)
+    else:
+        library.update(native.ADAGRAD, operands, {"decay": weight_decay, "rate": rate, "eps": eps})
+
+
+@torch.no_grad()
+def lion(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    out: Tensor | None = None,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    coefficient: float = 1.0,
+) -> None:
+    """Lion (Chen et al. 2023, arXiv:2302.06675, Alg. 2), written out in lion.py."""
+    operands = Operands(weight, gradient, (exp_avg,), out, coefficient)
+    (beta1, beta2), library = betas, _library(operands)
+    if library is None:
+        torch_path.lion(operands, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+        return
+    constants = {
+        "keep": 1 - lr * weight_decay,
+        "rate": lr,
+        "momentum": beta1,
+        "blend": 1 - beta1,
+        "second_keep": beta2,
+        "second_blend": 1 - beta2,
+    }
+    library.update(native.LION, operands, constants)
+
+
+@torch.no_grad()
+def sgd(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum_buffer: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+    coefficient: float = 1.0,
+) -> None:
+    """SGD as ``torch.optim.SGD`` has it (Sutskever et al. 2013 for ``nesterov``), without momentum if there is no buffer.
+
+    ``first``: there was no step yet. The buffer, then all zeros, becomes the gradient, whatever the dampening.
+    """
+    states = () if momentum_buffer is None else (momentum_buffer,)
+    operands = Operands(weight, gradient, states, out, coefficient)
+    blend, library = 1.0 if first else 1 - dampening, _library(operands)
+    if library is None:
+        how = {"lr": lr, "momentum": momentum, "blend": blend, "weight_decay": weight_decay}
+        torch_path.sgd(operands, **how, nesterov=nesterov)
+        return
+    constants = {"decay": weight_decay, "rate": lr, "momentum": momentum, "blend": blend, "nesterov": int(nesterov)}
+    library.update(native.SGD, operands, constants)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+class SinglePassOptimizer(torch.optim.Optimizer):
+    """What the optimizers below share. Parameters are contiguous fp32 tensors of any shape.
+
+    Three attributes say what else the pass does; a step does not change a gradient.
+
+    - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`.
+    - ``gradients``: parameter -> its gradient (as many elements, fp32, bf16 or fp16); without one, ``param.grad`` is used.
+    - ``outputs``: parameter -> where its new value goes, rounded (as many elements, fp32, bf16 or fp16).
+
+    A step raises what :class:`Operands` raises, and ValueError for a group that a checkpoint gave an unknown variant.
+    """
+
+    # torch's own wrapper imports torch._dynamo to switch itself off: 75 MB, and a second for every process.
+    add_param_group = cast(
+        Any, getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group)
+    )
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        for key in ("lr", "lr_decay", "eps", "weight_decay", "momentum", "initial_accumulator_value"):
+            if not defaults.get(key, 0) >= 0:
+                raise ValueError(f"{key} must be at least 0, got {defaults[key]}")
+        betas = defaults.get("betas", (0, 0))
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+        super().__init__(params, defaults)
+        self.__setstate__({})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.coefficient: float = getattr(self, "coefficient", 1.0)
+        self.gradients: dict[Tensor, Tensor] = getattr(self, "gradients", {})
+        self.outputs: dict[Tensor, Tensor] = getattr(self, "outputs", {})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the others and their states stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update([param for group in self.param_groups for param in group["params"]])
+        self.coefficient = 1.0
+        return loss
+
+    @torch.no_grad()
+    def update(self, params: Iterable[Tensor]) -> None:
+        """Step those of ``params`` that have a gradient, and no others. Raises ValueError for a tensor of no group."""
+        wanted = {id(param): param for param in params}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if wanted.pop(id(param), None) is not None:
+                    self._update_one(param, group)
+        if wanted:
+            shapes = ", ".join(str(tuple(param.shape)) for param in wanted.values())
+            raise ValueError(f"not parameters of this optimizer: tensors of shape {shapes}")
+
+    def _update_one(self, param: Tensor, group: dict[str, Any]) -> None:
+        gradient = self.gradients.get(param, param.grad)
+        if gradient is None:
+            return
+        for variant in ("amsgrad", "maximize", "differentiable"):
+            if group.get(variant):
+                name = type(self).__name__
+                raise ValueError(f"{variant} is set, which {name} has not; use torch.optim.{name}")
+        out = self.outputs.get(param)
+        self._apply(param, _flat("gradient", gradient), None if out is None else _flat("output", out), group)
+
+    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+        """One update of ``param``; ``gradient`` and ``out`` are flat."""
+        raise NotImplementedError
+
+    def _count(self, param: Tensor) -> int:
+        """Count a step of ``param``, and give its number."""
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        state["step"] += 1
+        return int(state["step"])
+
+    def _state(self, param: Tensor, key: str, start: float = 0.0) -> Tensor:
+        """The state ``key`` of ``param``, flat; the first time, filled with ``start``."""
+        state = self.state[param]
+        if state.get(key) is None:
+            state[key] = torch.full_like(param, start, memory_format=torch.contiguous_format)
+        return _flat(key, state[key])
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        raise ValueError(f"the {name} of shape {shape} has strides {strides}; single-pass updates need contiguous tensors")
+    return tensor.detach().view(-1) if tensor.layout is torch.strided else tensor
+
+
+class Adam(SinglePassOptimizer):
+    """Adam or, by default, AdamW: see :func:`adam`. States ``step`` (0-dim fp32, on the CPU), ``exp_avg``, ``exp_avg_sq``.
+
+    Unlike torch's, it decays by 0 unless told otherwise, as DeepSpeed's does.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay})
+
+    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+        adam(
+            _flat("parameter", param),
+            gradient,
+            self._state(param, "exp_avg"),
+            self._state(param, "exp_avg_sq"),
+            out,
+            step=self._count(param),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            coefficient=self.coefficient,
+        )
+
+
+class Adagrad(SinglePassOptimizer):
+    """See :func:`adagrad`. States ``step`` (0-dim fp32, on the CPU) and ``sum``."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+    ) -> None:
+        defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "initial_accumulator_value": initial_accumulator_value})
+
+    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+        adagrad(
+            _flat("parameter", param),
+            gradient,
+            self._state(param, "sum", group["initial_accumulator_value"]),
+            out,
+            step=self._count(param),
+            lr=float(group["lr"]),
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            coefficient=self.coefficient,
+        )
+
+
+class Lion(SinglePassOptimizer):
+    """See :func:`lion`. State ``exp_avg``. The defaults are the paper's."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+        lion(
+            _flat("parameter", param),
+            gradient,
+            self._state(param, "exp_avg"),
+            out,
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            weight_decay=group["weight_decay"],
+            coefficient=self.coefficient,
+        )
+
+
+class SGD(SinglePassOptimizer):
+    """See :func:`sgd`. State ``momentum_buffer``, if there is momentum."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(f"nesterov needs momentum and no dampening, got {momentum} and {dampening}")
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "nesterov": nesterov})
+
+    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+        first = self.state.get(param, {}).get("momentum_buffer") is None
+        sgd(
+            _flat("parameter", param),
+            gradient,
+            self._state(param, "momentum_buffer") if group["momentum"] else None,
+            out,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            first=first,
+            coefficient=self.coefficient,
+        )

@@ -1,0 +1,133 @@
+"""The updates of single_pass.py in torch's own kernels: off the CPU, and where there is no native library.
+
+Tensors go chunk by chunk through a fp32 buffer for the gradient, so that gradients are not changed and no temporary is as
+large as a tensor. On a CPU a chunk stays in the cache. Results differ from the native ones by rounding: torch's kernels
+contract multiplications and additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .operands import Operands
+
+_CPU_CHUNK = 1 << 18  # elements: 1 MiB of fp32
+_DEVICE_CHUNK = 1 << 24  # elements: 64 MiB of fp32; enough work for a kernel that its launch does not show
+
+
+def adam(
+    operands: Operands,
+    *,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> None:
+    """States: exp_avg, exp_avg_sq. Here and below, the rest as in single_pass.py."""
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    count = torch.full((), float(step), dtype=torch.float32, device=operands.weight.device)
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        kernel(
+            [weight],
+            [gradient],
+            [states[0]],
+            [states[1]],
+            [],
+            [count],
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    _by_chunks(operands, update)
+
+
+def adagrad(
+    operands: Operands,
+    *,
+    rate: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """State: sum. ``rate``: the learning rate after its own decay."""
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        if weight_decay:
+            gradient.add_(weight, alpha=weight_decay)
+        states[0].addcmul_(gradient, gradient)
+        weight.addcdiv_(gradient, states[0].sqrt().add_(eps), value=-rate)
+
+    _by_chunks(operands, update)
+
+
+def lion(
+    operands: Operands,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """State: exp_avg."""
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        direction = states[0].mul(beta1).add_(gradient, alpha=1 - beta1).sign_()
+        weight.mul_(1 - lr * weight_decay).add_(direction, alpha=-lr)
+        states[0].mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+    _by_chunks(operands, update)
+
+
+def sgd(
+    operands: Operands,
+    *,
+    lr: float,
+    momentum: float,
+    blend: float,
+    weight_decay: float,
+    nesterov: bool,
+) -> None:
+    """State: momentum_buffer, or none. ``blend``: the gradient's weight in the buffer."""
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        if weight_decay:
+            gradient.add_(weight, alpha=weight_decay)
+        direction = gradient
+        for buffer in states:
+            buffer.mul_(momentum).add_(gradient, alpha=blend)
+            direction = gradient.add_(buffer, alpha=momentum) if nesterov else buffer
+        weight.add_(direction, alpha=-lr)
+
+    _by_chunks(operands, update)
+
+
+def _by_chunks(
+    operands: Operands,
+    update: Callable[[Tensor, Tensor, tuple[Tensor, ...]], None],
+) -> None:
+    """Run ``update`` on chunks of weight, scaled gradient (fp32, its to change) and states, and fill ``out``."""
+    weight, out = operands.weight, operands.out
+    size = _CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK
+    buffer = torch.empty(min(size, weight.numel()), dtype=torch.float32, device=weight.device)
+    for low, high in _bounds(weight.numel(), size):
+        scaled = buffer[: high - low].copy_(operands.gradient[low:high])
+        if operands.coefficient != 1.0:
+            scaled.mul_(operands.coefficient)
+        update(weight[low:high], scaled, tuple(state[low:high] for state in operands.states))
+        if out is not None:
+            out[low:high].copy_(weight[low:high])
+
+
+def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:
+    return ((low, min(low + size, numel)) for low in range(0, numel, size))

@@ -1,0 +1,505 @@
+"""Single-pass updates: every instruction set and torch's path against float64 and ``torch.optim``, and the optimizers.
+
+Errors are measured in units of fp32's epsilon, relative to the sum of the sizes of the terms that are added: where terms
+cancel, no fp32 arithmetic does better. Each output is checked given those before it: the weight, given the stored states.
+Every operation rounds by up to half a unit, and every constant, too. So 3 units bound Adam's five operations in a row.
+"""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zerorun.ops import native, single_pass
+from zerorun.ops.single_pass import SGD, Adagrad, Adam, Lion, SinglePassOptimizer
+
+EPSILON = 2.0**-23
+TINIEST = 2.0**-149
+PATHS = (*native.ISAS, "torch")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MANY = 1_000_000
+
+
+@dataclass
+class Work:
+    """The tensors of one update: ``states`` as many as the rule has."""
+
+    weight: Tensor
+    gradient: Tensor
+    states: tuple[Tensor, ...]
+    out: Tensor | None = None
+    coefficient: float = 1.0
+
+    def copy(self) -> Work:
+        out = None if self.out is None else self.out.clone()
+        return replace(self, weight=self.weight.clone(), states=tuple(s.clone() for s in self.states), out=out)
+
+    def results(self) -> list[Tensor]:
+        return [self.weight, *self.states, *([] if self.out is None else [self.out])]
+
+
+Expected = tuple[Tensor, Tensor]  # a value, and the size of its terms; float64
+# (weight, gradient times coefficient, states, new states, hyperparameters), all float64 -> states, then the weight
+Reference = Callable[[Tensor, Tensor, list[Tensor], list[Tensor], dict[str, Any]], Iterator[Expected]]
+
+
+def coarse(eps: float) -> float:
+    """As the size of a quotient: what its dividend, denormal and so rounded to a multiple of TINIEST, can be wrong by."""
+    return TINIEST / eps / EPSILON
+
+
+def adam_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
+    (m, v), (beta1, beta2), t, decay = old, k["betas"], k["step"], k["weight_decay"]
+    decoupled = k["decoupled"]
+    size = g.abs() if decoupled else g.abs() + decay * w.abs()
+    g = g if decoupled else g + decay * w
+    yield torch.lerp(m, g, 1 - beta1), m.abs() + size
+    yield beta2 * v + (1 - beta2) * g * g, beta2 * v.abs() + (1 - beta2) * size**2
+    step = k["lr"] / (1 - beta1**t) * new[0] / ((new[1] / (1 - beta2**t)).sqrt() + k["eps"])
+    kept = w * (1 - k["lr"] * decay) if decoupled else w
+    yield kept - step, kept.abs() + step.abs() + coarse(k["eps"])
+
+
+def adagrad_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
+    size, g = g.abs() + k["weight_decay"] * w.abs(), g + k["weight_decay"] * w if k["weight_decay"] else g
+    yield old[0] + g * g, old[0].abs() + size**2
+    rate = k["lr"] / (1 + (k["step"] - 1) * k["lr_decay"])
+    denominator = new[0].sqrt() + k["eps"]
+    yield w - rate * g / denominator, w.abs() + rate * size / denominator + coarse(k["eps"])
+
+
+def lion_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
+    beta1, beta2 = k["betas"]
+    yield beta2 * old[0] + (1 - beta2) * g, old[0].abs() + g.abs()
+    direction = beta1 * old[0] + (1 - beta1) * g
+    unsure = direction.abs() < 4 * EPSILON * (old[0].abs() + g.abs()) + TINIEST  # its sign is a matter of rounding
+    kept = w * (1 - k["lr"] * k["weight_decay"])
+    yield kept - k["lr"] * direction.sign(), kept.abs() + k["lr"] + unsure * 2 / EPSILON
+
+
+def sgd_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
+    size, g = g.abs() + k["weight_decay"] * w.abs(), g + k["weight_decay"] * w if k["weight_decay"] else g
+    direction = g
+    if old:
+        blend = 1 - k["dampening"]
+        yield k["momentum"] * old[0] + blend * g, old[0].abs() + size
+        direction, size = new[0], new[0].abs()
+        if k["nesterov"]:
+            direction, size = g + k["momentum"] * new[0], g.abs() + k["weight_decay"] * w.abs() + new[0].abs()
+    yield w - k["lr"] * direction, w.abs() + k["lr"] * size
+
+
+@dataclass(frozen=True)
+class Rule:
+    function: Callable[..., None]
+    reference: Reference
+    states: int
+    hyper: dict[str, Any]
+
+    def run(self, work: Work) -> None:
+        self.function(work.weight, work.gradient, *work.states, out=work.out, coefficient=work.coefficient, **self.hyper)
+
+
+ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+PLAIN_SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False}
+MOMENTUM = {**PLAIN_SGD, "momentum": 0.9, "dampening": 0.1}
+RULES = {
+    "adamw": Rule(single_pass.adam, adam_reference, 2, ADAMW),
+    "adam": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "decoupled": False}),
+    "adam, small betas": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "betas": (0.3, 0.4), "weight_decay": 0.0}),
+    "adam, no betas": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "betas": (0.0, 0.0)}),
+    "adagrad": Rule(
+        single_pass.adagrad,
+        adagrad_reference,
+        1,
+        {"step": 3, "lr": 0.01, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
+    ),
+    "lion": Rule(single_pass.lion, lion_reference, 1, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    "sgd": Rule(single_pass.sgd, sgd_reference, 0, PLAIN_SGD),
+    "sgd, no decay": Rule(single_pass.sgd, sgd_reference, 0, {**PLAIN_SGD, "weight_decay": 0.0}),
+    "sgd, momentum": Rule(single_pass.sgd, sgd_reference, 1, MOMENTUM),
+    "sgd, nesterov": Rule(single_pass.sgd, sgd_reference, 1, {**MOMENTUM, "dampening": 0.0, "nesterov": True}),
+}
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let updates take ``path``; skip the test where this machine has not got it."""
+    library = native.library()
+    if path == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif library is None or path not in library.isas:
+        pytest.skip(f"{path} cannot be used here")
+    else:
+        monkeypatch.setattr(library, "isa", path)
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    use(request.param, monkeypatch)
+    return str(request.param)
+
+
+def training(rule: Rule, numel: int, seed: int = 0) -> Work:
+    """Sizes as in training: moments like gradients, and their squares."""
+    generator = torch.Generator().manual_seed(seed)
+    weight, gradient, first, second = (torch.randn(numel, generator=generator) * size for size in (0.05, 0.01, 0.01, 0.01))
+    states = (first**2,) if rule.function is single_pass.adagrad else (first, second**2)[: rule.states]
+    return Work(weight, gradient, states)
+
+
+def random_bits(rule: Rule, seed: int = 1) -> Work:
+    """Every fp32 bit pattern is as likely as any other; as far as a rule goes: sums of squares are not below 0."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [
+        torch.randint(-(2**31), 2**31, (MANY,), generator=generator, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        for _ in range(4)
+    ]
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), TINIEST, -TINIEST, 2.0**-126, 1.0])
+    grid = torch.cartesian_prod(special, special, special, special)  # each with each
+    for place, tensor in enumerate(tensors):
+        tensor[: len(grid)] = grid[:, place]
+    weight, gradient, first, second = tensors
+    states = (first.abs(),) if rule.function is single_pass.adagrad else (first, second.abs())[: rule.states]
+    return Work(weight, gradient, states)
+
+
+def expect(rule: Rule, before: Work, after: Work) -> Iterator[tuple[Tensor, Expected]]:
+    """(result, what it should be) of each state, then of the weight."""
+    scaled = before.gradient.float() * before.coefficient  # rounded to fp32 once: that is what the update starts from
+    doubles = [[state.double() for state in work.states] for work in (before, after)]
+    found = rule.reference(before.weight.double(), scaled.double(), *doubles, rule.hyper)
+    return zip((*after.states, after.weight), found, strict=True)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, but every NaN is like every other, and 0 like -0 only with the same sign."""
+    integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
+    equal = one.view(integers) == other.view(integers)
+    return bool((equal | (one.isnan() & other.isnan())).all())
+
+
+# -- one update --------------------------------------------------------------------------------------------------------
+
+
+@ALL_RULES
+@pytest.mark.parametrize("coefficient", [1.0, 0.37])
+def test_close_to_float64(rule: Rule, path: str, coefficient: float) -> None:
+    before = replace(training(rule, MANY), coefficient=coefficient)
+    after = before.copy()
+    rule.run(after)
+    for result, (value, size) in expect(rule, before, after):
+        assert ((result.double() - value).abs() / (size * EPSILON + TINIEST)).max() <= 3
+
+
+@ALL_RULES
+def test_any_bits(rule: Rule, path: str) -> None:
+    """NaN and infinities are where float64 has them, unless a term on the way is beyond fp32; the rest is close."""
+    before = random_bits(rule)
+    after = before.copy()
+    rule.run(after)
+    for result, (value, size) in expect(rule, before, after):
+        inside = ~((size > 2.0**120) & size.isfinite())
+        wanted = value.float()
+        assert torch.equal(result.isnan() & inside, wanted.isnan() & inside)
+        assert same(torch.where(inside & wanted.isinf(), result, 0.0), torch.where(inside & wanted.isinf(), wanted, 0.0))
+        finite = inside & size.isfinite() & wanted.isfinite()
+        error = (result.double() - value).abs() / (size * EPSILON + 2 * TINIEST)
+        assert error[finite].max() <= 4
+
+
+@ALL_RULES
+def test_instruction_sets_give_the_same_bits(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    for gradient_type, out_type in ((torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)):
+        start = replace(random_bits(rule), out=torch.zeros(MANY, dtype=out_type), coefficient=0.3)
+        start.gradient = start.gradient.to(gradient_type)
+        done = []
+        for isa in native.library().isas if native.library() else ():
+            use(isa, monkeypatch)
+            done.append(start.copy())
+            rule.run(done[-1])
+        for other in done[1:]:
+            assert all(map(same, done[0].results(), other.results()))
+
+
+@pytest.mark.parametrize("gradient_type", DTYPES)
+@pytest.mark.parametrize("out_type", [*DTYPES, None])
+def test_all_dtypes(gradient_type: torch.dtype, out_type: torch.dtype | None, path: str) -> None:
+    """A gradient is what torch converts it to; the output is what torch rounds the weight to."""
+    for rule in RULES.values():
+        start = training(rule, 5000)
+        start.gradient = start.gradient.to(gradient_type)
+        wide = replace(start, gradient=start.gradient.float()).copy()
+        narrow = replace(start, out=None if out_type is None else torch.zeros(5000, dtype=out_type)).copy()
+        rule.run(wide)
+        rule.run(narrow)
+        assert all(map(same, wide.results(), narrow.results()))
+        if narrow.out is not None and out_type is not None:
+            assert same(narrow.out, narrow.weight.to(out_type))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_gradient_is_converted_exactly(dtype: torch.dtype, path: str) -> None:
+    gradient = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    weight = torch.zeros(2**16)
+    single_pass.sgd(weight, gradient, lr=1.0)
+    assert same(weight, 0.0 - gradient.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_are_rounded_to_nearest_even(dtype: torch.dtype, path: str) -> None:
+    """Random bits, every number of the type, and halfway to the next one, and one fp32 unit to either side of that."""
+    integers = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    numbers, following = (integers.add(more).to(torch.int16).view(dtype).float() for more in (0, 1))
+    middle = ((numbers.double() + following.double()) / 2).float()
+    infinity = torch.tensor(float("inf"))
+    edges = [numbers, middle, torch.nextafter(middle, infinity), torch.nextafter(middle, -infinity)]
+    weight = torch.cat([*edges, random_bits(RULES["sgd"]).weight])
+    out = torch.zeros_like(weight, dtype=dtype)
+    single_pass.sgd(weight, torch.zeros_like(weight), out=out, lr=0.0)
+    assert same(out, weight.to(dtype))
+    assert out.isinf().any() and out.isnan().any()
+
+
+@ALL_RULES
+def test_every_length_and_any_start(rule: Rule, path: str) -> None:
+    """Nothing outside is touched, and a place in a tensor makes no difference (but torch's fused kernels have tails)."""
+    whole = replace(training(rule, 200), out=torch.zeros(200, dtype=torch.bfloat16))
+    whole.gradient = whole.gradient.bfloat16()
+    done = whole.copy()
+    rule.run(done)
+    for numel in range(71):
+        for start in (0, 1, 3) if numel else (0,):
+            inner = slice(start, start + numel)
+            part = whole.copy()
+            assert part.out is not None
+            view = Work(
+                part.weight[inner], part.gradient[inner], tuple(state[inner] for state in part.states), part.out[inner]
+            )
+            rule.run(view)
+            for result, all_done, untouched in zip(part.results(), done.results(), whole.results(), strict=True):
+                assert torch.equal(result[:start], untouched[:start])
+                assert torch.equal(result[start + numel :], untouched[start + numel :])
+                if path == "torch":
+                    torch.testing.assert_close(
+                        result[inner], all_done[inner], rtol=1e-2 if result is part.out else 1e-6, atol=1e-9
+                    )
+                else:
+                    assert same(result[inner], all_done[inner])
+
+
+@ALL_RULES
+def test_threads_make_no_difference(rule: Rule) -> None:
+    start, threads = training(rule, 300_001), torch.get_num_threads()
+    done = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            done.append(start.copy())
+            rule.run(done[-1])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(same(one, other) for work in done[1:] for one, other in zip(done[0].results(), work.results(), strict=True))
+
+
+@ALL_RULES
+def test_torch_gives_the_same_numbers(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = replace(training(rule, MANY), coefficient=0.7)
+    start.gradient = start.gradient.bfloat16()
+    here, there = start.copy(), start.copy()
+    rule.run(here)
+    use("torch", monkeypatch)
+    rule.run(there)
+    for one, other in zip(here.results(), there.results(), strict=True):
+        # Where terms cancel, roundings of single terms remain; Lion's direction there is a matter of rounding.
+        wrong = (one - other).abs() > 1e-6 * other.abs() + 1e-8
+        assert wrong.float().mean() <= (1e-6 if rule.reference is lion_reference else 0)
+
+
+def test_what_is_refused() -> None:
+    good = torch.zeros(4)
+    for error, words, changed in (
+        (TypeError, "weight is torch.float64", {"weight": good.double()}),
+        (TypeError, "gradient is torch.int32", {"gradient": good.int()}),
+        (TypeError, "state is torch.bfloat16", {"momentum_buffer": good.bfloat16()}),
+        (TypeError, "torch.sparse_coo", {"gradient": good.to_sparse()}),
+        (TypeError, "out is torch.float64", {"out": good.double()}),
+        (ValueError, "with 4 elements", {"gradient": torch.zeros(5)}),
+        (ValueError, "1-D and contiguous", {"gradient": torch.zeros(8)[::2]}),
+        (ValueError, "1-D and contiguous", {"weight": torch.zeros(2, 2)}),
+        (ValueError, "on meta", {"out": torch.zeros(4, device="meta")}),
+    ):
+        with pytest.raises(error, match=words):
+            single_pass.sgd(**{"weight": good, "gradient": good, "lr": 0.1, **changed})
+
+
+def test_autograd_notices_an_update(path: str) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    product = (weight * weight).sum()
+    single_pass.sgd(weight, torch.ones(3), lr=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+Pair = tuple[type[SinglePassOptimizer], type[torch.optim.Optimizer], dict[str, Any], dict[str, Any]]
+PAIRS: dict[str, Pair] = {
+    "AdamW": (Adam, torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}, {}),
+    "Adam": (
+        Adam,
+        torch.optim.Adam,
+        {"lr": 0.01, "weight_decay": 0.1, "betas": (0.4, 0.9)},
+        {"decoupled_weight_decay": False},
+    ),
+    "Adagrad": (Adagrad, torch.optim.Adagrad, {"lr": 0.01, "lr_decay": 0.1, "initial_accumulator_value": 0.5}, {}),
+    "Adagrad, decay": (Adagrad, torch.optim.Adagrad, {"weight_decay": 0.1}, {}),
+    "SGD": (SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, {}),
+    "SGD, momentum": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}, {}),
+    "SGD, nesterov": (SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {}),
+}
+ALL_PAIRS = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+SHAPES = ((13, 11), (7,), ())
+
+
+def params(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in SHAPES]
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int, seed: int = 5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+
+
+def assert_close(one: list[Tensor], other: list[Tensor]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@ALL_PAIRS
+def test_steps_are_those_of_torch(pair: Pair, path: str) -> None:
+    mine, theirs, common, own = pair
+    one, other = params(), params()
+    train(mine(one, **common, **own), 8)
+    train(theirs(other, **common), 8)
+    assert_close(one, other)
+
+
+@ALL_PAIRS
+def test_checkpoints_cross_over(pair: Pair) -> None:
+    """After a few steps each goes on from the other's state, which has the same names, shapes and dtypes."""
+    mine, theirs, common, own = pair
+    one, other = params(), params()
+    first, second = mine(one, **common, **own), theirs(other, **common)
+    train(first, 3)
+    train(second, 3)
+    kinds = [
+        {key: (value.dtype, value.shape) for key, value in entry.items() if value is not None}
+        for optimizer in (first, second)
+        for entry in optimizer.state.values()
+    ]
+    assert kinds[: len(one)] == kinds[len(one) :]
+    third, fourth = mine(other, **common, **own), theirs(one, **common)
+    third.load_state_dict(copy.deepcopy(second.state_dict()))
+    fourth.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(third, 3, seed=6)
+    train(fourth, 3, seed=6)
+    assert_close(one, other)
+
+
+def test_lion_is_ours(path: str) -> None:
+    from zerorun.ops.lion import Lion as Plain
+
+    one, other = params(), params()
+    train(Lion(one, lr=0.01, weight_decay=0.1), 5)
+    train(Plain(other, lr=0.01, weight_decay=0.1), 5)
+    assert_close(one, other)
+
+
+def test_other_gradients_and_outputs(path: str) -> None:
+    """A step with a mapping and a coefficient is one with the scaled gradient, and leaves gradients alone."""
+    param, twin = torch.ones(3, 5, requires_grad=True), torch.ones(3, 5, requires_grad=True)
+    gradient, out = torch.randn(15).bfloat16(), torch.zeros(15, dtype=torch.float16)
+    kept = gradient.clone()
+    optimizer, plain = Adam([param], lr=0.1), Adam([twin], lr=0.1)
+    optimizer.gradients[param], optimizer.outputs[param], optimizer.coefficient = gradient, out, 0.25
+    twin.grad = gradient.float().view(3, 5) * 0.25
+    optimizer.step()
+    plain.step()
+    assert torch.equal(param, twin) and torch.equal(out, param.detach().half().view(-1))
+    assert torch.equal(gradient, kept) and optimizer.coefficient == 1.0
+
+
+def test_unit_by_unit_is_one_step(path: str) -> None:
+    one, other = params(), params()
+    first, second = Adam(one, lr=0.1), Adam(other, lr=0.1)
+    first.coefficient = second.coefficient = 0.5
+    for param, twin in zip(one, other, strict=True):
+        param.grad = torch.full_like(param, 0.3)
+        twin.grad = torch.full_like(twin, 0.3)
+    first.step()
+    for twin in reversed(other):
+        second.update([twin])
+    assert all(map(torch.equal, one, other))
+    with pytest.raises(ValueError, match=r"not parameters .*\(2,\)"):
+        second.update([torch.zeros(2)])
+
+
+def test_parameters_without_a_gradient_stay() -> None:
+    one, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    optimizer = Adam([one, other])
+    one.grad = torch.ones(3)
+    optimizer.step()
+    assert not torch.equal(one, other) and list(optimizer.state) == [one]
+
+
+def test_copies_and_schedules() -> None:
+    optimizer = SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.coefficient = 0.5
+    twin = copy.deepcopy(optimizer)
+    train(twin, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.coefficient == 0.5
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_bad_settings() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    for build in (
+        lambda: Adam([tensor], lr=-1.0),
+        lambda: Adam([tensor], betas=(0.9, 1.0)),
+        lambda: Adagrad([tensor], eps=-1.0),
+        lambda: Lion([tensor], weight_decay=float("nan")),
+        lambda: SGD([tensor], nesterov=True),
+    ):
+        with pytest.raises(ValueError):
+            build()
+    optimizer = Adam([tensor])
+    optimizer.param_groups[0]["amsgrad"] = True
+    tensor.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"amsgrad .* torch\.optim\.Adam"):
+        optimizer.step()
+
+
+def test_a_step_imports_no_compiler() -> None:
+    script = (
+        "import sys, torch\nfrom zerorun.ops.single_pass import Adam\np = torch.ones(3, requires_grad=True)\n"
+        "p.grad = torch.ones(3)\nAdam([p]).step()\nprint('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
