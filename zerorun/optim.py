@@ -17,8 +17,10 @@ from torch import Tensor
 
 from zerorun.errors import ConfigError, ConfigProblem, ModelError
 from zerorun.log import warn_once
+from zerorun.ops import single_pass
 from zerorun.ops.adam import FusedAdam
 from zerorun.ops.lion import Lion
+from zerorun.ops.single_pass import SinglePassOptimizer
 
 # The update of an element depends on that element's gradient and state (and on step counts) alone, so these can work
 # on any 1-D piece of a parameter. Exact types: a subclass may have changed that.
@@ -37,6 +39,10 @@ ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.ASGD,
         Lion,
         FusedAdam,
+        single_pass.Adam,
+        single_pass.Adagrad,
+        single_pass.Lion,
+        single_pass.SGD,
     }
 )
 
@@ -48,6 +54,18 @@ _FUSED: dict[type, tuple[str, ...]] = {
     torch.optim.AdamW: ("cpu", "cuda"),
     torch.optim.SGD: ("cpu", "cuda"),
     torch.optim.Adagrad: ("cpu",),
+}
+
+# What updates tensors in host memory, and the parameters of the class that it has.
+_SINGLE_PASS: dict[type, tuple[type[SinglePassOptimizer], frozenset[str]]] = {
+    torch.optim.Adam: (single_pass.Adam, frozenset({"lr", "betas", "eps", "weight_decay"})),
+    torch.optim.AdamW: (single_pass.Adam, frozenset({"lr", "betas", "eps", "weight_decay"})),
+    torch.optim.Adagrad: (
+        single_pass.Adagrad,
+        frozenset({"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"}),
+    ),
+    torch.optim.SGD: (single_pass.SGD, frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov"})),
+    Lion: (single_pass.Lion, frozenset({"lr", "betas", "weight_decay"})),
 }
 
 # Where DeepSpeed's defaults differ from those of the class.
@@ -88,7 +106,9 @@ def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, An
     if not groups:
         raise ModelError("there are no parameters to optimize. Give the model a parameter with requires_grad=True.")
     groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-    if _can_fuse(optimizer_class, kwargs, groups):
+    if _can_pass_once(optimizer_class, kwargs, groups):
+        optimizer_class, kwargs = _pass_once(optimizer_class, kwargs)
+    elif _can_fuse(optimizer_class, kwargs, groups):
         optimizer_class, kwargs = _fuse(optimizer_class, kwargs, groups)
     try:
         return optimizer_class(groups, **kwargs)
@@ -246,9 +266,28 @@ def _can_fuse(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[st
     if optimizer_class is torch.optim.SGD and any(source.get("momentum") for source in (kwargs, *groups)):
         return False  # the kernel fails if only some tensors have had a first step, as with parameters used later
     devices = _FUSED.get(optimizer_class, ())
+    return bool(devices) and all(t.device.type in devices and t.is_floating_point() for t in _tensors(groups))
+
+
+def _tensors(groups: list[dict[str, Any]]) -> list[Tensor]:
     items = [item for group in groups for item in group["params"]]
-    tensors = [item[1] if isinstance(item, tuple) else item for item in items]
-    return bool(devices) and all(tensor.device.type in devices and tensor.is_floating_point() for tensor in tensors)
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
+    """True if some tensors are in host memory, and single-pass updates have all that is asked for."""
+    if optimizer_class not in _SINGLE_PASS:
+        return False
+    known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
+    asked = set(kwargs).union(*groups) - {"params", "name"}
+    on_host = any(tensor.device.type == "cpu" for tensor in tensors)
+    return on_host and asked <= known and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+
+
+def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    decoupled = {"decoupled_weight_decay": optimizer_class is torch.optim.AdamW}
+    once = _SINGLE_PASS[optimizer_class][0]
+    return once, {**kwargs, **(decoupled if once is single_pass.Adam else {})}
 
 
 def _fuse(

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from zerorun.errors import ConfigError, ModelError
+from zerorun.ops import single_pass
 from zerorun.ops.adam import FusedAdam
+from zerorun.ops.single_pass import SinglePassOptimizer
 from zerorun.optim import ELEMENTWISE, Lion, build_optimizer, is_elementwise, refuse_unusable, split_state
 
 SHAPE = (13, 11)
@@ -76,13 +78,21 @@ CONFIGS: list[tuple[str, dict[str, Any], type, dict[str, Any]]] = [
 ]
 
 
+ONCE: dict[type, type] = {
+    torch.optim.Adam: single_pass.Adam,
+    torch.optim.AdamW: single_pass.Adam,
+    torch.optim.Adagrad: single_pass.Adagrad,
+    torch.optim.SGD: single_pass.SGD,
+    Lion: single_pass.Lion,
+}
+
+
 @pytest.mark.parametrize(("name", "params", "oracle", "kwargs"), CONFIGS)
 def test_shards_train_like_whole_parameters(name: str, params: Any, oracle: Any, kwargs: Any) -> None:
     whole, flat = start(), start().reshape(-1)
     expected = oracle([whole], **kwargs)
     built = build(name, params, *flat.split(LENGTHS))
-    adam = oracle in (torch.optim.Adam, torch.optim.AdamW)
-    assert type(built) is (FusedAdam if adam else oracle)  # the same kernel with less around it
+    assert type(built) is ONCE.get(oracle, oracle)
     run(expected, gradients(5))
     run(built, gradients(5))
     torch.testing.assert_close(flat.reshape(SHAPE), whole, rtol=1e-6, atol=1e-7)
@@ -90,7 +100,8 @@ def test_shards_train_like_whole_parameters(name: str, params: Any, oracle: Any,
 
 @pytest.mark.parametrize(("name", "params"), [(config[0], config[1]) for config in CONFIGS])
 def test_results_do_not_depend_on_where_shards_are_cut(name: str, params: Any) -> None:
-    for lengths, extra in ((ALIGNED, {}), (LENGTHS, {} if name == "Lion" else {"foreach": True})):
+    once = isinstance(build(name, params, start()), SinglePassOptimizer)
+    for lengths, extra in ((ALIGNED, {}), (LENGTHS, {} if once else {"foreach": True})):
         one, many = start().reshape(-1), start().reshape(-1)
         run(build(name, {**params, **extra}, one), gradients(5))
         run(build(name, {**params, **extra}, *many.split(lengths)), gradients(5))
@@ -110,15 +121,20 @@ def test_adam_means_adamw() -> None:
     assert torch.equal(tensor, torch.ones(4) * (1 - 0.1 * 0.5))
 
 
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [("Adam", True), ("AdamW", True), ("Adagrad", True), ("SGD", True), ("RAdam", None), ("Adam", False)],
-)
-def test_fused_kernels_are_used_unless_refused(name: str, fused: bool | None) -> None:
-    params = {"fused": False} if fused is False else {}
-    built = build(name, params, start())
-    assert isinstance(built, FusedAdam) if fused and "Adam" in name else built.param_groups[0].get("fused") is fused
-    assert not build(name, {"foreach": True}, start()).param_groups[0].get("fused")
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD", "Lion"])
+def test_host_tensors_are_updated_in_one_pass_unless_more_is_asked_for(name: str) -> None:
+    assert isinstance(build(name, {}, start()), SinglePassOptimizer)
+    if name == "Lion":
+        return
+    for asked in ({"fused": False}, {"foreach": True}, {"maximize": True}):
+        assert not isinstance(build(name, asked, start()), SinglePassOptimizer)
+    assert build(name, {"maximize": True}, start()).param_groups[0].get("fused") is True
+
+
+def test_fused_kernels_are_not_used_if_refused() -> None:
+    assert build("Adam", {"fused": False}, start()).param_groups[0]["fused"] is False
+    assert build("RAdam", {}, start()).param_groups[0].get("fused") is None
+    assert not build("Adam", {"foreach": True}, start()).param_groups[0].get("fused")
 
 
 def test_groups_keep_what_they_set_and_are_not_written_to() -> None:

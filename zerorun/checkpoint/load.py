@@ -27,7 +27,9 @@ from .save import frozen_sums, unpack_scalars
 from .tensorfile import dtype_of
 
 # Keys of parameter groups that say how a step is computed, not what.
-IMPLEMENTATION = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled"})
+IMPLEMENTATION = frozenset(
+    {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled", "decoupled_weight_decay"}
+)
 _SHOWN = 5
 
 

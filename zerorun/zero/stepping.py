@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..comm import Communicator
 from ..errors import StepError
 from ..ops.adam import FusedAdam
+from ..ops.single_pass import SinglePassOptimizer
 from .norm import local_square_sum
 from .pieces import OptimizerPiece, split_lengths, split_piece
 from .runtime import Runtime
@@ -95,18 +96,29 @@ class ShardedOptimizer:
             piece.tensor.grad = None if skip else piece.gradient
             if not skip:
                 gradients.append(piece.gradient)
-        if isinstance(self.optimizer, FusedAdam):
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.outputs = self._outputs()
+        if isinstance(self.optimizer, (FusedAdam, SinglePassOptimizer)):
             self.optimizer.coefficient = coefficient
         elif coefficient != 1.0 and gradients:
             torch._foreach_mul_(gradients, coefficient)
         self.optimizer.step()
         for piece in self.pieces:
             piece.tensor.grad = None
-        self.write_back()
+        written = isinstance(self.optimizer, SinglePassOptimizer)
+        self.write_back(only=[s for s in self._segments if not (written and _beside_master(s))])
 
-    def write_back(self) -> None:
+    def _outputs(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Where the update itself writes the new values, rounded: the weights that lie beside their masters."""
+        return {
+            piece.tensor: piece.segment.weight[piece.low : piece.low + piece.tensor.numel()]
+            for piece in self.pieces
+            if _beside_master(piece.segment)
+        }
+
+    def write_back(self, only: Iterable[Segment] | None = None) -> None:
         """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
-        for segment in self._segments:
+        for segment in self._segments if only is None else only:
             write_back(segment)
 
     def _unused_everywhere(self) -> set[tuple[int, int]]:
@@ -132,6 +144,13 @@ class ShardedOptimizer:
             else:
                 pieces.append(piece)
         self.pieces = pieces
+
+
+def _beside_master(segment: Segment) -> bool:
+    """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
+    master, weight = segment.master, segment.weight
+    known = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return master is not None and not segment.master_is_weight and known and weight.device == master.device
 
 
 def write_back(segment: Segment) -> None:
