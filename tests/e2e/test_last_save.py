@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import atexit, errno, sys, torch, zerorun
+import atexit, errno, os, sys, time, torch, zerorun
 
 atexit.register(print, "other handlers run")
 config = {{"train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW"}}}}
-engine = zerorun.initialize(torch.nn.Linear(4, 4), config)
+engine = zerorun.initialize(torch.nn.Linear(2048, 2048), config)  # 16 MiB: several buffers
+write = os.pwrite
+
+def slow(file, data, at):
+    time.sleep(0.3)
+    return write(file, data, at)
+
+os.pwrite = slow
 
 def full(point):
     raise OSError(errno.ENOSPC, "No space left on device")
