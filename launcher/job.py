@@ -35,7 +35,7 @@ from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .node import STREAMS, LocalNode, log_file, make_log_dir
 from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan
 from .remote import RemoteNode
-from .report import HostEnd, WorkerEnd, describe_end, exit_status, failure_report, host_report
+from .report import HostEnd, WorkerEnd, exit_status, failure_report, host_report
 from .sbatch import REQUEUE_STATUS
 from .screen import Forwarder, Tail, open_screens
 
@@ -485,7 +485,7 @@ class Job:
         """0 when every worker ended well (it saved and left, say), else 128 + the signal, as a shell has it."""
         for end in ends:
             if end.returncode not in (0, -number, REQUEUE_STATUS):
-                self.say(f"[zerorun] {end.where}: {describe_end(end.returncode)}")
+                self.say(f"[zerorun] {end.where}: {end.how}")
         for lost in ended.lost:
             self.say(f"[zerorun] {lost.host}: {lost.reason}")
         if not ended.unkillable:

@@ -37,6 +37,11 @@ class WorkerEnd:
     def where(self) -> str:
         return f"rank {self.rank}" if self.host is None else f"rank {self.rank} on {self.host}"
 
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return describe_end(self.returncode, asked=self.asked_to_stop)
+
 
 @dataclass(frozen=True)
 class HostEnd:
@@ -54,13 +59,14 @@ def exit_status(returncode: int) -> int:
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def describe_end(returncode: int) -> str:
-    """A return code in words, with the likely cause of a signal."""
+def describe_end(returncode: int, *, asked: bool = False) -> str:
+    """A return code in words, with the likely cause of a signal. ``asked``: the worker had been told to end."""
     if returncode >= 0:
         via_shell = f" (in a shell, {_signal_name(returncode - 128)})" if 128 < returncode < 128 + 65 else ""
         return f"exit code {returncode}{via_shell}"
     name = _signal_name(-returncode)
-    hint = _SIGNAL_HINTS.get(name)
+    hint = "it had been told to end, and had not when --grace was over" if asked and name == "SIGKILL" else None
+    hint = hint or _SIGNAL_HINTS.get(name)
     return f"killed by {name} (signal {-returncode})" + (f": {hint}" if hint else "")
 
 
@@ -90,7 +96,7 @@ def failure_line(end: WorkerEnd) -> str:
         if line and not line[0].isspace():
             return line
     spoken = [line for line in end.stderr_tail if line.strip()]
-    return spoken[-1] if spoken else describe_end(end.returncode)
+    return spoken[-1] if spoken else end.how
 
 
 def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: int = 0) -> str:
@@ -100,7 +106,7 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     """
     traceback = last_traceback(first.stderr_tail)
     lines = [_RULE, f"zerorun: {first.where} failed first, {first.seconds:.1f} s after the start"]
-    lines.append(f"  {describe_end(first.returncode)}")
+    lines.append(f"  {first.how}")
     if oom_kills:
         lines.append(f"  the kernel's out-of-memory killer ended {oom_kills} process(es) during this job")
     if traceback:
@@ -146,7 +152,7 @@ def _failed(ends: Sequence[WorkerEnd]) -> list[WorkerEnd]:
 
 def _later(ends: Sequence[WorkerEnd], how: str) -> list[str]:
     """The first few in words, the rest as a number; ``how`` says what these did."""
-    lines = [f"later, {end.where}: {describe_end(end.returncode)}: {failure_line(end)}" for end in ends[:4]]
+    lines = [f"later, {end.where}: {end.how}: {failure_line(end)}" for end in ends[:4]]
     if len(ends) > 4:
         lines.append(f"later, {len(ends) - 4} more {how}: {_ranks([end.rank for end in ends[4:]])}")
     return lines

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from .checkpoint.directory import newest_first
 from .checkpoint.routine import Routine
 from .comm import Communicator, default_device, init_distributed
 from .config import Config, ModelFacts, load_config, resolve
 from .dataloader import EpochLoader
 from .engine import Engine
 from .errors import ConfigError, ConfigProblem, ModelError, TopologyError, ZerorunError
-from .log import info_once, setup_logging
+from .log import info_once, logger, setup_logging
 from .optim import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer, split_state
 from .precision import DTYPES, LossScaler
 from .schedules import build_schedule
@@ -450,6 +451,8 @@ def _begin_routine(engine: Engine) -> None:
         engine.routine.watch()
     if section.auto_resume:
         engine.resume()
+    elif engine.topology.rank == 0 and (newest := newest_first(Path(section.dir))[:1]):
+        logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
 
 
 def _loader(

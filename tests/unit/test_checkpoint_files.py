@@ -1157,6 +1157,21 @@ def test_left_overs_are_replaced(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "s1"]
 
 
+def test_a_damaged_checkpoint_is_named_when_latest_does_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What ``latest`` names is tried, and named by that; others are named when they are left out."""
+    for step in (1, 2, 3):
+        save(tmp_path, f"s{step}", step)
+    (tmp_path / "s2" / MANIFEST).write_text("{")
+    (tmp_path / "s3" / MANIFEST).write_text("{")
+    with caplog.at_level("WARNING", "zerorun"):
+        assert folder.in_order_of_trust(tmp_path) == ["s3", "s1"]
+        assert [str(tmp_path / "s2") in record.getMessage() for record in caplog.records] == [True]
+        caplog.clear()
+        (tmp_path / "latest").unlink()
+        assert folder.in_order_of_trust(tmp_path) == ["s1"]
+        assert len(caplog.records) == 2
+
+
 def test_what_a_killed_save_had_replaced(tmp_path: Path) -> None:
     """The next save deletes it, of whatever tag it was; but not if it is the only version that can be read."""
     for tag in ("s1", "s2"):

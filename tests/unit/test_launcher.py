@@ -302,6 +302,11 @@ def test_ends_in_words(code: int, words: str, status: int) -> None:
     assert report.exit_status(code) == status
 
 
+def test_killed_after_the_grace_is_not_taken_for_out_of_memory() -> None:
+    assert "--grace" in report.describe_end(-9, asked=True)
+    assert "--grace" not in report.describe_end(-9)
+
+
 def test_tail_shows_what_a_terminal_would() -> None:
     tail = screen.Tail()
     for chunk in (b"10%\r20", b"%\r30%\r", b"\nline\r\n", b"caf\xc3", b"\xa9\n", b"\xff open"):

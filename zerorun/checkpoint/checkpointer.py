@@ -80,6 +80,7 @@ class Checkpointer:
     ) -> Path:
         """Save into ``directory/tag``. The path of the checkpoint."""
         self.wait()
+        self.saver.ranks.meet("save_checkpoint()")
         wanted = tag if tag is not None else f"global_step{self.run.counters()['global_steps']}"
         target = Target(_directory(directory), folder.check_tag(str(wanted)), latest, keep, check=self.check_point)
         if not asynchronous:
@@ -95,6 +96,7 @@ class Checkpointer:
         """Write the weights alone, for Hugging Face and others, as the new directory ``directory``."""
         self.wait()
         path = _directory(directory)
+        self.saver.ranks.meet("export()")
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
@@ -187,6 +189,7 @@ class Checkpointer:
         """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
         self.wait()
         path, ranks = _directory(directory), self.saver.ranks
+        ranks.meet("load_checkpoint()")
         if tag is not None:
             return self._load_one(path, folder.check_tag(str(tag)), wanted)
         names = candidates(ranks, path)
@@ -199,7 +202,8 @@ class Checkpointer:
                 if is_rank_zero():
                     logger.warning("%s Going back to checkpoint %s.", error, names[index + 1])
         if is_rank_zero():
-            logger.warning("there is no checkpoint in %s: training begins afresh.", path)
+            what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
+            logger.warning("%s %s: training begins afresh.", what, path)
         return None, {}
 
     def wait(self) -> None:
@@ -211,9 +215,8 @@ class Checkpointer:
         """Wait as ``wait`` does, and give back the process group."""
         if self._saver is not None:
             try:
-                self._saver.wait()
+                self._saver.close()
             finally:
-                self._saver.ranks.close()
                 self._saver = None
 
     def _load_one(self, directory: Path, tag: str, wanted: Wanted) -> tuple[Path, dict[str, Any]]:
@@ -263,12 +266,12 @@ class Checkpointer:
             "data": hasattr(run.dataloader, "state_dict") and not self._has_position(manifest),
             "rng": manifest.rng is None,
         }
-        for name, lacking in components.items():
-            if lacking and not wanted.allows(name):
-                raise CheckpointError(
-                    f"{reader.path} has no {name} state, and this run needs it to go on exactly. Remedy: pass "
-                    f"allow_missing=[{name!r}] if it may begin afresh."
-                )
+        missing = [name for name, lacking in components.items() if lacking and not wanted.allows(name)]
+        if missing:
+            raise CheckpointError(
+                f"{reader.path} has no {', no '.join(missing)} state, and this run needs it to go on exactly. Remedy: pass "
+                f"allow_missing={missing} if it may begin afresh."
+            )
 
     def _has_position(self, manifest: Manifest) -> bool:
         """True if the checkpoint says where the data loader was. Loaders of others know that for their own rank only."""

@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..log import logger
 from .manifest import MANIFEST, read_manifest
 from .plan import STATE_FILE
 from .tensorfile import FileRecord
@@ -176,21 +177,21 @@ def drop_replaced(directory: Path, tags: Iterable[str]) -> None:
 
 def newest_first(directory: Path) -> list[str]:
     """Names of the directories with a readable manifest, by time of saving. Damaged ones are left out."""
-    return [name for _, name, _ in _by_time(directory)]
+    return [name for _, name, _ in _by_time(directory)[0]]
 
 
-def _by_time(directory: Path) -> list[tuple[str, str, bool]]:
-    """(time of saving, name, whether ``latest`` is to name it), newest first."""
-    found = []
+def _by_time(directory: Path) -> tuple[list[tuple[str, str, bool]], dict[str, str]]:
+    """(time of saving, name, whether ``latest`` is to name it), newest first; and by name what is wrong with others."""
+    found, damaged = [], {}
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith((TEMPORARY, DOOMED)) or not (path / MANIFEST).is_file():
             continue
         try:
             manifest = read_manifest(path)
             found.append((manifest.saved_at, path.name, manifest.becomes_latest))
-        except CheckpointError:
-            continue
-    return sorted(found, reverse=True)
+        except CheckpointError as error:
+            damaged[path.name] = str(error)
+    return sorted(found, reverse=True), damaged
 
 
 def in_order_of_trust(directory: Path) -> list[str]:
@@ -198,14 +199,18 @@ def in_order_of_trust(directory: Path) -> list[str]:
 
     A complete checkpoint that was saved after ``latest`` was written goes first: its save was killed at the last step.
     """
-    found = _by_time(directory)
+    found, damaged = _by_time(directory)
     names = [name for _, name, _ in found]
+    first = ""
     try:
         first = (directory / LATEST).read_text(errors="replace").strip()
         written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
         there = re.fullmatch(r"[^/\0]+", first) is not None and (directory / first).is_dir()
     except OSError:
-        return names
+        there, written = False, ""
+    for name, what in damaged.items():
+        if name != first or not there:  # else loading tries it, and says so
+            logger.warning("%s It is left out.", what)
     interrupted = next((saved_at > written for saved_at, _, becomes_latest in found if becomes_latest), False)
     if interrupted or not there:
         return names

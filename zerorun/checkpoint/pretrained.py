@@ -24,10 +24,10 @@ from .read import Read, Reader
 def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -> None:
     """Fill ``model`` with the weights in ``dir``: a Hugging Face model in safetensors format, or a checkpoint of zerorun.
 
-    Before ``initialize``: the model may be an ordinary one, one built inside ``zerorun.zero.Init()``, or one whose
-    parameters are on the meta device. In the last two cases a rank reads its part of every parameter and no more, straight
-    into place. After ``initialize``: pass ``engine.module``. Floating weights are cast to the dtype of the parameter. All
-    ranks must call it.
+    Before ``initialize``: the model may be an ordinary one, one built inside ``zerorun.zero.Init()`` (call it in that block
+    or after it), or one whose parameters are on the meta device. In the last two cases a rank reads its part of every
+    parameter and no more, straight into place. After ``initialize``: pass ``engine.module``. Floating weights are cast to
+    the dtype of the parameter. All ranks must call it.
 
     ``strict``: the model's names and the files' must be the same, but for tied weights and a Hugging Face base model's
     prefix. Raises CheckpointError, naming tensors, for what is missing, left over, of another shape, or damaged.
@@ -35,7 +35,8 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     init_distributed(default_device())
     path = Path(dir)
     manifest = read_manifest(path) if (path / MANIFEST).is_file() else None
-    with Reader(path, manifest) as reader, torch.no_grad():
+    # Inside of Init, no parameter is to become whole because somebody looks at it.
+    with Reader(path, manifest) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
         registry = registry_of(model)
         if registry is None:
             _load_unsharded(model, reader, Wanted(strict))

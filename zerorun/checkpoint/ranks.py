@@ -8,7 +8,10 @@ closes its connections, which ends the waiting at once. No collective of the dev
 
 from __future__ import annotations
 
+import errno
+import shutil
 import socket
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from ..log import logger
 from ..topology import Topology
 
 _PATIENCE = timedelta(days=1)
+_MEET_S = 30.0
 T = TypeVar("T")
 
 
@@ -67,7 +71,8 @@ class Ranks:
         if found:
             self._let_all_hear()
             rank, first = found[0]
-            others = f" ({len(found) - 1} more ranks have a problem, too)" if len(found) > 1 else ""
+            more = len(found) - 1
+            others = f" ({more} more rank{'s have' if more > 1 else ' has'} a problem, too)" if more else ""
             raise Problem(f"rank {rank}: {first.text}{others}" if self.size > 1 else first.text, first.damaged).error()
 
     def _let_all_hear(self) -> None:
@@ -75,6 +80,17 @@ class Ranks:
         if self._group is not None:
             with suppress(RuntimeError):  # one has ended, so that it had heard
                 dist.barrier(group=self._group)
+
+    def meet(self, what: str) -> None:
+        """Wait for the other ranks, and say so if that takes long. ``what`` all of them have to call."""
+        text = f"rank {self.rank} has waited {_MEET_S:.0f} s in {what} for other ranks: all ranks must call it."
+        timer = threading.Timer(_MEET_S, logger.warning, [text])
+        timer.daemon = True
+        timer.start()
+        try:
+            self.gather(None)
+        finally:
+            timer.cancel()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send a contiguous CPU tensor to one rank. Not collective."""
@@ -103,6 +119,15 @@ class Problem:
         return DamagedError(self.text) if self.damaged else CheckpointError(self.text)
 
 
+def _free(error: OSError) -> str:
+    """How much room there still is, if there was not enough."""
+    if error.errno != errno.ENOSPC or not error.filename:
+        return ""
+    with suppress(OSError):
+        return f" ({shutil.disk_usage(Path(error.filename).parent).free / 1e9:.2f} GB are free). Remedy: make room"
+    return ""
+
+
 def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
     """(value, None), or (None, what went wrong)."""
     try:
@@ -111,7 +136,7 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
         return None, Problem(str(error), isinstance(error, DamagedError))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return None, Problem(f"{where}{error.strerror or error}")
+        return None, Problem(f"{where}{error.strerror or error}{_free(error)}")
     except Exception as error:  # whatever it is, the other ranks must not wait
         logger.exception("an unexpected error in a checkpoint")
         return None, Problem(f"{type(error).__name__}: {error}")

@@ -263,9 +263,15 @@ def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
             here.setdefault(manifest.saved_at, (path, manifest))
         elif problem is not None and (path / MANIFEST).exists():
             problems.append(problem)
-    found = ranks.gather((list(here), problems))
-    versions = sorted({version for known, _ in found for version in known}, reverse=True)
-    failure = next((problem.error() for _, others in found for problem in others), None)
+    found = ranks.gather((list(here), problems, (directory / tag).exists()))
+    versions = sorted({version for known, _, _ in found for version in known}, reverse=True)
+    failure = next((problem.error() for _, others, _ in found for problem in others), None)
+    if not versions and failure is None and not any(exists for _, _, exists in found):
+        names = ranks.first(lambda: folder.newest_first(directory))
+        older = " and older ones" if len(names) > 5 else ""
+        there = f"There are {', '.join(names[:5])}{older}" if names else "There is none"
+        remedy = "Remedy: pass the name of one that is there, or none for the newest."
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}. {there}. {remedy}")
     for version in versions:
         path, manifest = here.get(version, (directory / tag, None))
         try:

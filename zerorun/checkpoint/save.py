@@ -4,12 +4,15 @@
 Between two steps nothing that a checkpoint holds changes. So an ordinary save writes from where things lie. An asynchronous
 one copies this rank's part into host memory, which is kept for the next time, and lets the training go on; a thread then
 does exactly what the ordinary save does, from the copies. One save at a time: the next one waits. What goes wrong in the
-thread is raised by the next call that saves, loads or waits.
+thread is raised by the next call that saves, loads or waits; if none comes, the process ends with exit code 1.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import platform
+import sys
 import threading
 import zlib
 from dataclasses import dataclass, field
@@ -71,6 +74,7 @@ class Saver:
         self._staging: dict[tuple[str, str], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._watches_exit = False
 
     def save(self, captured: Captured, target: Target, *, asynchronous: bool) -> Path:
         """Write a checkpoint. Collective. Raises CheckpointError, also for the asynchronous save before this one."""
@@ -80,6 +84,9 @@ class Saver:
             return self._write(captured, target)
         captured.parts = self._stage(captured.parts)
         captured.frozen = on_host(captured.frozen)
+        if not self._watches_exit:
+            atexit.register(self._tell_by_exit_code)
+            self._watches_exit = True
         self._thread = threading.Thread(target=self._write_later, args=(captured, target), name="zerorun checkpoint")
         self._thread.start()
         return target.directory / target.tag
@@ -92,6 +99,25 @@ class Saver:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    def close(self) -> None:
+        """Wait as ``wait`` does, and give back the process group."""
+        try:
+            self.wait()
+        finally:
+            atexit.unregister(self._tell_by_exit_code)
+            self.ranks.close()
+
+    def _tell_by_exit_code(self) -> None:
+        """The process ends, and no call came that the failure of the last save could have been raised by."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._failure is not None:
+            atexit.unregister(self._tell_by_exit_code)
+            atexit._run_exitfuncs()  # what others have to do at the end
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _write_later(self, captured: Captured, target: Target) -> None:
         try:

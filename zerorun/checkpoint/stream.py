@@ -13,10 +13,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import queue
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,11 +32,19 @@ if _DIRECT:
     import fcntl
 
 
+_Job = tuple["Future[list[int]]", Callable[[mmap.mmap], list[int]], mmap.mmap]
+
+
 class WriteQueue:
-    """Writes full buffers in the background for the files of one rank. At most ``_DEPTH`` are under way."""
+    """Writes full buffers in the background for the files of one rank. At most ``_DEPTH`` are under way.
+
+    Its threads are its own: an executor of the library takes no work any more once the main thread has ended, and the last
+    save of a program may go on after that.
+    """
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: list[threading.Thread] = []
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._free: list[mmap.mmap] = []
         self._flying: deque[tuple[Future[list[int]], mmap.mmap]] = deque()
 
@@ -49,9 +59,11 @@ class WriteQueue:
 
     def submit(self, write: Callable[[mmap.mmap], list[int]], buffer: mmap.mmap) -> Future[list[int]]:
         """Begin ``write(buffer)``, which returns the sums of its blocks. The buffer is the queue's again."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(_DEPTH, "zerorun checkpoint disk")
-        future = self._threads.submit(write, buffer)
+        while len(self._threads) < _DEPTH:
+            self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="zerorun disk", daemon=True))
+            self._threads[-1].start()
+        future: Future[list[int]] = Future()
+        self._jobs.put((future, write, buffer))
         self._flying.append((future, buffer))
         return future
 
@@ -63,15 +75,25 @@ class WriteQueue:
         """Wait for what is under way, and let go of the threads and the memory."""
         while self._flying:
             self._land()
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
-        self._free = []
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads, self._free = [], []
 
     def _land(self) -> None:
         future, buffer = self._flying.popleft()
         future.exception()
         self._free.append(buffer)
+
+
+def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        future, write, buffer = job
+        try:
+            future.set_result(write(buffer))
+        except BaseException as error:  # whoever waits for it gets it
+            future.set_exception(error)
 
 
 class FileWriter:
