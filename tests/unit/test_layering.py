@@ -31,7 +31,7 @@ LAYERS = {
     "peer_memory": 2,
     "ops": 2,
     "ops.adam": 2,
-    "ops.linear_cross_entropy": 2,
+    "ops.token_loss": 2,
     "ops.lion": 2,
     "precision": 3,
     "zero": 3,
