@@ -36,11 +36,29 @@ def linear_cross_entropy(
     """``F.cross_entropy(F.linear(hidden, weight, bias), target)`` for the memory of ``chunk`` tokens' logits.
 
     ``chunk``: tokens at a time; by default as many as fill 64 MiB in fp32. The loss is fp32 for fp16 and bf16 input, and
-    what is summed over classes and tokens is summed in fp32; gradients have the dtypes of their tensors. The mean over no
-    token is NaN, as torch's. Returns a scalar, or [...] for reduction "none". Backward may run again with retain_graph;
-    gradients of gradients raise RuntimeError. Raises ValueError for shapes that do not fit.
+    what is summed over classes and tokens is summed in fp32; gradients have the dtypes of their tensors. Under autocast the
+    layer is cast as F.linear casts it. The mean over no token is NaN, as torch's. Returns a scalar, or [...] for reduction
+    "none". Backward may run again with retain_graph; gradients of gradients raise RuntimeError. Raises ValueError for
+    shapes that do not fit.
     """
     _check(hidden, weight, target, bias, reduction, chunk)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
+    with torch.autocast(kind, enabled=False):
+        return _loss(hidden, weight, target, bias, ignore_index, reduction, chunk)
+
+
+def _loss(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    chunk: int | None,
+) -> Tensor:
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     size = chunk or max(CHUNK_BYTES // (4 * weight.shape[0]), 1)
     if reduction == "none":

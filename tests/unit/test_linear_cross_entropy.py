@@ -105,6 +105,15 @@ def test_low_precision_is_summed_in_fp32(dtype: torch.dtype) -> None:
         assert float((ours.float() - theirs).norm() / theirs.norm()) < 4 * torch.finfo(dtype).eps
 
 
+def test_autocast_casts_the_layer_alone() -> None:
+    hidden, weight, bias, target = make()
+    cast = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight, bias)]
+    wanted = gradients(linear_cross_entropy, cast, cast[0], cast[1], target, cast[2])
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(linear_cross_entropy, [hidden, weight, bias], hidden, weight, target, bias)
+    assert_same(found, [tensor.float() for tensor in wanted if tensor is not None])
+
+
 def test_a_thousand_small_gradients_are_not_lost_in_bf16() -> None:
     """Every token adds the same to weight; summed in bf16, the sum would stop growing at 256 times the first."""
     hidden = torch.ones(4096, 1, dtype=torch.bfloat16)

@@ -110,6 +110,7 @@ class Watch(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._hooks.__exit__()
+        self._hooks = None  # it holds this object
         self._alive.clear()
 
     def _packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
