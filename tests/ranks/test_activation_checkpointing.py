@@ -358,6 +358,8 @@ def train_hugging_face(name: str, stage: int, section: dict[str, Any], own: bool
         return original(*args, **kwargs)
 
     model = build(name)
+    if not section:  # with a cache, attention reads keys from other strides, which rounds otherwise
+        model.config.use_cache = False
     if own:
         model.gradient_checkpointing_enable()
     for part in model.modules():

@@ -126,7 +126,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(out)}
-        self.record.made.update(storages.keys() - {_storage(tensor) for tensor in _tensors((args, kwargs))})
+        if not getattr(func, "is_view", False):  # a view of a parameter is no new memory, on fake tensors either
+            self.record.made.update(storages.keys() - {_storage(tensor) for tensor in _tensors((args, kwargs))})
         self._alive += [tensor.untyped_storage() for tensor in _tensors(out)]
         if counts(func, args, kwargs):
             self.record.results.append(Result(_flops(func, args, kwargs, out), storages))
