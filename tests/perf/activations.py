@@ -99,13 +99,13 @@ class Contender:
     def kept(self) -> tuple[int, int]:
         """(bytes on the device, bytes in host memory) between forward and backward."""
         given = {tensor.untyped_storage()._cdata for tensor in (self.x, *self.stack.parameters())}
-        buffers = self.pool.counts.buffer_bytes if self.pool else 0
+        buffers = [buffer for spare in self.pool._free.values() for buffer in spare] if self.pool else []
+        given |= {buffer.untyped_storage()._cdata for buffer in buffers}  # host memory, though a CPU tensor here
         with Storages() as storages:
             output = self.stack(self.x)
         on_device = storages.alive_bytes(given)
         output.square().mean().backward()
-        # Buffers are CPU tensors as well here, but those of earlier steps, which were not made inside.
-        return on_device, buffers
+        return on_device, sum(buffer.nbytes for buffer in buffers)
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -358,8 +358,6 @@ def train_hugging_face(name: str, stage: int, section: dict[str, Any], own: bool
         return original(*args, **kwargs)
 
     model = build(name)
-    if not section:  # with a cache, attention reads keys from other strides, which rounds otherwise
-        model.config.use_cache = False
     if own:
         model.gradient_checkpointing_enable()
     for part in model.modules():
@@ -385,7 +383,11 @@ def train_hugging_face(name: str, stage: int, section: dict[str, Any], own: bool
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_hugging_face_models_with_their_caches(name: str) -> None:
-    """use_cache is on by default, so decoders collect keys and values in training, too."""
+    """use_cache is on by default, so decoders collect keys and values in training, too.
+
+    Blocks of T5 read them from the cache in other strides than without one, which rounds otherwise.
+    """
+    tolerance = 1e-6 if name == "t5" else 0.0
     pytest.importorskip("transformers")
     for stage in (0, 3):
         (plain, none), _ = run_ranks(2, train_hugging_face, name, stage, {})
