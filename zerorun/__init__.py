@@ -29,7 +29,7 @@ _EXPORTS = {
     "ZerorunError": "zerorun.errors",
     "Topology": "zerorun.topology",
 }
-_MODULES = ("zero", "config", "errors", "schedules", "optim", "comm", "topology", "ops", "launcher")
+_MODULES = ("zero", "checkpointing", "config", "errors", "schedules", "optim", "comm", "topology", "ops", "launcher")
 
 __all__ = [*_EXPORTS, *_MODULES, "__version__"]
 

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from .activations.blocks import CheckpointedBlocks, Recompute
+from .activations.host import HostPool
 from .checkpoint.directory import newest_first
 from .checkpoint.routine import Routine
+from .checkpointing import Adopted
 from .comm import Communicator, default_device, init_distributed
 from .config import Config, ModelFacts, load_config, resolve
 from .dataloader import EpochLoader
@@ -27,7 +30,7 @@ from .precision import DTYPES, LossScaler
 from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, guard_state_dict
-from .zero.partition import UnitBuilder, UnitPolicy, UnitSpec, choose_units
+from .zero.partition import UnitBuilder, UnitPolicy, UnitSpec, choose_units, repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.placement import Placement, place_units
 from .zero.policy import STAGES, Policy
@@ -89,6 +92,7 @@ def initialize(
     sharded = _shard_optimizer(raw, units, comm)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
     runtime._handles.append(guard_state_dict(model, runtime))
+    runtime._handles += _recompute(model, wanted, device)
     engine = Engine(
         model,
         wanted,
@@ -413,8 +417,7 @@ def _shard_optimizer(raw: _Raw, units: list[Unit], comm: Communicator) -> Sharde
         optimizer = raw.optimizer
     else:
         groups = [
-            {**group, "params": [piece.tensor for piece in owned]}
-            for group, owned in zip(raw.groups, members, strict=True)
+            {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
         ]
         optimizer = build_optimizer(raw.name, raw.params, groups)
     return ShardedOptimizer(optimizer, pieces, units, comm, split_state)
@@ -436,6 +439,17 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
     if config.scheduler is None or optimizer is None:
         return None
     return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
+
+
+def _recompute(model: nn.Module, config: Config, device: torch.device) -> list[Any]:
+    """Carry out the section ``activation_checkpointing``; returns handles that undo it."""
+    section = config.activation_checkpointing
+    pool = HostPool(device) if section.cpu_checkpointing else None
+    settings = Recompute(section.policy, section.every_n, pool)
+    handles: list[Any] = [Adopted(settings)] if settings != Recompute() else []
+    if section.policy != "none":
+        handles.append(CheckpointedBlocks(model, repeated_blocks(model), settings))
+    return handles
 
 
 def _begin_routine(engine: Engine) -> None:

@@ -91,6 +91,10 @@ def _compile(config: Config) -> Iterator[ConfigProblem]:
     if config.compile.enabled and config.compile.disable:
         reason = "compile.enabled and compile.disable are both true."
         yield ConfigProblem("compile.disable", True, reason, "Remove one of the two.")
+    if config.compile.enabled and config.activation_checkpointing.policy == "selective":
+        reason = "selective checkpointing keeps results of single operations, which a compiled block does not show."
+        remedy = 'Use "full" or "every_n", or set compile.enabled to false.'
+        yield ConfigProblem("activation_checkpointing.policy", "selective", reason, remedy)
     if "backend" in config.compile.kwargs:
         value, reason = config.compile.kwargs["backend"], "compile.backend names the backend."
         yield ConfigProblem("compile.kwargs.backend", value, reason, "Write it as compile.backend.")
@@ -120,7 +124,7 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     """One note for each key of the file that changes nothing in this run, with the reason."""
     written = _written(config)
     notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
-    for rule in (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes):
+    for rule in (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes):
         notes += rule(config)
     return tuple(notes)
 
@@ -192,6 +196,15 @@ def _static_scale_notes(config: Config) -> Iterator[ConfigNote]:
     for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"):
         if f"fp16.{name}" in written:
             yield ConfigNote(f"fp16.{name}", f"the loss scale is fixed at {config.fp16.loss_scale:g}.")
+
+
+def _recompute_notes(config: Config) -> Iterator[ConfigNote]:
+    section, key = config.activation_checkpointing, "activation_checkpointing."
+    if key + "every_n" in _written(config) and section.policy != "every_n":
+        yield ConfigNote(key + "every_n", 'only policy "every_n" reads it.')
+    if section.cpu_checkpointing and section.policy == "none":
+        reason = 'policy is "none": it applies to calls of zerorun.checkpointing.checkpoint() only.'
+        yield ConfigNote(key + "cpu_checkpointing", reason)
 
 
 def _adam_note(config: Config) -> Iterator[ConfigNote]:

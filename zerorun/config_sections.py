@@ -36,7 +36,6 @@ Count = Annotated[Int, _AT_LEAST_1]
 _NVME_ONLY = Inert("only NVMe offload would read it, and zerorun has none.")
 _SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
 REPORT = "use engine.memory_report() or engine.communication_report(), which need no switch."
-_RECOMPUTE = Inert("checkpointed activations stay where the module's own checkpointing puts them.", unless=False)
 _PIPELINE = Inert("the model runs on every rank; there are no pipeline stages yet.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
 _CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
@@ -266,14 +265,27 @@ class ZeroOptimization(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Read by ``checkpointing.configure`` in DeepSpeed; the section alone changes nothing there either."""
+    """Recomputation in backward. DeepSpeed has no ``policy``, and its sections alone switch nothing on; nor do they here.
 
-    partition_activations: Annotated[Flag, _RECOMPUTE] = False
-    cpu_checkpointing: Annotated[Flag, _RECOMPUTE] = False
-    contiguous_memory_optimization: Annotated[Flag, _RECOMPUTE] = False
-    number_checkpoints: Annotated[Int, Inert(_RECOMPUTE.reason)] = 0
-    synchronize_checkpoint_boundary: Annotated[Flag, _RECOMPUTE] = False
-    profile: Annotated[Flag, _RECOMPUTE] = False
+    Without a policy, the section is for calls of ``zerorun.checkpointing.checkpoint`` in the model.
+    """
+
+    policy: Annotated[Literal["none", "full", "every_n", "selective"], LowerCase] = "none"
+    every_n: Count = 2  # blocks; policy every_n only
+    cpu_checkpointing: Flag = False
+    partition_activations: Annotated[
+        Flag, Inert("it divides activations between tensor-parallel ranks, and there is one.", unless=False)
+    ] = False
+    contiguous_memory_optimization: Annotated[
+        Flag, Inert("what is kept is not copied on the device, and buffers in host memory are reused.", unless=False)
+    ] = False
+    number_checkpoints: Annotated[Int, Inert("checkpoints need not be counted beforehand.")] = 0
+    synchronize_checkpoint_boundary: Annotated[Flag, Inert("no step waits for the device to be timed.", unless=False)] = (
+        False
+    )
+    profile: Annotated[
+        Flag, Inert("use zerorun.checkpointing.kept_bytes(), or torch.profiler for times.", unless=False)
+    ] = False
 
 
 class Pipeline(Section):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .activations.blocks import BlockForward
 from .checkpoint.checkpointer import Checkpointer, translate
 from .checkpoint.inventory import Subject
 from .checkpoint.load import Wanted
@@ -546,7 +547,10 @@ class Engine:
         """torch.compile the forward of every unit but the root; hooks stay outside the graphs."""
         for unit in self.units[1:]:
             for module in unit.modules:
-                module.forward = torch.compile(module.forward, **options)  # type: ignore[method-assign]
+                if isinstance(module.forward, BlockForward):  # recompute what is compiled, and do not compile that
+                    module.forward.inner = torch.compile(module.forward.inner, **options)
+                else:
+                    module.forward = torch.compile(module.forward, **options)  # type: ignore[method-assign]
         if len(self.units) == 1:
             warn_once("engine.compile(): the model has no repeated blocks, so nothing is compiled.")
 

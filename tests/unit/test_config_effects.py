@@ -35,6 +35,7 @@ READ_BY_THE_ENGINE = {
     "zero_optimization.offload_param.": "device pin_memory",
     "optimizer.": "type params",
     "scheduler.": "type params",
+    "activation_checkpointing.": "policy every_n cpu_checkpointing",
     "compile.": "enabled backend kwargs",
     "checkpoint.": "dir auto_resume keep_last every_steps every_minutes on_signal asynchronous",
 }

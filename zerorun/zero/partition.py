@@ -80,7 +80,7 @@ def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
         found: list[UnitSpec] = []
         _by_size(module, "", policy.numel, found, is_root=True)
         return found
-    blocks = list(_blocks(module, "", set()))
+    blocks = repeated_blocks(module)
     if policy.kind == "by_block_group":
         return _grouped(blocks, policy.block_count)
     specs = [UnitSpec(name, [block]) for name, block in blocks]
@@ -101,8 +101,12 @@ def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     return [(f"{prefix}{name}", child) for name, child in module.named_children()]
 
 
+def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, block): members of the outermost lists in which one class with parameters comes at least twice."""
+    return list(_blocks(module, "", set()))
+
+
 def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """The repeated blocks: members of the outermost lists in which one class with parameters comes at least twice."""
     children = [(name, child) for name, child in _children(module, prefix) if id(child) not in seen]
     repeated: set[type] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)):

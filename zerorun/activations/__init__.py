@@ -1,0 +1,1 @@
+"""What lies between forward and backward: gradient checkpointing of blocks, and where the kept tensors live."""

@@ -1,0 +1,133 @@
+"""Activation checkpointing of the repeated blocks of an unmodified model: their forwards are replaced, and put back."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..log import info_once, warn_once
+from .host import HostPool
+from .region import Selection, run
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What the section ``activation_checkpointing`` asks for. ``every_n`` counts blocks."""
+
+    policy: str = "none"  # none, full, every_n or selective
+    every_n: int = 2
+    pool: HostPool | None = None  # cpu_checkpointing
+
+    def selection(self) -> Selection | None:
+        return Selection() if self.policy == "selective" else None
+
+
+class BlockForward:
+    """Stands in for ``module.forward``, inside the module's hooks. ``inner`` is what it stands for."""
+
+    def __init__(self, module: nn.Module, owners: Sequence[nn.Module], settings: Recompute, caches: Caches) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.inner: Callable[..., Any] = module.forward
+        self._own = "forward" in vars(module)  # the module had a forward of its own, not its class's
+        self._module, self._owners, self._caches = module, owners, caches
+        self._pool, self._selection = settings.pool, settings.selection()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._module.training or not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if any(owner.gradient_checkpointing for owner in self._owners):
+            _yield_to_the_model()
+            return self.inner(*args, **kwargs)
+        if self._caches.in_use((args, kwargs)):
+            return self.inner(*args, **kwargs)
+        args, kwargs = self._caches.without((args, kwargs))
+        return run(self.inner, args, kwargs, self._pool, self._selection)
+
+    def remove(self) -> None:
+        """Give the module its forward back; one that has been compiled meanwhile stays compiled."""
+        if self._own or getattr(self.inner, "__func__", None) is not type(self._module).forward:
+            self._module.forward = self.inner  # type: ignore[method-assign]
+        else:
+            del self._module.forward
+
+
+def _yield_to_the_model() -> None:
+    warn_once(
+        "activation_checkpointing.policy has no effect while the model's own gradient checkpointing is on. Remedy: call "
+        "model.gradient_checkpointing_disable(), or remove the key."
+    )
+
+
+class Caches:
+    """Keys and values that Hugging Face models collect for generation, in training as well if use_cache is left on.
+
+    A block that runs twice would add to them twice. A cache that was empty when the first block got it is of no use to the
+    forward: blocks go without it. One with contents (a trained prefix) must be read, and such a forward is not recomputed.
+    """
+
+    def __init__(self) -> None:
+        self._was_empty: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def in_use(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        """True if a cache with contents is among the arguments."""
+        args, kwargs = given
+        for value in (*args, *kwargs.values()):
+            if _is_cache(value) and not self._was_empty.setdefault(value, value.get_seq_length() == 0):
+                info_once("a forward with filled past_key_values is not recomputed: its blocks would add to them twice.")
+                return True
+        return False
+
+    def without(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with None for a cache, and use_cache=False."""
+        args, kwargs = given
+        found = any(_is_cache(value) for value in (*args, *kwargs.values()))
+        if not found and not kwargs.get("use_cache"):
+            return given
+        info_once("use_cache has no effect in training with activation checkpointing; past_key_values stay empty.")
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {key: None if _is_cache(value) else value for key, value in kwargs.items()}
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        return args, kwargs
+
+
+def _is_cache(value: Any) -> bool:
+    """True for transformers' Cache classes, without importing them."""
+    kinds = type(value).__mro__
+    return any(kind.__name__ == "Cache" and kind.__module__.startswith("transformers.") for kind in kinds)
+
+
+class CheckpointedBlocks:
+    """The handle of what has been replaced."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], settings: Recompute) -> None:
+        step = settings.every_n if settings.policy == "every_n" else 1
+        caches = Caches()
+        self._forwards = []
+        for name, block in blocks[::step]:
+            forward = BlockForward(block, _owners(model, name), settings, caches)
+            block.forward = forward  # type: ignore[method-assign]
+            self._forwards.append(forward)
+        if not blocks:
+            warn_once("activation_checkpointing.policy has no effect: the model has no repeated blocks.")
+
+    def remove(self) -> None:
+        """Undo it."""
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+
+
+def _owners(model: nn.Module, name: str) -> list[nn.Module]:
+    """The block and the modules around it that have Hugging Face's switch for checkpointing."""
+    found, module = [model], model
+    for part in name.split("."):
+        module = module.get_submodule(part)
+        found.append(module)
+    return [module for module in found if isinstance(getattr(module, "gradient_checkpointing", None), bool)]

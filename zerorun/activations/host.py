@@ -1,0 +1,171 @@
+"""Host memory for kept activations: pinned buffers that are reused, and copies on a stream of their own.
+
+[Note: order of prefetch]
+A *group* is what one checkpoint keeps. Groups are numbered in the order in which forward made them, beginning with 0
+whenever none is left. When backward opens a group, the one that followed it in the last backward is fetched as well; as
+long as nothing else has been seen, that is the group made before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+# Bytes from which on a tensor is worth a copy: below, starting it takes longer than the bytes do.
+SMALL_BYTES = 2**16
+
+
+@dataclass
+class Counts:
+    """What a pool has done so far."""
+
+    buffers: int = 0  # allocated
+    buffer_bytes: int = 0  # allocated
+    out_copies: int = 0  # device to host
+    out_bytes: int = 0
+    in_copies: int = 0  # host to device
+    late_groups: int = 0  # opened by backward before anything had fetched them
+
+
+class HostPool:
+    """Buffers in host memory for tensors of ``device``; pinned, and copied on a stream of their own, if that is a GPU.
+
+    On a CPU the same calls copy between host tensors. Copies are in order on one stream, so that a buffer can be given to
+    the next tensor as soon as nobody wants the last one's bytes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.counts = Counts()
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._live: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._made = 0  # groups, since there was none
+        self._followers: dict[
+            int, int
+        ] = {}  # number of a group -> of the next in backward, where that is not its forerunner
+        self._opened: int | None = None  # the group that backward opened last
+
+    def group(self) -> Group:
+        """A new group, for one checkpoint."""
+        if not self._live:
+            self._made, self._opened = 0, None
+        group = self._live[self._made] = Group(self, self._made)
+        self._made += 1
+        return group
+
+    def follow(self, number: int) -> None:
+        """Group ``number`` is opened: learn the order, and fetch the group that comes after it."""
+        if self._opened is not None and self._opened != number:
+            if self._opened - 1 == number:
+                self._followers.pop(self._opened, None)
+            else:
+                self._followers[self._opened] = number
+        self._opened = number
+        following = self._live.get(self._followers.get(number, number - 1))
+        if following is not None:
+            following.fetch()
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer [numel]. Allocated only if there has never been one to spare."""
+        spare = self._free[numel, dtype]
+        if spare:
+            return spare.pop()
+        self.counts.buffers += 1
+        self.counts.buffer_bytes += numel * dtype.itemsize
+        return torch.empty(numel, dtype=dtype, pin_memory=self.stream is not None)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+    def copying(self) -> contextlib.AbstractContextManager[object]:
+        """Copies inside go on beside the computation."""
+        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+
+
+class Stored:
+    """A tensor in host memory. ``fetch`` starts to bring it back; ``get`` gives it to the computation."""
+
+    def __init__(self, pool: HostPool, tensor: torch.Tensor) -> None:
+        self._pool = pool
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._buffer = pool.take(tensor.numel(), tensor.dtype)
+        self._fetched: torch.Tensor | None = None  # [numel], on the device
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        if pool.stream is not None:
+            pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
+            flat.record_stream(pool.stream)
+        with pool.copying():
+            self._buffer.copy_(flat, non_blocking=True)
+        pool.counts.out_copies += 1
+        pool.counts.out_bytes += flat.nbytes
+
+    def __del__(self) -> None:
+        if hasattr(self, "_buffer"):
+            self._pool.give_back(self._buffer)
+
+    def fetch(self) -> None:
+        if self._fetched is None:
+            with self._pool.copying():
+                self._fetched = torch.empty_like(self._buffer, device=self._pool.device)
+                self._fetched.copy_(self._buffer, non_blocking=True)
+            self._pool.counts.in_copies += 1
+
+    def get(self) -> torch.Tensor:
+        """The tensor, with the strides it had. Memory of its own; the copy in host memory stays until this object goes."""
+        self.fetch()
+        fetched, self._fetched = self._fetched, None
+        assert fetched is not None
+        if self._pool.stream is not None:
+            current = torch.cuda.current_stream(self._pool.device)
+            current.wait_stream(self._pool.stream)
+            fetched.record_stream(current)
+        return fetched.as_strided(self._size, self._stride)
+
+
+class Group:
+    """What one checkpoint keeps in host memory."""
+
+    def __init__(self, pool: HostPool, number: int) -> None:
+        self.pool, self.number = pool, number
+        self._stored: list[weakref.ref[Stored]] = []  # in the order of forward
+        self._fetching = False
+
+    def store(self, tensor: torch.Tensor) -> Stored | None:
+        """Copy ``tensor`` out; None if it better stays: small, elsewhere, with gaps, or read more than once by strides."""
+        if tensor.nbytes < SMALL_BYTES or tensor.device != self.pool.device or not _is_dense(tensor):
+            return None
+        stored = Stored(self.pool, tensor)
+        self._stored.append(weakref.ref(stored))
+        return stored
+
+    def fetch(self) -> None:
+        """Start to bring everything back."""
+        if not self._fetching:
+            self._fetching = True
+            for reference in self._stored:
+                stored = reference()
+                if stored is not None:
+                    stored.fetch()
+
+    def open(self) -> None:
+        """Backward needs it now."""
+        self.pool.counts.late_groups += not self._fetching
+        self.fetch()
+        self._fetching = False  # a second backward fetches again
+        self.pool.follow(self.number)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if the elements fill a stretch of memory, each once."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return tensor.layout == torch.strided

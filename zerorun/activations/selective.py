@@ -1,0 +1,216 @@
+"""Selective checkpointing: which results of a block are kept, and the two modes that keep and recall them.
+
+[Note: what to keep]
+Elementwise operations, norms and copies cost little beside what they would occupy, so they are always run again. Of the
+others (matrix products, attention, convolutions: all with a known number of FLOPs), those are kept that save the most
+FLOPs for a byte (Korthikanti et al. 2022, arXiv:2205.05198, keep by the same measure), until what is kept has used
+up ``KEPT_SHARE`` of the bytes that recomputing everything would free. All of them together would be more than that: in a
+GPT block of width h they are 10 h numbers for a token, of the 15 h that can be freed.
+
+The first forward of a block recomputes everything and is watched; its choice, by the position of an operation among those
+with FLOPs, serves all later forwards. A forward that runs other operations keeps others: results stay right, since the
+second run of a forward repeats the first one's operations, and so their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from .host import Group, Stored
+
+KEPT_SHARE = 0.4
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in torch's registry
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if ``func`` is worth keeping: it has a known number of FLOPs, and draws no random numbers.
+
+    A kept attention with dropout would leave the generator where it was, and every later dropout would differ.
+    """
+    packet = getattr(func, "overloadpacket", None)  # a higher-order operator has none
+    if packet not in flop_registry and packet is not _CPU_ATTENTION:
+        return False
+    return not any(
+        value for argument, value in zip(func._schema.arguments, args, strict=False) if argument.name == "dropout_p"
+    ) and not kwargs.get("dropout_p", 0.0)
+
+
+def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    if func.overloadpacket is _CPU_ATTENTION:
+        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    return int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
+
+
+@dataclass
+class Result:
+    """What an operation with FLOPs makes."""
+
+    flops: int
+    storages: dict[int, int]  # storage -> bytes
+
+
+@dataclass
+class Record:
+    """One forward, watched: its operations with FLOPs, and the memory of what autograd would keep."""
+
+    results: list[Result] = field(default_factory=list)
+    needed: int = 0  # results made before autograd took its last tensor: later ones are never run again
+    saved: dict[int, int] = field(default_factory=dict)  # storage -> bytes
+    made: set[int] = field(default_factory=set)  # storages that are neither inputs nor parameters
+
+    @property
+    def freed_bytes(self) -> int:
+        """What recomputing everything frees."""
+        return sum(size for storage, size in self.saved.items() if storage in self.made)
+
+    def choose(self) -> frozenset[int]:
+        """Positions of the results to keep."""
+        left = KEPT_SHARE * self.freed_bytes
+        sizes = {position: sum(result.storages.values()) for position, result in enumerate(self.results[: self.needed])}
+        chosen = set()
+        for position in sorted(sizes, key=lambda at: (-self.results[at].flops / max(sizes[at], 1), -sizes[at], at)):
+            if sizes[position] <= left:
+                chosen.add(position)
+                left -= sizes[position]
+        return frozenset(chosen)
+
+
+class Watch(TorchDispatchMode):
+    """Fills a ``Record`` with what runs inside; changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record = Record()
+        self._alive: list[Any] = []  # a storage that is freed could come again under the same number
+        self._hooks: Any = None
+
+    def __enter__(self) -> Watch:
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = outer or (_same, _same)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._packing(pack), unpack)
+        self._hooks.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._hooks.__exit__()
+        self._hooks = None  # it holds this object
+        self._alive.clear()
+
+    def _packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        def note(tensor: torch.Tensor) -> Any:
+            self.record.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            self.record.needed = len(self.record.results)
+            self._alive.append(tensor.untyped_storage())
+            return pack(tensor)
+
+        return note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(out)}
+        if not getattr(func, "is_view", False):  # a view of a parameter is no new memory, on fake tensors either
+            self.record.made.update(storages.keys() - {_storage(tensor) for tensor in _tensors((args, kwargs))})
+        self._alive += [tensor.untyped_storage() for tensor in _tensors(out)]
+        if counts(func, args, kwargs):
+            self.record.results.append(Result(_flops(func, args, kwargs, out), storages))
+        return out
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class Keep(TorchDispatchMode):
+    """The first run: keeps the results at the chosen positions, in host memory if there is a ``group``."""
+
+    def __init__(self, chosen: frozenset[int], group: Group | None) -> None:
+        super().__init__()
+        self.kept: dict[int, Any] = {}  # position -> result, with Stored for tensors in host memory
+        self._chosen, self._group = chosen, group
+        self._position = 0
+        self._positions: dict[int, int] = {}  # storage -> position of the result that lies in it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.kept and func._schema.is_mutable:
+            self._save_from(func, args)
+        out = func(*args, **kwargs)
+        if counts(func, args, kwargs):
+            if self._position in self._chosen:
+                self._keep(out)
+            self._position += 1
+        return out
+
+    def _keep(self, out: Any) -> None:
+        self.kept[self._position] = tree_map(self._keep_tensor, out)
+        for tensor in _tensors(out):
+            self._positions[_storage(tensor)] = self._position
+
+    def _keep_tensor(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        stored = self._group.store(value) if self._group is not None else None
+        return stored if stored is not None else _bare(value)
+
+    def _save_from(self, func: Any, args: tuple[Any, ...]) -> None:
+        """An operation is about to write into a kept result, as ReLU(inplace=True) does: keep a copy instead."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in _tensors(value):
+                position = self._positions.pop(_storage(tensor), None)
+                if position is not None:
+                    self.kept[position] = tree_map(_copied, self.kept[position])
+                    if self._group is not None and self._group.pool.stream is not None:  # the copy may be on its way
+                        torch.cuda.current_stream(tensor.device).wait_stream(self._group.pool.stream)
+
+
+class Recall(TorchDispatchMode):
+    """The second run: gives what the first one kept, and computes the rest. A third run computes everything."""
+
+    def __init__(self, keep: Keep) -> None:
+        super().__init__()
+        self._kept = keep.kept
+        self._position = 0
+
+    def __enter__(self) -> Recall:
+        self._position = 0
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if counts(func, args, kwargs):
+            self._position += 1
+            kept = self._kept.pop(self._position - 1, None)
+            if kept is not None:
+                return tree_map(lambda value: value.get() if isinstance(value, Stored) else value, kept)
+        return func(*args, **kwargs)
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a place in the graph, which would otherwise hold itself through what is kept."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
