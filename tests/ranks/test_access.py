@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from typing import Any
 
 import pytest
@@ -111,6 +112,49 @@ def edit(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_parameters(stage: int) -> None:
     assert run_ranks(2, edit, stage) == [[], []]
+
+
+def write_to_parameters(stage: int, late: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Halve all weights after every step, and a master's copy, as loops may. ``late``: rank 1 is slow to read rank 0."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
+    memory = engine.comm._memories["shard"]
+    assert memory is not None
+    read = memory.read_tensor
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)
+        read(*arguments)
+
+    if late and dist.get_rank() == 1:
+        memory.read_tensor = slowly  # type: ignore[method-assign]
+    params = list(engine.module.parameters())
+    masters = []
+    for step in range(2):
+        engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
+        engine.step()
+        with torch.no_grad():
+            for param in params if stage < 3 else ():
+                param.mul_(0.5)
+        for param in params:
+            masters.append(zerorun.zero.safe_get_full_fp32_param(param))
+            with GatheredParameters(param, modifier_rank=0):
+                if dist.get_rank() == 0:
+                    param.data.mul_(2.0)
+    weights = list(engine.state_dict().values())
+    engine.destroy()
+    return masters, weights  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_scripts_may_write_while_others_are_late(stage: int) -> None:
+    """A rank that is done with a gather must not change what a slower one has still to read."""
+    expected = run_ranks(2, write_to_parameters, stage, False)
+    found = run_ranks(2, write_to_parameters, stage, True)
+    for rank in (0, 1):
+        for kind in (0, 1):
+            pairs = zip(found[rank][kind], expected[0][kind], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), ("masters", "weights")[kind]
 
 
 def inspect(stage: int, precision: str) -> dict[str, list[float]]:

@@ -69,6 +69,7 @@ def _gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: s
         return owned
     full = torch.empty(segment.layout.numel, dtype=owned.dtype, device=owned.device)
     registry.runtime.comm.all_gather(full, segment.layout.bounds, f"{what}: all-gather on request", owned).wait()
+    registry.runtime.comm.quiesce()  # the script may write to parameters next, which others read
     return full
 
 
@@ -84,6 +85,7 @@ def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
     full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=runtime.comm.device)
     label = f"{unit.name}: all-gather on request"
     runtime.comm.all_gather(full, segment.layout.bounds, label, segment.shard).wait()
+    runtime.comm.quiesce()  # as above
     return full
 
 

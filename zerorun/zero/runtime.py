@@ -475,7 +475,8 @@ class Runtime:
     def publish(self) -> None:
         """The shards have new values: gather units with slots of their own, let go of what shared slots hold.
 
-        Returns when that is done: loops that read parameters after step(), for a moving average say, must see new values.
+        Returns when that is done, on all ranks: loops that read parameters after step(), for a moving average say, must see
+        new values, and those that write to them must not change what others have still to read.
         """
         for slot in range(self.param_slots.count if self.shares_params else 0):
             self.evict(slot)
@@ -486,6 +487,7 @@ class Runtime:
             unit.start_gather(self.comm, "updated parameters")
         for unit in resident:
             unit.finish_gather()
+        self.comm.quiesce()
 
     def forget(self) -> None:
         """After a step: nothing is outstanding."""
