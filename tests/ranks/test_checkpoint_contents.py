@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from training import make_config, make_engine
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import zerorun
+from zerorun.checkpoint import ranks
 from zerorun.errors import CheckpointError, ModelError, StepError
 from zerorun.zero.runtime import tensors_in
 
@@ -209,6 +212,36 @@ def test_pretrained_weights_stream_into_place(world: int, tmp_path: Path) -> Non
         assert all(torch.equal(weights[name], value.float()) for name, value in expected.items()), how
         if how != "engine":
             assert most <= (shard if how == "meta" else 0) + largest, (how, most, shard, largest)
+
+
+# -- saving on one rank ------------------------------------------------------------------------------------------
+
+
+def save_late(folder: str) -> list[str]:
+    """What rank 0 says while rank 1 does not come."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerorun").addHandler(handler)
+    before, ranks._MEET_S = ranks._MEET_S, 0.2
+    engine = make_engine(PLAIN, make_config(1))
+    try:
+        engine.save_checkpoint(folder, tag="first")
+        heard.clear()
+        time.sleep(1.0 * dist.get_rank())
+        engine.save_checkpoint(folder)
+        return [line for line in heard if "waited" in line]
+    finally:
+        ranks._MEET_S = before
+        logging.getLogger("zerorun").removeHandler(handler)
+        engine.destroy()
+
+
+def test_a_rank_that_waits_alone_says_what_for(tmp_path: Path) -> None:
+    first, second = run_ranks(2, save_late, str(tmp_path))
+    assert [line.partition(" has ")[0] for line in first] == ["rank 0"]
+    assert "save_checkpoint()" in first[0]
+    assert second == []
 
 
 # -- frozen weights ----------------------------------------------------------------------------------------------
