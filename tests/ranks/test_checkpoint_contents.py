@@ -217,7 +217,7 @@ def test_pretrained_weights_stream_into_place(world: int, tmp_path: Path) -> Non
 # -- saving on one rank ------------------------------------------------------------------------------------------
 
 
-def save_late(folder: str) -> list[str]:
+def save_late(folder: str, first: bool) -> list[str]:
     """What rank 0 says while rank 1 does not come."""
     heard: list[str] = []
     handler = logging.Handler()
@@ -226,7 +226,8 @@ def save_late(folder: str) -> list[str]:
     before, ranks._MEET_S = ranks._MEET_S, 0.2
     engine = make_engine(PLAIN, make_config(1))
     try:
-        engine.save_checkpoint(folder, tag="first")
+        if not first:
+            engine.save_checkpoint(folder, tag="first")
         heard.clear()
         time.sleep(1.0 * dist.get_rank())
         engine.save_checkpoint(folder)
@@ -237,11 +238,13 @@ def save_late(folder: str) -> list[str]:
         engine.destroy()
 
 
-def test_a_rank_that_waits_alone_says_what_for(tmp_path: Path) -> None:
-    first, second = run_ranks(2, save_late, str(tmp_path))
-    assert [line.partition(" has ")[0] for line in first] == ["rank 0"]
-    assert "save_checkpoint()" in first[0]
-    assert second == []
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_that_waits_alone_says_what_for(tmp_path: Path, first: bool) -> None:
+    """Also in the first save of an engine, which waits before it has a process group of its own."""
+    early, late = run_ranks(2, save_late, str(tmp_path), first)
+    assert [line.partition(" has ")[0] for line in early] == ["rank 0"]
+    assert "save_checkpoint()" in early[0]
+    assert late == []
 
 
 # -- frozen weights ----------------------------------------------------------------------------------------------

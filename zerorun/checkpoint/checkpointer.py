@@ -21,7 +21,7 @@ from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest
 from .plain import decode, encode
 from .plan import CAST, MASTER, MODEL
-from .ranks import Ranks, attempt
+from .ranks import Ranks, attempt, speaking_up
 from .read import Reader, candidates, open_on_all
 from .save import Captured, Saver, now, scalar, versions
 from .write import Target
@@ -65,6 +65,13 @@ class Checkpointer:
             self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())
         return self._saver
 
+    def _meet(self, what: str) -> Ranks:
+        """Wait until all ranks have called ``what``."""
+        with speaking_up(self.subject.topology.rank, what):  # making the saver waits for the others as well
+            ranks = self.saver.ranks
+            ranks.gather(None)
+        return ranks
+
     # -- saving --------------------------------------------------------------------------------------------------
 
     def save(
@@ -80,7 +87,7 @@ class Checkpointer:
     ) -> Path:
         """Save into ``directory/tag``. The path of the checkpoint."""
         self.wait()
-        self.saver.ranks.meet("save_checkpoint()")
+        self._meet("save_checkpoint()")
         wanted = tag if tag is not None else f"global_step{self.run.counters()['global_steps']}"
         target = Target(_directory(directory), folder.check_tag(str(wanted)), latest, keep, check=self.check_point)
         if not asynchronous:
@@ -96,7 +103,7 @@ class Checkpointer:
         """Write the weights alone, for Hugging Face and others, as the new directory ``directory``."""
         self.wait()
         path = _directory(directory)
-        self.saver.ranks.meet("export()")
+        self._meet("export()")
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
@@ -188,8 +195,7 @@ class Checkpointer:
     def load(self, directory: str | Path, tag: str | None, wanted: Wanted) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
         self.wait()
-        path, ranks = _directory(directory), self.saver.ranks
-        ranks.meet("load_checkpoint()")
+        path, ranks = _directory(directory), self._meet("load_checkpoint()")
         if tag is not None:
             return self._load_one(path, folder.check_tag(str(tag)), wanted)
         names = candidates(ranks, path)

@@ -12,8 +12,8 @@ import errno
 import shutil
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -81,17 +81,6 @@ class Ranks:
             with suppress(RuntimeError):  # one has ended, so that it had heard
                 dist.barrier(group=self._group)
 
-    def meet(self, what: str) -> None:
-        """Wait for the other ranks, and say so if that takes long. ``what`` all of them have to call."""
-        text = f"rank {self.rank} has waited {_MEET_S:.0f} s in {what} for other ranks: all ranks must call it."
-        timer = threading.Timer(_MEET_S, logger.warning, [text])
-        timer.daemon = True
-        timer.start()
-        try:
-            self.gather(None)
-        finally:
-            timer.cancel()
-
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send a contiguous CPU tensor to one rank. Not collective."""
         assert self._group is not None
@@ -106,6 +95,19 @@ class Ranks:
         """For each rank, the first rank that has the same ``directory`` as far as its name and its host tell."""
         places = self.gather((socket.gethostname(), str(directory.absolute())))
         return [places.index(place) for place in places]
+
+
+@contextmanager
+def speaking_up(rank: int, what: str) -> Iterator[None]:
+    """Say so if the block, in which ``rank`` waits for the others in ``what``, takes long."""
+    text = f"rank {rank} has waited {_MEET_S:.0f} s in {what} for other ranks: all ranks must call it."
+    timer = threading.Timer(_MEET_S, logger.warning, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass(frozen=True)
