@@ -21,7 +21,7 @@ from zerorun.ops.aio import BLOCK_BYTES, AsyncFile, Ticket
 from zerorun.zero import swap
 from zerorun.zero.swap import StateFile, require_room
 
-NUMELS = (100_003, 777, 31, 50_000, 1)  # of the units of most tests
+NUMELS = (20_003, 777, 31, 10_000, 1)  # of the units of most tests; torch takes one thread for each of them
 
 Tensors = list[torch.Tensor]
 
@@ -146,7 +146,7 @@ def train(make: Callable[[Tensors], torch.optim.Optimizer], folder: Path | None,
     return found
 
 
-@pytest.mark.parametrize("buffer_count", [2, 3, 4])
+@pytest.mark.parametrize("buffer_count", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_the_same(name: str, buffer_count: int, tmp_path: Path) -> None:
     """States appear in the first step, and belong to the unit from then on."""
@@ -165,7 +165,7 @@ def test_units_outgrow_their_room(tmp_path: Path) -> None:
     store.put(3, [tensors[3], late])
     store.put(3, [tensors[3], late])
     store.release(3, dirty=False)  # that it has moved makes it dirty
-    assert store.file_bytes == before + -(-(200_000 + 4_000_000) // BLOCK_BYTES) * BLOCK_BYTES
+    assert store.file_bytes == before + -(-(40_000 + 4_000_000) // BLOCK_BYTES) * BLOCK_BYTES
     for key in (0, 1, 2, 4, 3, 0, 1, 2, 4, 3):
         store.prefetch(key)
         with store.opened(key, dirty=True):
