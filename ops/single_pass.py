@@ -197,34 +197,47 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update([param for group in self.param_groups for param in group["params"]])
+        for group in self.param_groups:
+            settings = self._settings(group)
+            for param in group["params"]:
+                gradient = self.gradients.get(param, param.grad)
+                if gradient is not None:
+                    self.update(param, gradient, self.outputs.get(param), settings, self.coefficient)
         self.coefficient = 1.0
         return loss
 
-    @torch.no_grad()
-    def update(self, params: Iterable[Tensor]) -> None:
-        """Step those of ``params`` that have a gradient, and no others. Raises ValueError for a tensor of no group."""
-        wanted = {id(param): param for param in params}
-        for group in self.param_groups:
-            for param in group["params"]:
-                if wanted.pop(id(param), None) is not None:
-                    self._update_one(param, group)
-        if wanted:
-            shapes = ", ".join(str(tuple(param.shape)) for param in wanted.values())
-            raise ValueError(f"not parameters of this optimizer: tensors of shape {shapes}")
+    def settings_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
+        """For each of ``params``, a copy of its group's settings as they are now, for a later :meth:`update`.
 
-    def _update_one(self, param: Tensor, group: dict[str, Any]) -> None:
-        gradient = self.gradients.get(param, param.grad)
-        if gradient is None:
-            return
+        Raises ValueError for a tensor of no group.
+        """
+        groups = {id(param): group for group in self.param_groups for param in group["params"]}
+        copies = {id(group): self._settings(group) for group in self.param_groups}
+        found = []
+        for param in params:
+            if id(param) not in groups:
+                raise ValueError(f"not a parameter of this optimizer: a tensor of shape {tuple(param.shape)}")
+            found.append(copies[id(groups[id(param)])])
+        return found
+
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
         for variant in ("amsgrad", "maximize", "differentiable"):
             if group.get(variant):
                 name = type(self).__name__
                 raise ValueError(f"{variant} is set, which {name} has not; use torch.optim.{name}")
-        out = self.outputs.get(param)
-        self._apply(param, _flat("gradient", gradient), None if out is None else _flat("output", out), group)
+        return {key: value for key, value in group.items() if key != "params"} | {"lr": float(group["lr"])}
 
-    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+    @torch.no_grad()
+    def update(
+        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+    ) -> None:
+        """Step ``param`` alone, at any time and on any thread. ``settings``: from :meth:`settings_of`."""
+        out = None if out is None else _flat("output", out)
+        self._apply(param, _flat("gradient", gradient), out, settings, coefficient)
+
+    def _apply(
+        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+    ) -> None:
         """One update of ``param``; ``gradient`` and ``out`` are flat."""
         raise NotImplementedError
 
@@ -270,7 +283,9 @@ class Adam(SinglePassOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay})
 
-    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+    def _apply(
+        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+    ) -> None:
         adam(
             _flat("parameter", param),
             gradient,
@@ -278,12 +293,12 @@ class Adam(SinglePassOptimizer):
             self._state(param, "exp_avg_sq"),
             out,
             step=self._count(param),
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            coefficient=self.coefficient,
+            lr=settings["lr"],
+            betas=settings["betas"],
+            eps=settings["eps"],
+            weight_decay=settings["weight_decay"],
+            decoupled=settings["decoupled_weight_decay"],
+            coefficient=coefficient,
         )
 
 
@@ -302,18 +317,20 @@ class Adagrad(SinglePassOptimizer):
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "initial_accumulator_value": initial_accumulator_value})
 
-    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+    def _apply(
+        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+    ) -> None:
         adagrad(
             _flat("parameter", param),
             gradient,
-            self._state(param, "sum", group["initial_accumulator_value"]),
+            self._state(param, "sum", settings["initial_accumulator_value"]),
             out,
             step=self._count(param),
-            lr=float(group["lr"]),
-            lr_decay=group["lr_decay"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            coefficient=self.coefficient,
+            lr=settings["lr"],
+            lr_decay=settings["lr_decay"],
+            eps=settings["eps"],
+            weight_decay=settings["weight_decay"],
+            coefficient=coefficient,
         )
 
 
@@ -325,16 +342,18 @@ class Lion(SinglePassOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+    def _apply(
+        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+    ) -> None:
         lion(
             _flat("parameter", param),
             gradient,
             self._state(param, "exp_avg"),
             out,
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            coefficient=self.coefficient,
+            lr=settings["lr"],
+            betas=settings["betas"],
+            weight_decay=settings["weight_decay"],
+            coefficient=coefficient,
         )
 
 
@@ -355,18 +374,20 @@ class SGD(SinglePassOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "nesterov": nesterov})
 
-    def _apply(self, param: Tensor, gradient: Tensor, out: Tensor | None, group: dict[str, Any]) -> None:
+    def _apply(
+        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+    ) -> None:
         first = self.state.get(param, {}).get("momentum_buffer") is None
         sgd(
             _flat("parameter", param),
             gradient,
-            self._state(param, "momentum_buffer") if group["momentum"] else None,
+            self._state(param, "momentum_buffer") if settings["momentum"] else None,
             out,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
+            lr=settings["lr"],
+            momentum=settings["momentum"],
+            dampening=settings["dampening"],
+            weight_decay=settings["weight_decay"],
+            nesterov=settings["nesterov"],
             first=first,
-            coefficient=self.coefficient,
+            coefficient=coefficient,
         )

@@ -72,6 +72,7 @@ class Engine:
         self._checkpointer: Checkpointer | None = None
         if sharded is not None:
             sharded.optimizer.register_step_pre_hook(self._refuse_direct_step)
+            sharded.optimizer.register_state_dict_pre_hook(lambda _: runtime.finish_updates())
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
@@ -261,7 +262,7 @@ class Engine:
             limit = self.config.gradient_clipping
             clip = min(1.0, limit / (self._grad_norm + 1e-6)) if limit else 1.0
             with self._stepping():
-                self.sharded.update(unscale * clip, unused=summary.unused)
+                self.sharded.update(unscale * clip, unused=summary.unused, order=self.runtime.forward_order())
             self.runtime.publish()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -492,6 +493,7 @@ class Engine:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch optimizer, over pieces of this rank's shards. Its parameter groups are the user's."""
+        self.runtime.finish_updates()
         return self.sharded.optimizer if self.sharded is not None else None
 
     @property
@@ -508,7 +510,7 @@ class Engine:
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+        return [float(group["lr"]) for group in self.sharded.optimizer.param_groups] if self.sharded else []
 
     def train_batch_size(self) -> int:
         return self.config.train_batch_size
@@ -537,6 +539,7 @@ class Engine:
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
+        self.runtime.finish_updates()
         return memory_by_kind(self.module, self.units, self.runtime, self.sharded)
 
     def communication_report(self) -> dict[str, dict[str, int]]:
@@ -562,6 +565,8 @@ class Engine:
             self.routine.unwatch()
         self.runtime.finish_reductions()
         restore_module(self.module, self.units, self.runtime)
+        for link in {unit.link for unit in self.units if unit.link is not None}:
+            link.close()
         self.sharded = self._checkpointer = self.routine = None
         self.units.clear()
         if self.owns_topology:

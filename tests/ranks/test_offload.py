@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from test_equivalence import assert_identical, by_world, pairwise
 from training import make_config, make_engine, train
 
 import zerorun
-from zerorun.zero.placement import Placement, place_units
+from zerorun.zero import partition
+from zerorun.zero.placement import HostLink, Placement, place_units
 
 STEPS = 3
 PLACES: dict[str, dict[str, Any]] = {
@@ -32,7 +34,7 @@ ROWS = pairwise(
         "world": (2, 3, 1),
         "stage": (3, 2, 1),
         "place": tuple(PLACES),
-        "model": tuple(CASES),
+        "model": ("plain", "tied", "lora", "unused_alternating", "moe", "two_forwards", "checkpoint", "two_groups"),
         "accumulation": (1, 3),
         "clip": (0.0, 0.5),
         "optimizer": ("AdamW", "Lion", "Adagrad", "SGD"),
@@ -64,6 +66,26 @@ def test_offloaded_equals_resident(row: dict[str, Any]) -> None:
     ]
     for rank, (resident, placed) in enumerate(run_ranks(row["world"], train_placed, row["model"], configs)):
         assert_identical(placed, resident, f"{row['place']} on rank {rank} and resident")
+
+
+def train_apart(model: str, configs: list[dict[str, Any]]) -> list[Result]:
+    """As with a device apart from the host: a thread works on what is in host memory, through staging buffers."""
+    partition.HostLink = functools.partial(HostLink, apart=True)  # type: ignore[misc, assignment]
+    try:
+        return train_placed(model, configs)
+    finally:
+        partition.HostLink = HostLink  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "place"), [(1, "optimizer"), (2, "ratio 0.3"), (3, "optimizer"), (3, "both")])
+def test_a_thread_of_the_host_changes_nothing(stage: int, place: str, precision: str) -> None:
+    configs = [
+        make_config(stage, accumulation=2, clip=0.5, precision=precision, zero_optimization=where)
+        for where in ({}, PLACES[place])
+    ]
+    for rank, (resident, placed) in enumerate(run_ranks(2, train_apart, "unused_alternating", configs)):
+        assert_identical(placed, resident, f"{place} on rank {rank} and resident")
 
 
 # -- overflow ----------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ LAYERS = {
     "zero": 3,
     "zero.access": 3,
     "zero.init": 3,
+    "zero.host_updates": 3,
     "zero.norm": 3,
     "zero.partition": 3,
     "zero.pieces": 3,

@@ -443,18 +443,22 @@ def test_other_gradients_and_outputs(path: str) -> None:
 
 
 def test_unit_by_unit_is_one_step(path: str) -> None:
+    """Whenever an update runs, it is with the settings that were taken for it."""
     one, other = params(), params()
     first, second = Adam(one, lr=0.1), Adam(other, lr=0.1)
-    first.coefficient = second.coefficient = 0.5
+    first.coefficient = 0.5
     for param, twin in zip(one, other, strict=True):
         param.grad = torch.full_like(param, 0.3)
         twin.grad = torch.full_like(twin, 0.3)
     first.step()
-    for twin in reversed(other):
-        second.update([twin])
+    taken = second.settings_of(other)
+    second.param_groups[0]["lr"] = 7.0
+    for twin, settings in reversed(list(zip(other, taken, strict=True))):
+        assert twin.grad is not None
+        second.update(twin, twin.grad, None, settings, 0.5)
     assert all(map(torch.equal, one, other))
-    with pytest.raises(ValueError, match=r"not parameters .*\(2,\)"):
-        second.update([torch.zeros(2)])
+    with pytest.raises(ValueError, match=r"not a parameter .*\(2,\)"):
+        second.settings_of([torch.zeros(2)])
 
 
 def test_parameters_without_a_gradient_stay() -> None:

@@ -158,6 +158,7 @@ class Inventory:
 
     def weights(self, *, frozen: bool = True) -> Iterator[Part]:
         """Weights and masters of this rank; of trainable parameters only, unless ``frozen``."""
+        self.subject.runtime.finish_updates()
         runs = {}
         for name, home in self.homes.items():
             segment = home.segment
@@ -177,6 +178,7 @@ class Inventory:
 
     def optimizer_state(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
         """(state tensors of this rank, scalar states: key -> name -> value)."""
+        self.subject.runtime.finish_updates()
         parts: list[Part] = []
         scalars: dict[str, dict[str, Any]] = {}
         names = {(id(home.segment), home.entry): name for name, home in self.homes.items()}

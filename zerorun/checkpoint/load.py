@@ -146,6 +146,7 @@ class ModelLoader:
     def load_weights(self, ranks: Ranks) -> None:
         """Read weights, masters and buffers. Collective."""
         subject = self.subject
+        subject.runtime.finish_updates()
         subject.comm.quiesce()
         ranks.gather(None)  # from here on nobody reads another's shards
         for slot in range(subject.runtime.param_slots.count if subject.runtime.shares_params else 0):

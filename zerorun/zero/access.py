@@ -52,6 +52,7 @@ def _find(param: torch.Tensor) -> tuple[Registry, Home] | None:
     for registry in _registries:
         home = registry.homes.get(id(param))
         if home is not None and home.segment.params[home.entry] is param:
+            home.unit.updated()
             return registry, home
     return None
 
@@ -80,6 +81,7 @@ def _entry_view(home: Home, flat: torch.Tensor) -> torch.Tensor:
 
 def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
     """The flat compute-dtype parameters [numel] of a segment. Collective for units that share slots."""
+    unit.updated()
     if unit.resident:
         return segment.full
     full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=runtime.comm.device)

@@ -200,6 +200,7 @@ class UnitBuilder:
         in_flight = max(self.slot_count - 1, 1)
         grad_slots = self._pool(in_flight, [self._grad_bytes(u) for u in sharing] if share_grads else [])
         self._link = HostLink(self.device, pinned=self.pinned)
+        self._reserve_staging(units)
         for position, unit in enumerate(sharing):
             if share_params:
                 unit.resident, unit.param_slot = False, position % self.slot_count
@@ -209,6 +210,14 @@ class UnitBuilder:
             unit.deferred = unit not in sharing
             self._materialise(unit, param_slots, grad_slots)
         return units, param_slots, grad_slots
+
+    def _reserve_staging(self, units: list[Unit]) -> None:
+        """Buffers for the largest segment that is updated in host memory, where it cannot be done in place."""
+        owned = [(s.high - s.low, self._dtype(s.params[0])) for u in units if u.placement.optimizer for s in u.trainable]
+        if self._link.apart:
+            gradients = max((numel * torch.float32.itemsize for numel, _ in owned), default=0)
+            rounded = max((numel * dtype.itemsize for numel, dtype in owned if dtype.itemsize < 4), default=0)
+            self._link.reserve(gradients, rounded)
 
     def _pool(self, count: int, sizes: list[int]) -> SlotPool:
         return SlotPool(count, max(sizes, default=0), self.device)

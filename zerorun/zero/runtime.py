@@ -84,6 +84,7 @@ class Runtime:
         self.walk: Walk | None = None  # of the forward that is running
         self.session: Walk | None = None  # of the backward that is running
         self.reducing_session = False
+        self.last_session = False  # no other backward comes before the step, as far as is known
         self.outstanding: deque[Walk] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
         self.visited: set[int] = set()  # units with a forward since the last step
         self.completed: set[int] = set()  # units reduced in this session
@@ -197,7 +198,8 @@ class Runtime:
 
     def _begin_session(self) -> None:
         self._phases += 1
-        self.reducing_session = self.shares_grads or self.reduce_now()
+        self.last_session = self.reduce_now()
+        self.reducing_session = self.shares_grads or self.last_session
         self.completed.clear()
         passes = list(self.outstanding)
         self.outstanding.clear()
@@ -275,12 +277,13 @@ class Runtime:
     def _free_grad_slot(self, unit: Unit) -> None:
         occupant = self.grad_slots.occupant[unit.grad_slot]
         if occupant is not None and occupant != unit.index:
-            self.units[occupant].finish_reduce()
+            self.units[occupant].vacate()
         self.grad_slots.occupant[unit.grad_slot] = unit.index
 
     def _reduce(self, unit: Unit) -> None:
         while len(self.reducing) >= _MAX_REDUCING:
             self._finish_oldest()
+        unit.gradients_final = self.last_session
         unit.start_reduce(self.comm)
         self.reducing.append(unit)
         if not self.overlap:
@@ -472,6 +475,17 @@ class Runtime:
         self.finish_reductions()
         self.late.clear()
 
+    def forward_order(self) -> list[Unit]:
+        """The units in the order in which the next forward needs them, as far as is known; the root first."""
+        plan = self.plans.get(("forward", 0, True)) or self._universe()
+        order = dict.fromkeys([0, *plan, *self._universe()])
+        return [self.units[index] for index in order]
+
+    def finish_updates(self) -> None:
+        """Wait for the updates that go on behind the program."""
+        for unit in self.units:
+            unit.updated()
+
     def publish(self) -> None:
         """The shards have new values: gather units with slots of their own, let go of what shared slots hold.
 
@@ -480,9 +494,11 @@ class Runtime:
         """
         for slot in range(self.param_slots.count if self.shares_params else 0):
             self.evict(slot)
-        if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
-            return
         resident = [unit for unit in self.units if unit.resident]
+        if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
+            for unit in resident:
+                unit.updated()
+            return
         for unit in resident:
             unit.start_gather(self.comm, "updated parameters")
         for unit in resident:

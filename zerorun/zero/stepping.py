@@ -12,7 +12,7 @@ from ..comm import Communicator
 from ..errors import StepError
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
-from .norm import local_square_sum
+from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, split_lengths, split_piece
 from .runtime import Runtime
 from .unit import Segment, Unit
@@ -77,44 +77,53 @@ class ShardedOptimizer:
                 unit.link.drain()
 
     def _square_sum(self) -> float:
-        return float(local_square_sum(self.units))
+        """Of this rank's reduced gradient shards. NaN or inf if any element is.
 
-    def update(self, coefficient: float, *, unused: bool) -> None:
+        The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all
+        stages add the same numbers in the same order.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for segment in self._segments:
+            part = segment.local_square_sum()
+            total = part + total.to(part.device)
+        return float(total)
+
+    def update(self, coefficient: float, *, unused: bool, order: Sequence[Unit]) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
 
-        ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for.
+        ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for. Units in host memory are
+        updated in the background, in this ``order``: ``Unit.updated`` waits.
         """
         left_out = self._unused_everywhere() if unused else set()
+        for unit in self.units:
+            unit.updated()
         self.comm.quiesce()
         if left_out and self.refuse_unused:
             raise StepError(self._name_unused(left_out))
         if left_out:  # parameters that move must not share a piece with those that do not
             self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
-        gradients = []
-        for piece in self.pieces:
-            skip = bool(left_out) and all((id(piece.segment), run.entry) in left_out for run in piece.runs)
-            piece.tensor.grad = None if skip else piece.gradient
-            if not skip:
-                gradients.append(piece.gradient)
+        moving = [p for p in self.pieces if any((id(p.segment), run.entry) not in left_out for run in p.runs)]
+        once = isinstance(self.optimizer, SinglePassOptimizer)
+        behind = [unit for unit in order if once and unit.placement.optimizer and unit.trainable]
+        apart = {id(segment) for unit in behind for segment in unit.trainable}
+        self._update_now([piece for piece in moving if id(piece.segment) not in apart], coefficient)
+        unwritten = [s for s in self._segments if not (id(s) in apart or (once and beside_master(s)))]
+        self.write_back(only=unwritten)
         if isinstance(self.optimizer, SinglePassOptimizer):
-            self.optimizer.outputs = self._outputs()
+            begin_updates(behind, [p for p in moving if id(p.segment) in apart], self.optimizer, coefficient)
+
+    def _update_now(self, pieces: list[OptimizerPiece], coefficient: float) -> None:
+        for piece in pieces:
+            piece.tensor.grad = piece.gradient
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.outputs = {p.tensor: weight_of(p) for p in pieces if beside_master(p.segment)}
         if isinstance(self.optimizer, (FusedAdam, SinglePassOptimizer)):
             self.optimizer.coefficient = coefficient
-        elif coefficient != 1.0 and gradients:
-            torch._foreach_mul_(gradients, coefficient)
+        elif coefficient != 1.0 and pieces:
+            torch._foreach_mul_([piece.gradient for piece in pieces], coefficient)
         self.optimizer.step()
-        for piece in self.pieces:
+        for piece in pieces:
             piece.tensor.grad = None
-        written = isinstance(self.optimizer, SinglePassOptimizer)
-        self.write_back(only=[s for s in self._segments if not (written and _beside_master(s))])
-
-    def _outputs(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Where the update itself writes the new values, rounded: the weights that lie beside their masters."""
-        return {
-            piece.tensor: piece.segment.weight[piece.low : piece.low + piece.tensor.numel()]
-            for piece in self.pieces
-            if _beside_master(piece.segment)
-        }
 
     def write_back(self, only: Iterable[Segment] | None = None) -> None:
         """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
@@ -144,13 +153,6 @@ class ShardedOptimizer:
             else:
                 pieces.append(piece)
         self.pieces = pieces
-
-
-def _beside_master(segment: Segment) -> bool:
-    """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
-    master, weight = segment.master, segment.weight
-    known = weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return master is not None and not segment.master_is_weight and known and weight.device == master.device
 
 
 def write_back(segment: Segment) -> None:

@@ -31,13 +31,15 @@ large, even that is left out: an ``unpacked`` segment is summed from where autog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..comm import Communicator, Pending
 from .layout import Layout
+from .norm import square_sum
 from .placement import HostLink, Placement
 
 
@@ -89,6 +91,7 @@ class Segment:
         self.grad_shard: torch.Tensor | None = None
         self.host_grad: torch.Tensor | None = None
         self.fetched = False  # host_grad holds reduced gradients of this step
+        self.square_sum: torch.Tensor | None = None  # of host_grad, where it was taken on arrival
         self.views: list[torch.Tensor] = []  # of full, one for each parameter
         self.grad_views: list[torch.Tensor] = []  # of grad_full
         self.gap_views: list[torch.Tensor] = []  # of grad_full: what belongs to no parameter
@@ -203,8 +206,22 @@ class Segment:
             return False
         return self.grad_shard.untyped_storage().data_ptr() == self.grad_full.untyped_storage().data_ptr()
 
+    def landed(self, *, final: bool) -> None:
+        """``host_grad`` has changed. ``final``: most likely for the last time in this step."""
+        assert self.host_grad is not None
+        self.square_sum = square_sum(self.host_grad) if final else None
+
+    def local_square_sum(self) -> torch.Tensor:
+        """Of this rank's reduced gradients: fp64 scalar where they are. At stage 0, of its shard only."""
+        if self.square_sum is not None:
+            return self.square_sum
+        shard = self.grad_shard if self.host_grad is None else self.host_grad
+        assert shard is not None
+        return square_sum(shard)
+
     def forget_gradients(self) -> None:
         """Start the next step with no gradient."""
+        self.square_sum = None
         self.accumulated = self.reduced = self.fetched = False
         self.loose = self.carry = None
         self.late.clear()
@@ -230,12 +247,16 @@ class Unit:
         self.attached = True
         self.deferred = False  # its gradients may come after its turn: reduce it when the backward is over
         self.placement = Placement()
-        self.link: HostLink | None = None  # to the host, if gradients go there
+        self.link: HostLink | None = None  # to the host, if something of it is there
+        self.gradients_final = False  # no more will be added in this step to what is being reduced
+        self._leaving: list[Callable[[], None]] = []  # reduced gradients on their way to the host
+        self._updating: Callable[[], None] | None = None  # waits for the update that is going on
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator, phase: str) -> None:
         """Issue the all-gather of every segment into its slot. ``finish_gather`` must follow before use."""
+        self.updated()
         for segment in self.segments:
             source = None if segment.shard_is_in_place else segment.shard
             label = f"{self.name}: all-gather {phase}"
@@ -281,7 +302,7 @@ class Unit:
 
     def absorb(self, *, loosely: bool = False) -> None:
         """Move the gradients of all segments into the gradient slot. ``loosely``: leave them in place where possible."""
-        self.finish_reduce()
+        self.vacate()
         for segment in self.trainable:
             if not (loosely and segment.take_loose()):
                 segment.absorb()
@@ -313,10 +334,38 @@ class Unit:
             if segment.carry is not None and segment.grad_shard is not None:
                 segment.grad_shard.add_(segment.carry)
                 segment.carry = None
-            if segment.host_grad is not None and segment.grad_shard is not None:
-                assert self.link is not None
-                self.link.fetch(segment.grad_shard, segment.host_grad, add=segment.fetched)
-                segment.fetched = True
+            if segment.host_grad is not None:
+                self._fetch(segment)
+
+    def _fetch(self, segment: Segment) -> None:
+        """Begin to move the reduced gradients of ``segment`` to the host."""
+        assert self.link is not None
+        assert segment.grad_shard is not None
+        assert segment.host_grad is not None
+        self.updated()  # which still reads the gradients of the step before
+        then = partial(segment.landed, final=self.gradients_final)
+        self._leaving.append(self.link.fetch(segment.grad_shard, segment.host_grad, add=segment.fetched, then=then))
+        segment.fetched = True
+
+    def vacate(self) -> None:
+        """Return when the gradient slot may be written again."""
+        self.finish_reduce()
+        for left in self._leaving:
+            left()
+        self._leaving.clear()
+
+    # -- updates -------------------------------------------------------------------------------------------------
+
+    def update_by(self, wait: Callable[[], None]) -> None:
+        """An update of the masters has begun; ``wait`` returns when the shards have the new values, or raises."""
+        self.updated()
+        self._updating = wait
+
+    def updated(self) -> None:
+        """Wait for the update that is going on, if any: masters, moments, host gradients and shards are free then."""
+        if self._updating is not None:
+            wait, self._updating = self._updating, None
+            wait()
 
 
 def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
