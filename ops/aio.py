@@ -36,48 +36,35 @@ _warned: set[str] = set()
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """A tensor [nbytes] uint8, of memory that starts at a page and is not passed on to forked processes.
-
-    A fork while the disk writes into a page may leave the data in the child's copy (man 2 open, on O_DIRECT).
-    """
+    """A tensor [nbytes] uint8 whose memory starts at a page."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES)
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # large pages: fewer for the kernel to pin with each piece
-        if hasattr(mmap, advice):
-            try:
-                memory.madvise(getattr(mmap, advice))
-            except OSError:  # a kernel without it
-                continue
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
 
 
 class Ticket:
     """One request. ``wait`` for it before the tensor is used; threads may wait for the same one."""
 
-    def __init__(self, queue: _Queue, number: int, tensor: torch.Tensor, path: Path, kept: dict[int, Ticket]) -> None:
-        self._queue, self._number, self._path, self._kept = queue, number, path, kept
-        self._tensor: torch.Tensor | None = tensor  # nobody may free what the disk works with
+    def __init__(self, file: AsyncFile, number: int) -> None:
+        self._file, self._number = file, number
         self._errno: int | None = None  # 0 after success
         self._lock = threading.Lock()
 
     def done(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
-        return self._errno is not None or self._queue.done(self._number)
+        return self._errno is not None or self._file._queue.done(self._number)
 
     def wait(self) -> None:
         """Until all bytes have moved. Raises OSError with the name of the file, each time it is called."""
         error = self.settle()
         if error:
-            raise OSError(error, os.strerror(error), str(self._path))
+            raise OSError(error, os.strerror(error), str(self._file.path))
 
     def settle(self) -> int:
         """Wait, and return errno, or 0 for success."""
         with self._lock:
             if self._errno is None:
-                self._errno = self._queue.wait(self._number)
-                self._tensor = None
-                self._kept.pop(self._number, None)
+                self._errno = self._file._finish(self._number)
             return self._errno
 
 
@@ -97,7 +84,8 @@ class AsyncFile:
         except BaseException:
             _close_files((self._direct, self._cached))
             raise
-        self._kept: dict[int, Ticket] = {}  # nobody has waited for
+        self._kept: dict[int, torch.Tensor] = {}  # nobody may free what the disk works with; by number of the request
+        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
         self._release = weakref.finalize(self, _release, self._queue, (self._direct, self._cached), self._kept, os.getpid())
 
     @property
@@ -122,9 +110,15 @@ class AsyncFile:
 
     def close(self) -> None:
         """Wait for everything that was begun, and close. Errors are left to the tickets. A second call does nothing."""
-        for ticket in list(self._kept.values()):
-            ticket.settle()
+        for number in list(self._kept):
+            ticket = self._tickets.get(number)
+            self._finish(number) if ticket is None else ticket.settle()
         self._release()
+
+    def _finish(self, number: int) -> int:
+        error = self._queue.wait(number)
+        self._kept.pop(number)
+        return error
 
     def _submit(self, tensor: torch.Tensor, offset: int, *, write: bool) -> Ticket:
         if not self._release.alive:
@@ -134,7 +128,8 @@ class AsyncFile:
             raise ValueError(f"{self.path}: {place}; it must be contiguous and on the CPU, and the offset not negative")
         request = _Request(self._direct, self._cached, tensor.data_ptr(), tensor.nbytes, offset, write)
         number = self._queue.submit(request)
-        ticket = self._kept[number] = Ticket(self._queue, number, tensor, self.path, self._kept)
+        self._kept[number] = tensor
+        ticket = self._tickets[number] = Ticket(self, number)
         return ticket
 
 
@@ -153,7 +148,7 @@ def _close_files(files: tuple[int, int]) -> None:
             os.close(file)
 
 
-def _release(queue: _Queue, files: tuple[int, int], kept: dict[int, Ticket], process: int) -> None:
+def _release(queue: _Queue, files: tuple[int, int], kept: dict[int, torch.Tensor], process: int) -> None:
     """What has not begun is left undone. ``kept`` is here to hold the memory until nothing is under way."""
     if os.getpid() == process:  # a forked child has neither the threads nor the memory
         queue.close()

@@ -226,7 +226,10 @@ class Aio : public Ring {
                 result(slot, -error);
             }
         }
-        if (!running) return 0;
+        if (!running) {  // not one was taken
+            std::this_thread::yield();
+            return 0;
+        }
         const long count = syscall(__NR_io_getevents, context, 1, long(events.size()), events.data(), nullptr);
         if (count < 0) return errno == EINTR ? 0 : errno;
         running -= count;

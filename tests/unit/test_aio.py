@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import operator
 import os
@@ -161,6 +162,25 @@ def test_a_file_system_without_direct_access(backend: str, tmp_path: Path, monke
     file.write(data, 0).wait()
     assert torch.equal(read_back(file, data.numel(), 0), data)
     file.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="there is no /proc")
+def test_a_disk_that_refuses_direct_access(file: AsyncFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some say so (EINVAL) only when they are asked to move bytes; so does this file in /proc, of what is no number."""
+    refusing, cached = os.open("/proc/self/oom_score_adj", os.O_RDWR), os.open(file.path, os.O_RDWR)
+    monkeypatch.setattr(aio, "_open_twice", lambda path: (refusing, cached))
+    data = torch.full((2 * PIECE_BYTES,), 255, dtype=torch.uint8)
+    other, aligned = AsyncFile(file.path), aligned_empty(data.nbytes).copy_(data)
+    other.write(aligned, 0).wait()
+    other.close()
+    assert torch.equal(read_back(file, data.nbytes, 0), data)
+
+
+def test_tickets_hold_the_file(file: AsyncFile) -> None:
+    ticket = AsyncFile(file.path).write(random_bytes(PIECE_BYTES), 0)
+    gc.collect()
+    ticket.wait()
+    assert torch.equal(read_back(file, PIECE_BYTES, 0), random_bytes(PIECE_BYTES))
 
 
 # -- what goes wrong ---------------------------------------------------------------------------------------------------

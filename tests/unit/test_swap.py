@@ -221,8 +221,7 @@ class _Watched(AsyncFile):
 
     def _submit(self, tensor: torch.Tensor, offset: int, *, write: bool) -> Ticket:
         real = super()._submit(tensor, offset, write=write)
-        held = _Held(real._queue, real._number, tensor, real._path, real._kept)
-        self._kept[real._number] = held
+        held = self._tickets[real._number] = _Held(self, real._number)
         self.names[held] = f"{'write' if write else 'read'} {offset // BLOCK_BYTES}"
         self.events.append(self.names[held])
         return held
