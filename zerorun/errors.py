@@ -72,5 +72,9 @@ class DamagedError(CheckpointError):
     """Files of a checkpoint are missing, short, or not what was written."""
 
 
+class SwapError(ZerorunError, RuntimeError):
+    """A disk has no room for the optimizer states that should lie there, or cannot give or take them."""
+
+
 class LaunchError(ZerorunError, RuntimeError):
     """Workers could not be started as asked."""

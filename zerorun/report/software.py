@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerorun.ops import native
+from zerorun.ops import aio, native
 from zerorun.ops.adam import FusedAdam
 from zerorun.peer_memory import PeerMemory
 
@@ -92,6 +92,7 @@ def _native_ops() -> list[dict[str, Any]]:
         _tried("fused Adam", _try_adam, "torch's fused kernel, tried on"),
         _tried("Lion", _try_lion, "torch's kernels for lists of tensors, tried on"),
         _native_optimizer(),
+        _native_files(),
         _peer_memory(),
     ]
 
@@ -100,6 +101,13 @@ def _native_optimizer() -> dict[str, Any]:
     status = native.status()
     why = status.reason if status.isa is None else f"{status.source}, {status.isa}: {status.reason}"
     return {"name": "native optimizer", "in_force": status.isa is not None, "why": why}
+
+
+def _native_files() -> dict[str, Any]:
+    status = aio.status()
+    native_backend = status.backend in aio.BACKENDS[:-1]
+    why = f"{status.backend}: {status.reason}" if status.backend else status.reason
+    return {"name": "native file access", "in_force": native_backend, "why": why}
 
 
 def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:
