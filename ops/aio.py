@@ -93,6 +93,11 @@ class AsyncFile:
         """Requests may go past the page cache."""
         return self._direct >= 0
 
+    @property
+    def descriptor(self) -> int:
+        """Of the file, through the page cache: for what is not reading or writing."""
+        return self._cached
+
     def allocate(self, nbytes: int) -> None:
         """Let the file have at least ``nbytes``, with room on the disk for all of them. Raises OSError."""
         try:

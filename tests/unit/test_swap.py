@@ -26,174 +26,129 @@ NUMELS = (20_003, 777, 31, 10_000, 1)  # of the units of most tests; torch takes
 Tensors = list[torch.Tensor]
 
 
-def masters(numels: tuple[int, ...] = NUMELS) -> Tensors:
+def values(numels: tuple[int, ...] = NUMELS) -> Tensors:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(numel, generator=generator) for numel in numels]
 
 
-def filled(folder: Path, tensors: Tensors, **how: Any) -> StateFile:
-    """A store with one tensor for each unit, all of them out."""
-    store = StateFile(folder, {key: tensor.nbytes for key, tensor in enumerate(tensors)}, **how)
-    for key, tensor in enumerate(tensors):
-        store.put(key, [tensor])
-        store.release(key)
-    return store
+def filled(folder: Path, wanted: Tensors, states: int = 0, **how: Any) -> tuple[StateFile, Tensors]:
+    """A store with one master for each unit, and the masters, with these values."""
+    store = StateFile(folder, {key: [value.numel()] for key, value in enumerate(wanted)}, states, **how)
+    masters = [store.master(key, 0) for key in range(len(wanted))]
+    for master, value in zip(masters, wanted, strict=True):
+        master.copy_(value)
+    store.begin()
+    return store, masters
 
 
-# -- values and identity -----------------------------------------------------------------------------------------------
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "libaio", "threads", "python"])
-def test_every_bit_comes_back(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_see_the_same_bits(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written through the mapping and read into buffers, and the other way round, many times over."""
     monkeypatch.setenv("ZERORUN_AIO", backend)
     patterns = torch.randint(-(2**31), 2**31, (300_001,), dtype=torch.int32)  # NaNs with payloads, denormals
-    tensors = [patterns[index::3].clone().view(torch.float32) for index in range(3)]
-    expected = [tensor.clone().view(torch.int32) for tensor in tensors]
+    wanted = [patterns[index::3].clone().view(torch.float32) for index in range(3)]
     try:
-        store = filled(tmp_path, tensors, buffer_count=2)
+        store, masters = filled(tmp_path, wanted, buffer_count=2)
     except ValueError as error:
         pytest.skip(str(error))
-    for _ in range(2):
-        for key, want in enumerate(expected):
-            with store.opened(key, dirty=False) as (tensor,):
-                assert tensor is tensors[key] and torch.equal(tensor.view(torch.int32), want)
+    for turn in range(6):
+        for key, master in enumerate(masters):
+            bits = store.open(key)(master).view(torch.int32)
+            assert torch.equal(bits, patterns[key::3] + turn)
+            bits.add_(1)
+            store.release(key)
+        store.settle()
+        for key, master in enumerate(masters):
+            assert torch.equal(master.view(torch.int32), patterns[key::3] + turn + 1)
+        if turn % 2:  # as loading a checkpoint does, and a single page of it
+            masters[0].view(torch.int32)[5000:5010] += 1
+            masters[0].view(torch.int32)[5000:5010] -= 1
+            masters[2].copy_(masters[2].clone())
+        store.begin()
     store.close()
 
 
-def test_tensors_that_are_out_are_loud(tmp_path: Path) -> None:
-    half, number = torch.randn(3, 4).bfloat16(), torch.arange(5)
-    store = StateFile(tmp_path, {7: 1000})
-    store.put(7, [half, number])
-    store.release(7)
-    assert half.shape == (3, 4) and half.dtype == torch.bfloat16 and half.isnan().all()
-    assert (number == torch.iinfo(torch.int64).max).all()
-    for tensor in (half, number):
-        with pytest.raises(RuntimeError, match="single memory location"):
-            tensor.add_(1)
-        assert tensor.untyped_storage().nbytes() == tensor.element_size()
-    with store.opened(7, dirty=False):
-        assert number.tolist() == [0, 1, 2, 3, 4]
+def test_states_follow_every_part_of_their_master(tmp_path: Path) -> None:
+    store = StateFile(tmp_path, {4: [1000, 7], 9: [], 2: [500]}, 2)
+    masters = [store.master(4, 0), store.master(4, 1), store.master(2, 0)]
+    states = [[store.state(master, number) for number in (0, 1)] for master in masters]
+    for index, tensor in enumerate([*masters, *(state for pair in states for state in pair)]):
+        assert (tensor == 0).all() and tensor.data_ptr() % 64 == 0
+        tensor.fill_(index + 1)  # none overlaps another
+    assert [float(t.sum() / t.numel()) for t in (*masters, *states[0], *states[1], *states[2])] == list(range(1, 10))
+    part = masters[0][200:600].view(20, 20)
+    assert store.state(part, 1).shape == (20, 20)
+    assert store.state(part, 1).data_ptr() == states[0][1][200:].data_ptr()
+    assert store.state(masters[1][7:], 0).numel() == 0
+    store.begin()
+    in_buffer = store.open(4)
+    assert (in_buffer(part) == 1).all() and (in_buffer(states[1][0]) == 6).all() and in_buffer(masters[1][7:]).numel() == 0
+    in_buffer(store.state(part, 0)).fill_(20)
+    store.release(4)
+    store.settle()
+    assert float(states[0][0].sum()) == 600 * 4 + 400 * 20
     store.close()
 
 
-def test_views_share_memory_again(tmp_path: Path) -> None:
-    """Pieces, whole parameters among them, are views of their master; whatever their order, also if some overlap."""
-    master = torch.arange(1000.0)
-    pieces = [master[:300], master[300:900].view(20, 30), master[250:310], master[999:], master[5:5]]
-    store = StateFile(tmp_path, {0: 4000})
-    store.put(0, [pieces[1], master, *pieces])
-    assert store.file_bytes == BLOCK_BYTES
-    store.release(0)
-    with store.opened(0, dirty=True) as tensors:
-        assert [id(tensor) for tensor in tensors] == [id(t) for t in (pieces[1], master, pieces[0], *pieces[2:])]
-        assert torch.equal(master, torch.arange(1000.0)) and torch.equal(pieces[1].view(-1), master[300:900])
-        pieces[2].fill_(-1)
-        assert pieces[0][250] == -1 and pieces[1][0, 0] == -1 and master[309] == -1 and master[310] == 310
-    with store.opened(0, dirty=False):
-        assert pieces[1][0, 9] == -1 and pieces[3].item() == 999 and pieces[4].numel() == 0
-    store.close()
-
-
-OPTIMIZERS: dict[str, Callable[[Tensors], torch.optim.Optimizer]] = {
-    "torch AdamW, fused": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
-    "torch AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
-    "torch SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "torch Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-    "Adam": lambda params: single_pass.Adam(params, lr=0.1),
-    "Lion": lambda params: single_pass.Lion(params, lr=0.1),
-    "SGD": lambda params: single_pass.SGD(params, lr=0.1, momentum=0.9),
+OPTIMIZERS: dict[str, tuple[Callable[[Tensors], single_pass.SinglePassOptimizer], int]] = {
+    "Adam": (lambda params: single_pass.Adam(params, lr=0.1), 2),
+    "Adagrad": (lambda params: single_pass.Adagrad(params, lr=0.1, initial_accumulator_value=0.5), 1),
+    "Lion": (lambda params: single_pass.Lion(params, lr=0.1), 1),
+    "SGD": (lambda params: single_pass.SGD(params, lr=0.1, momentum=0.9, dampening=0.3), 1),
+    "SGD without momentum": (lambda params: single_pass.SGD(params, lr=0.1), 0),
 }
 
 
-def train(make: Callable[[Tensors], torch.optim.Optimizer], folder: Path | None, **how: Any) -> Tensors:
-    """Masters, pieces and states after four steps, unit by unit; with ``folder``, out of a file."""
-    whole = masters()
+def train(name: str, folder: Path | None, **how: Any) -> Tensors:
+    """Masters and states after four steps, unit by unit; with ``folder``, in a file."""
+    make, states = OPTIMIZERS[name]
+    whole, store = values(), None
+    if folder is not None:
+        store, whole = filled(folder, whole, states, **how)
     pieces = [[master[: len(master) // 3], master[len(master) // 3 :]] for master in whole]
     optimizer = make([piece for parts in pieces for piece in parts])
+    assert optimizer.state_count() == states
+    if store is not None:
+        optimizer.state_home = store.state
     generator = torch.Generator().manual_seed(1)
-
-    def tensors_of(key: int) -> Tensors:
-        states = [state for piece in pieces[key] for state in optimizer.state[piece].values()]
-        return [whole[key], *pieces[key], *(state for state in states if state.dim())]
-
-    store = None if folder is None else StateFile(folder, {k: 3 * m.nbytes + 384 for k, m in enumerate(whole)}, **how)
-    if store:
-        for key in range(len(whole)):
-            store.put(key, tensors_of(key))
-            store.release(key)
+    where = None
     for _ in range(4):
-        for key in range(len(whole)):
-            if store:
+        settings = [optimizer.prepare(parts) for parts in pieces]
+        if store is not None:
+            store.begin()
+        for key, parts in enumerate(pieces):
+            if store is not None:
                 store.prefetch((key + 1) % len(whole))
-                store.open(key)
-            for piece in pieces[key]:
-                piece.grad = torch.randn(piece.shape, generator=generator)
-            optimizer.step()
-            for piece in pieces[key]:
-                piece.grad = None
-            if store:
-                store.put(key, tensors_of(key))
+                where = store.open(key)
+            for piece, taken in zip(parts, settings[key], strict=True):
+                optimizer.update(piece, torch.randn(piece.shape, generator=generator), None, taken, 1.0, where)
+            if store is not None:
                 store.release(key)
-    found = []
-    for key in range(len(whole)):
-        if store:
-            store.open(key)
-        found += [tensor.clone() for tensor in tensors_of(key)]
-        if store:
-            store.release(key, dirty=False)
-    if store:
+    if store is not None:
         store.close()
-    return found
+    states_of = [s for parts in pieces for piece in parts for s in optimizer.state[piece].values()]
+    return [tensor.clone() for tensor in (*whole, *states_of)]
 
 
 @pytest.mark.parametrize("buffer_count", [2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_is_the_same(name: str, buffer_count: int, tmp_path: Path) -> None:
-    """States appear in the first step, and belong to the unit from then on."""
-    expected, found = train(OPTIMIZERS[name], None), train(OPTIMIZERS[name], tmp_path, buffer_count=buffer_count)
+    expected, found = train(name, None), train(name, tmp_path, buffer_count=buffer_count)
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
-# -- room --------------------------------------------------------------------------------------------------------------
-
-
-def test_units_outgrow_their_room(tmp_path: Path) -> None:
-    tensors = masters()
-    store = filled(tmp_path, tensors)
-    before, late = store.file_bytes, torch.arange(1e6)
-    store.open(3)
-    store.put(3, [tensors[3], late])
-    store.put(3, [tensors[3], late])
-    store.release(3, dirty=False)  # that it has moved makes it dirty
-    assert store.file_bytes == before + -(-(40_000 + 4_000_000) // BLOCK_BYTES) * BLOCK_BYTES
-    for key in (0, 1, 2, 4, 3, 0, 1, 2, 4, 3):
-        store.prefetch(key)
-        with store.opened(key, dirty=True):
-            assert torch.equal(tensors[key], masters()[key])
-            assert key != 3 or torch.equal(late, torch.arange(1e6))
-    store.open(3)
-    store.put(3, [late])  # the other one is let go
-    store.release(3)
-    assert torch.equal(tensors[3], masters()[3]) and late.isnan().all()
-    store.close()
-
-
-def test_units_without_room_or_tensors(tmp_path: Path) -> None:
-    store = StateFile(tmp_path, {})
+def test_units_without_elements(tmp_path: Path) -> None:
+    store = StateFile(tmp_path, {1: [], 2: [0]}, 2)
     assert store.file_bytes == store.buffer_bytes == 0
-    for key, tensors in ((1, []), (2, [torch.ones(3)])):
-        store.put(key, tensors)
+    assert store.master(2, 0).numel() == 0
+    store.begin()
+    for key in (1, 2):
+        store.prefetch(key)
+        store.open(key)
         store.release(key)
-    with store.opened(1, dirty=True) as tensors, store.opened(2, dirty=True) as (ones,):
-        assert tensors == [] and ones.tolist() == [1, 1, 1]
-    store.close()
-
-
-def test_tensors_that_cannot_go(tmp_path: Path) -> None:
-    store = StateFile(tmp_path, {0: 100})
-    for tensor in (torch.ones(3, 3).t(), torch.ones(3, device="meta")):
-        with pytest.raises(ValueError, match="cannot go to a file"):
-            store.put(0, [tensor])
     store.close()
 
 
@@ -235,8 +190,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Watched]]:
 
 
 def six_units(tmp_path: Path, watched: type[_Watched], buffer_count: int) -> StateFile:
-    store = filled(tmp_path, masters((64,) * 6), buffer_count=buffer_count)
-    store.settle()
+    store, _ = filled(tmp_path, values((64,) * 6), buffer_count=buffer_count)
     watched.events.clear()
     return store
 
@@ -274,50 +228,50 @@ def test_two_buffers_read_as_soon_as_one_is_written(tmp_path: Path, watched: typ
     store.close()
 
 
-def test_few_units_stay_in_memory(tmp_path: Path, watched: type[_Watched]) -> None:
+def test_a_unit_is_read_after_it_is_written(tmp_path: Path, watched: type[_Watched]) -> None:
     store = six_units(tmp_path, watched, 3)
-    for key in (0, 1, 2) * 3:
-        store.prefetch(key)
-        with store.opened(key, dirty=False):
-            pass
-    assert [event for event in watched.events if event.startswith("read")] == ["read 0", "read 1", "read 2"]
-    with store.opened(1, dirty=True) as (one,):
-        one.fill_(5)
-    with store.opened(1, dirty=True) as (one,):  # waits until it is written, and need not read it
-        assert (one == 5).all()
-    assert watched.events[-3:] == ["write 1", "wait for write 1", "write 1"]
+    for _ in range(2):
+        store.open(1)
+        store.release(1)
+    assert watched.events == [
+        "read 1",
+        "wait for read 1",
+        "write 1",
+        "wait for write 1",
+        *("read 1", "wait for read 1", "write 1"),
+    ]
     store.close()
 
 
 def test_another_unit_than_was_announced(tmp_path: Path) -> None:
-    tensors = masters((64,) * 6)
-    store = filled(tmp_path, tensors, buffer_count=2)
+    wanted = values((64,) * 6)
+    store, masters = filled(tmp_path, wanted, buffer_count=2)
     store.open(0)
     store.prefetch(1)
-    store.open(2)
-    assert torch.equal(tensors[2], masters((64,) * 6)[2])
+    assert torch.equal(store.open(2)(masters[2]), wanted[2])
     with pytest.raises(RuntimeError, match="2 units are open"):
         store.open(3)
     store.release(0)
-    store.open(1)
-    assert torch.equal(tensors[1], masters((64,) * 6)[1])
+    assert torch.equal(store.open(1)(masters[1]), wanted[1])
+    store.release(1)
+    store.prefetch(4)
+    masters[4].fill_(7)
+    store.begin()  # what was announced before has been read too early
+    assert (store.open(4)(masters[4]) == 7).all()
     store.close()
 
 
 def test_calls_out_of_order(tmp_path: Path) -> None:
-    tensors = masters()
-    store = filled(tmp_path, tensors)
+    store, _ = filled(tmp_path, values())
     with pytest.raises(RuntimeError, match="unit 1 is not open"):
         store.release(1)
-    with pytest.raises(RuntimeError, match="unit 1 is not open"):
-        store.put(1, [tensors[1]])
     store.open(1)
     with pytest.raises(RuntimeError, match="unit 1 is open already"):
         store.open(1)
     store.close()
     store.close()
     with pytest.raises(ValueError, match="at least 2"):
-        StateFile(tmp_path, {}, buffer_count=1)
+        StateFile(tmp_path, {}, 2, buffer_count=1)
 
 
 # -- disks that fail ---------------------------------------------------------------------------------------------------
@@ -334,15 +288,10 @@ def attempt(what):
         print(str(error))
 folder = Path("states")
 attempt(lambda: require_room(folder, 64 << 20))
-attempt(lambda: StateFile(folder, {0: 20 << 20, 1: 3 << 20}, node_bytes=48 << 20))
+attempt(lambda: StateFile(folder, {0: [5 << 20], 1: [3 << 18]}, 0, node_bytes=48 << 20))
 require_room(folder, 4 << 20)
-store = StateFile(folder, {0: 1 << 20, 1: 3 << 20})
-master = torch.ones(1000)
-store.put(0, [master])
-attempt(lambda: store.put(0, [master, torch.ones(8 << 20)]))
-store.release(0)
-with store.opened(0, dirty=False):
-    assert (master == 1).all()
+store = StateFile(folder, {0: [1 << 18], 1: [3 << 18]}, 0)
+store.master(0, 0).fill_(1)
 store.close()
 print(os.listdir(folder))
 """
@@ -350,8 +299,8 @@ print(os.listdir(folder))
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_a_disk_that_is_too_small(kind: str, tmp_path: Path) -> None:
-    before, making, growing, left = run_on_small_disk(TOO_SMALL, tmp_path, mebibytes=16, kind=kind).splitlines()
-    for line, need in ((before, "64.00 MiB"), (making, "48.00 MiB"), (growing, "36.00 MiB")):
+    before, making, left = run_on_small_disk(TOO_SMALL, tmp_path, mebibytes=16, kind=kind).splitlines()
+    for line, need in ((before, "64.00 MiB"), (making, "48.00 MiB")):
         assert "nvme_path = 'states': the disk is too small" in line and f"take {need}" in line
         assert re.search(r"1\d\.\d\d MiB \(1\d{7} bytes\) are free|\d\.\d\d MiB", line) and "Remedy: nvme_path on a" in line
     assert "23.00 MiB of them for this one" in making
@@ -366,20 +315,20 @@ from zerorun.ops.aio import AsyncFile
 from zerorun.zero.swap import StateFile
 AsyncFile.allocate = lambda self, nbytes: os.truncate(self._cached, nbytes)  # as file systems do that allocate late
 Path("checkpoint").write_text("whole")
-masters = [torch.full((1 << 19,), float(key)) for key in range(8)]
-store = StateFile(Path("states"), {key: 2 << 20 for key in range(8)}, buffer_count=2)
+store = StateFile(Path("states"), {key: [1 << 19] for key in range(8)}, 0, buffer_count=2)
 with open("filler", "wb") as filler:
     filler.write(bytes(10 << 20))
 done = 0
 try:
-    for key, master in enumerate(masters):
-        store.put(key, [master])
+    for key in range(8):
+        in_buffer = store.open(key)
+        in_buffer(store.master(key, 0)).fill_(key)
         store.release(key)
         done += 1
     store.settle()
 except SwapError as error:
     print(error)
-for call in (store.settle, lambda: store.open(0), lambda: store.prefetch(0), lambda: store.release(0)):
+for call in (store.settle, store.begin, lambda: store.open(0), lambda: store.prefetch(0), lambda: store.release(0)):
     try:
         call()
         print("nothing raised")
@@ -410,7 +359,7 @@ def test_a_disk_that_fills_up(kind: str, tmp_path: Path) -> None:
 
 
 def test_close_tells_of_a_failure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled(tmp_path, masters())
+    store, _ = filled(tmp_path, values())
     store.open(0)
     monkeypatch.setattr(Ticket, "settle", lambda self: 5)
     store.release(0)
@@ -420,8 +369,7 @@ def test_close_tells_of_a_failure_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_file_that_has_lost_its_end(tmp_path: Path) -> None:
-    store = filled(tmp_path, masters(), buffer_count=2)
-    store.settle()
+    store, _ = filled(tmp_path, values(), buffer_count=2)
     os.truncate(store._file._cached, 0)
     with pytest.raises(SwapError, match="could not be read from") as caught:
         store.open(0)
@@ -431,7 +379,7 @@ def test_a_file_that_has_lost_its_end(tmp_path: Path) -> None:
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for attempt in (lambda folder: require_room(folder, 1), lambda folder: StateFile(folder, {0: 1})):
+    for attempt in (lambda folder: require_room(folder, 1), lambda folder: StateFile(folder, {0: [1]}, 0)):
         with pytest.raises(SwapError, match=r"a file for the optimizer states cannot be made there: .* Remedy: a folder"):
             attempt(tmp_path / "file" / "below")
 
@@ -442,17 +390,13 @@ WORK_FOR_EVER = """
 import sys, torch
 from pathlib import Path
 from zerorun.zero.swap import StateFile
-masters = [torch.ones(1 << 20) for _ in range(4)]
-store = StateFile(Path(sys.argv[1]), {key: 4 << 20 for key in range(4)}, buffer_count=2)
-for key, master in enumerate(masters):
-    store.put(key, [master])
-    store.release(key)
+store = StateFile(Path(sys.argv[1]), {key: [1 << 20] for key in range(4)}, 0, buffer_count=2)
 print("ready", flush=True)
 while True:
     for key in range(4):
         store.prefetch((key + 1) % 4)
-        with store.opened(key, dirty=True) as (master,):
-            master.add_(1)
+        store.open(key)(store.master(key, 0)).add_(1)
+        store.release(key)
 """
 
 

@@ -40,7 +40,7 @@ def begin_updates(
 
     Settings of the optimizer's groups are taken now: a scheduler may change them before an update runs.
     """
-    settings = optimizer.settings_of(piece.tensor for piece in pieces)
+    settings = optimizer.prepare(piece.tensor for piece in pieces)
     jobs: dict[int, list[_Job]] = {}
     for piece, taken in zip(pieces, settings, strict=True):
         jobs.setdefault(id(piece.segment), []).append(_Job(piece, optimizer, taken, coefficient))

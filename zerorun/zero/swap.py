@@ -1,27 +1,28 @@
-"""Swap: master weights and moments of units in a file, and in memory only while somebody works on them.
+"""Swap: master weights and moments of units in a file on a disk, and in memory only while they are updated.
 
-[Note: who sees what]
-Optimizers know their states by tensor objects, and pieces are views of masters. So the tensors of a unit keep their
-identity, and only their storage changes: while the unit is open they lie in a buffer, each at the place where it belongs,
-and tensors that shared memory share it again. While it is out they keep shape and dtype, read as NaN (integers as their
-highest value) and refuse in-place writes; a mistake shows up as in unit.py's note on loud placeholders.
+[Note: two ways to the same bytes]
+The file is mapped, and masters and moments are tensors over the mapping, from beginning to end: whoever reads or writes
+some of them now and then (checkpoints, access by name) does so through the page cache, and need not know. An update needs
+every byte of a unit, in every step, and goes past the page cache: the unit's extent is read into a buffer, updated there,
+and written back. Kernels keep both ways coherent as long as they are not taken at the same time: a direct read flushes what
+the mapping changed, a direct write drops what the page cache held. ``begin`` flushes on top of that.
 
 [Note: three buffers]
 One unit is read while another is worked on and a third is written: with three buffers the disk is never idle, with two it
-is while an update runs, and a fourth finds no work. A buffer keeps a unit's bytes until another unit needs the place. One
-that is opened again before is not read, so a model of few units stays in memory.
+is while an update runs, and a fourth finds no work.
 """
 
 from __future__ import annotations
 
 import enum
 import errno
+import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,10 +30,11 @@ import torch
 from ..errors import SwapError
 from ..ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
 
-_ALIGNMENT = 64  # bytes, of tensors in a buffer: a cache line, and the widest vector
+_ALIGNMENT = 64  # bytes, of arrays in an extent: a cache line, and the widest vector
+_ITEM = torch.float32.itemsize
 
 
-class _State(enum.Enum):
+class _Phase(enum.Enum):
     IDLE = enum.auto()  # may be given to another unit
     READING = enum.auto()  # prefetched: somebody is about to open it
     OPEN = enum.auto()
@@ -43,28 +45,28 @@ class _State(enum.Enum):
 class _Buffer:
     """``memory`` holds, or is about to hold, the bytes of unit ``key``."""
 
-    memory: torch.Tensor  # [at least the room of its unit] uint8
+    memory: torch.Tensor  # [largest extent] uint8
     key: int | None = None
-    state: _State = _State.IDLE
+    phase: _Phase = _Phase.IDLE
     ticket: Ticket | None = None  # of READING or WRITING
-    dirty: bool = False  # holds what the file does not
 
 
-@dataclass
-class _Place:
-    tensor: torch.Tensor
-    strides: tuple[int, ...]  # contiguous
-    offset: int  # bytes into the extent
+@dataclass(frozen=True)
+class _Array:
+    """A master [numel] and its states, each of which takes ``stride`` bytes; ``start`` is in bytes into the file."""
+
+    start: int
+    numel: int
+    stride: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Extent:
-    """The bytes of one unit in the file; ``offset`` and ``room`` are multiples of BLOCK_BYTES."""
+    """The bytes of one unit in the file, multiples of BLOCK_BYTES."""
 
     offset: int
     room: int
-    used: int = 0  # bytes
-    places: list[_Place] = field(default_factory=list)
+    masters: tuple[_Array, ...]
 
 
 def require_room(folder: Path, node_bytes: int) -> None:
@@ -81,107 +83,124 @@ def require_room(folder: Path, node_bytes: int) -> None:
         raise _too_small(folder, node_bytes, free)
 
 
-class StateFile:
-    """The states of one rank's units on a disk. One thread at a time.
+def file_bytes(units: Mapping[int, Sequence[int]], states: int) -> int:
+    """Bytes of the :class:`StateFile` with these arguments."""
+    return sum(extent.room for extent in _extents(units, states).values())
 
-    The file has no name once it is open, so nothing stays behind, however the process ends. Every method raises
-    :class:`SwapError` if the disk does not give or take what it should, and then always again.
+
+def buffer_bytes(units: Mapping[int, Sequence[int]], states: int, buffer_count: int) -> int:
+    """Bytes of memory that its buffers take."""
+    return buffer_count * max((extent.room for extent in _extents(units, states).values()), default=0)
+
+
+def _extents(units: Mapping[int, Sequence[int]], states: int) -> dict[int, _Extent]:
+    extents, offset = {}, 0
+    for key, numels in units.items():
+        masters, start = [], offset
+        for numel in numels:
+            stride = -(-numel * _ITEM // _ALIGNMENT) * _ALIGNMENT
+            masters.append(_Array(start, numel, stride))
+            start += (1 + states) * stride
+        room = _blocks(start - offset)
+        extents[key] = _Extent(offset, room, tuple(masters))
+        offset += room
+    return extents
+
+
+class StateFile:
+    """Masters and states of one rank's units on a disk, fp32, all zero at first.
+
+    The file has no name once it is open, so nothing stays behind, however the process ends. ``begin``, ``prefetch``,
+    ``open``, ``release`` and ``settle`` raise :class:`SwapError` if the disk does not give or take what it should, and
+    then always again. One thread at a time; while a unit is open, nobody else may use its tensors.
     """
 
-    def __init__(self, folder: Path, rooms: Mapping[int, int], *, node_bytes: int = 0, buffer_count: int = 3) -> None:
-        """``rooms``: unit -> bytes that its tensors will take; they are allocated on the disk. ``buffer_count``: from 2.
+    def __init__(
+        self,
+        folder: Path,
+        units: Mapping[int, Sequence[int]],
+        states: int,
+        *,
+        node_bytes: int = 0,
+        buffer_count: int = 3,
+    ) -> None:
+        """``units``: unit -> elements of its masters, each of which has ``states`` states. ``buffer_count``: from 2.
 
         ``node_bytes``: what all ranks of this machine take together, for the message that a full disk gets.
         """
         if buffer_count < 2:
             raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
-        self._folder, self._node_bytes = folder, node_bytes
-        self._extents: dict[int, _Extent] = {}
-        self.file_bytes = 0
-        self._failure: SwapError | None = None
+        self._folder, self._failure = folder, None
+        self._extents = _extents(units, states)
+        self.file_bytes = file_bytes(units, states)
+        self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
+        self._starts = [array.start for array in self._arrays]
         self._wanted: int | None = None  # prefetched while no buffer was to be had
         self._file = _open_without_name(folder)
         try:
-            for key, room in rooms.items():
-                self._extents[key] = self._append(_blocks(room))
-            self._allocate()
+            self._map = self._allocate(node_bytes)
         except BaseException:
             self._file.close()
             raise
         largest = max((extent.room for extent in self._extents.values()), default=0)
         self._buffers = [_Buffer(aligned_empty(largest)) for _ in range(buffer_count)]  # least recently used first
 
+    _failure: SwapError | None
+
     @property
     def buffer_bytes(self) -> int:
         """Of memory that all buffers take together, once used."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
-    # -- a unit's tensors ----------------------------------------------------------------------------------------
-
-    def put(self, key: int, tensors: Sequence[torch.Tensor]) -> None:
-        """From now on the tensors of unit ``key`` are these: contiguous, on the CPU; they may be views of one another.
-
-        The unit must be open, or new; it is open afterwards. Tensors that it had and has no more stay in their last
-        memory. If they need more than the room of the unit, the file grows. While tensors of an open unit are arranged
-        anew, there is one buffer more.
-        """
-        self._check()
-        buffer, new = self._holding(key), key not in self._extents or not self._extents[key].places
-        if new:
-            buffer = self._take(patient=True)
-        elif buffer is None or buffer.state is not _State.OPEN:
-            raise RuntimeError(f"unit {key} is not open: its tensors cannot be changed")
-        elif self._unchanged(key, tensors, buffer):
-            return
-        assert buffer is not None
-        places, used = _arrange(tensors)
-        self._make_room(key, used)
-        if not new or buffer.memory.nbytes < used:
-            memory = aligned_empty(max(buffer.memory.nbytes, self._extents[key].room))
-        else:
-            memory = buffer.memory
-        _copy_in(places, memory)
-        buffer.memory, buffer.key, buffer.state, buffer.dirty = memory, key, _State.OPEN, True
-        self._extents[key].places, self._extents[key].used = places, used
-
-    def _unchanged(self, key: int, tensors: Sequence[torch.Tensor], buffer: _Buffer) -> bool:
-        places = self._extents[key].places
-        start = buffer.memory.data_ptr()
-        return len({id(tensor) for tensor in tensors}) == len(places) and all(
-            place.tensor is tensor and (not tensor.nbytes or tensor.data_ptr() == start + place.offset)
-            for place, tensor in zip(places, tensors, strict=False)
-        )
-
-    def _make_room(self, key: int, used: int) -> None:
-        extent = self._extents.get(key)
-        if extent is not None and used <= extent.room:
-            return
-        before = self.file_bytes
-        larger = self._append(_blocks(used))  # what it had before is lost to the file; states appear once
-        try:
-            self._allocate()
-        except SwapError:
-            self.file_bytes = before
-            raise
-        self._extents[key] = larger
-
-    def _append(self, room: int) -> _Extent:
-        extent = _Extent(self.file_bytes, room)
-        self.file_bytes += room
-        return extent
-
-    def _allocate(self) -> None:
+    def _allocate(self, node_bytes: int) -> mmap.mmap | None:
         if not self.file_bytes:
-            return
+            return None
         free = shutil.disk_usage(self._folder).free
         try:
             self._file.allocate(self.file_bytes)
+            mapped = mmap.mmap(self._file.descriptor, self.file_bytes)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise _too_small(self._folder, max(self._node_bytes, self.file_bytes), free, self.file_bytes) from error
+                raise _too_small(self._folder, max(node_bytes, self.file_bytes), free, self.file_bytes) from error
             raise _unusable(self._folder, error) from error
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        return mapped
 
-    # -- in and out ----------------------------------------------------------------------------------------------
+    # -- tensors over the mapping --------------------------------------------------------------------------------
+
+    def master(self, key: int, index: int) -> torch.Tensor:
+        """The ``index``-th master of unit ``key``: [numel] fp32."""
+        array = self._extents[key].masters[index]
+        if not array.numel:
+            return torch.empty(0)
+        return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
+
+    def state(self, master: torch.Tensor, number: int) -> torch.Tensor:
+        """The ``number``-th state of ``master``, which may be any contiguous part of a master; in its shape."""
+        if not master.numel():
+            return torch.empty_like(master)
+        low = self._offset(master)
+        array = self._arrays[bisect_right(self._starts, low) - 1]
+        start = low + (1 + number) * array.stride
+        return self._bytes[start : start + master.nbytes].view(torch.float32).view(master.shape)
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        """Of ``tensor``, in bytes into the file."""
+        return tensor.data_ptr() - self._bytes.data_ptr()
+
+    # -- units in buffers ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before the first of a series of updates: what was changed through the mapping goes to the file."""
+        self.settle()
+        for buffer in self._buffers:
+            if buffer.phase is _Phase.READING:  # announced before, and not opened
+                self._land(buffer)
+        if self._map is not None:
+            try:
+                self._map.flush()
+            except OSError as error:
+                raise self._fail(None, error, writing=True) from error
 
     def prefetch(self, key: int) -> None:
         """Begin to read unit ``key``, which is opened next, as soon as there is a buffer. Does not wait."""
@@ -189,55 +208,49 @@ class StateFile:
         self._wanted = key
         self._read_wanted()
 
-    def open(self, key: int) -> None:
-        """Let the tensors of unit ``key`` have their values. ``release`` must follow."""
+    def open(self, key: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What is returned gives, for a tensor over the mapping, the one in the buffer. ``release`` must follow."""
         self._check()
         buffer = self._holding(key)
         if buffer is None:
             buffer = self._take(patient=True)
             assert buffer is not None
             self._begin_read(buffer, key)
-        elif buffer.state is _State.OPEN:
+        elif buffer.phase is _Phase.OPEN:
             raise RuntimeError(f"unit {key} is open already")
         self._land(buffer)
-        buffer.state = _State.OPEN
-        for place in self._extents[key].places:
-            _set_in(place, buffer.memory)
+        buffer.key, buffer.phase = key, _Phase.OPEN
         self._read_wanted()
+        memory, start = buffer.memory, self._extents[key].offset
 
-    def release(self, key: int, *, dirty: bool = True) -> None:
-        """Take the values away. ``dirty``: begin to write them; False if they are as they were when it was opened."""
+        def in_buffer(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.numel():
+                return tensor
+            low = self._offset(tensor) - start
+            return memory[low : low + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+        return in_buffer
+
+    def release(self, key: int) -> None:
+        """Begin to write unit ``key``."""
         self._check()
         buffer, extent = self._holding(key), self._extents[key]
-        if buffer is None or buffer.state is not _State.OPEN:
+        if buffer is None or buffer.phase is not _Phase.OPEN:
             raise RuntimeError(f"unit {key} is not open")
-        for place in extent.places:
-            _set_out(place.tensor)
-        buffer.state = _State.IDLE
         self._used_last(buffer)
-        if dirty or buffer.dirty:
-            buffer.ticket = self._file.write(buffer.memory[: _blocks(extent.used)], extent.offset)
-            buffer.state, buffer.dirty = _State.WRITING, False
+        buffer.ticket = self._file.write(buffer.memory[: extent.room], extent.offset)
+        buffer.phase = _Phase.WRITING
         self._read_wanted()
-
-    @contextmanager
-    def opened(self, key: int, *, dirty: bool) -> Iterator[list[torch.Tensor]]:
-        """``open`` and ``release`` around the body, which gets the tensors."""
-        self.open(key)
-        try:
-            yield [place.tensor for place in self._extents[key].places]
-        finally:
-            self.release(key, dirty=dirty)
 
     def settle(self) -> None:
         """Wait for everything that is being written."""
         self._check()
         for buffer in self._buffers:
-            if buffer.state is _State.WRITING:
+            if buffer.phase is _Phase.WRITING:
                 self._land(buffer)
 
     def close(self) -> None:
-        """Wait, and give the disk's room back. Values that are out are lost. A second call does nothing.
+        """Wait, and give the disk's room back once no tensor lies there. A second call does nothing.
 
         Raises :class:`SwapError` for a failure that nobody has been told of yet.
         """
@@ -254,20 +267,20 @@ class StateFile:
             raise self._failure
 
     def _holding(self, key: int) -> _Buffer | None:
-        return next((buffer for buffer in self._buffers if buffer.key == key), None)
+        """The buffer in which unit ``key`` is, or is about to be, up to date."""
+        return next((b for b in self._buffers if b.key == key and b.phase in (_Phase.READING, _Phase.OPEN)), None)
 
     def _take(self, *, patient: bool) -> _Buffer | None:
         """A buffer for another unit. Without ``patient`` only one that is free now, else None."""
         for buffer in self._buffers:
-            if buffer.state is _State.WRITING and buffer.ticket is not None and buffer.ticket.done():
+            if buffer.phase is _Phase.WRITING and buffer.ticket is not None and buffer.ticket.done():
                 self._land(buffer)
         # Prefetched ones last: if all others are open, then something else came than was announced.
-        for state in (_State.IDLE, *((_State.WRITING, _State.READING) if patient else ())):
+        for phase in (_Phase.IDLE, *((_Phase.WRITING, _Phase.READING) if patient else ())):
             for buffer in self._buffers:
-                if buffer.state is state:
+                if buffer.phase is phase:
                     self._land(buffer)
                     self._used_last(buffer)
-                    buffer.key = None
                     return buffer
         if patient:
             raise RuntimeError(f"{len(self._buffers)} units are open, and there are no more buffers")
@@ -279,78 +292,40 @@ class StateFile:
 
     def _read_wanted(self) -> None:
         key = self._wanted
-        if key is None or (self._holding(key) is None and (buffer := self._take(patient=False)) is None):
+        if key is None:
             return
-        self._wanted = None
         if self._holding(key) is None:
-            assert buffer is not None
+            buffer = self._take(patient=False)
+            if buffer is None:
+                return
             self._begin_read(buffer, key)
+        self._wanted = None
 
     def _begin_read(self, buffer: _Buffer, key: int) -> None:
+        for other in self._buffers:
+            if other.key == key:  # what is being written must be there before it is read
+                self._land(other)
         extent = self._extents[key]
-        if buffer.memory.nbytes < extent.room:
-            buffer.memory = aligned_empty(extent.room)
-        buffer.key, buffer.state = key, _State.READING
-        buffer.ticket = self._file.read(buffer.memory[: _blocks(extent.used)], extent.offset)
+        buffer.key, buffer.phase = key, _Phase.READING
+        buffer.ticket = self._file.read(buffer.memory[: extent.room], extent.offset)
 
     def _land(self, buffer: _Buffer) -> None:
         """Wait for what is under way; the buffer is idle then."""
-        ticket, writing, buffer.ticket = buffer.ticket, buffer.state is _State.WRITING, None
-        buffer.state = _State.IDLE
+        ticket, key, writing = buffer.ticket, buffer.key, buffer.phase is _Phase.WRITING
+        buffer.ticket, buffer.key, buffer.phase = None, None, _Phase.IDLE
         if ticket is not None:
             try:
                 ticket.wait()
             except OSError as error:
-                self._failure = _failed(self._folder, buffer.key, error, writing=writing)
-                raise self._failure from error
+                raise self._fail(key, error, writing=writing) from error
 
-
-# -- memory ------------------------------------------------------------------------------------------------------------
+    def _fail(self, key: int | None, error: OSError, *, writing: bool) -> SwapError:
+        self._failure = _failed(self._folder, key, error, writing=writing)
+        return self._failure
 
 
 def _blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _arrange(tensors: Sequence[torch.Tensor]) -> tuple[list[_Place], int]:
-    """Where each tensor goes in its extent, and how many bytes they take. Overlapping ones keep their distance."""
-    places, start, end, used = [], 0, -1, 0
-    unique = {id(tensor): tensor for tensor in tensors}
-    for tensor in sorted(unique.values(), key=torch.Tensor.data_ptr):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            raise ValueError(f"a tensor of shape {shape} with strides {strides} on {tensor.device} cannot go to a file")
-        if tensor.data_ptr() >= end:
-            start, end, used = tensor.data_ptr(), tensor.data_ptr(), -(-used // _ALIGNMENT) * _ALIGNMENT
-            base = used
-        places.append(_Place(tensor, tensor.stride(), base + tensor.data_ptr() - start))
-        end = max(end, tensor.data_ptr() + tensor.nbytes)
-        used = max(used, places[-1].offset + tensor.nbytes)
-    order = {key: index for index, key in enumerate(unique)}
-    return sorted(places, key=lambda place: order[id(place.tensor)]), used
-
-
-def _copy_in(places: list[_Place], memory: torch.Tensor) -> None:
-    """Copy the values of all tensors into ``memory``, which none of them is in, and let them lie there."""
-    for place in places:
-        flat = place.tensor.detach().view(-1)
-        memory[place.offset : place.offset + flat.nbytes].view(flat.dtype).copy_(flat)
-    for place in places:  # only now: some share memory
-        _set_in(place, memory)
-
-
-@torch.no_grad()
-def _set_in(place: _Place, memory: torch.Tensor) -> None:
-    tensor = place.tensor
-    start = memory.storage_offset() + place.offset
-    tensor.set_(memory.untyped_storage(), start // tensor.element_size(), tensor.shape, place.strides)
-
-
-@torch.no_grad()
-def _set_out(tensor: torch.Tensor) -> None:
-    loud = float("nan") if tensor.is_floating_point() or tensor.is_complex() else torch.iinfo(tensor.dtype).max
-    element = torch.full((1,), loud, dtype=tensor.dtype)
-    tensor.set_(element.untyped_storage(), 0, tensor.shape, (0,) * tensor.dim())
 
 
 # -- files and errors --------------------------------------------------------------------------------------------------
@@ -392,10 +367,11 @@ def _too_small(folder: Path, node_bytes: int, free: int, rank_bytes: int | None 
 
 def _failed(folder: Path, key: int | None, error: OSError, *, writing: bool) -> SwapError:
     what, verb = ("written to", "writing") if writing else ("read from", "reading")
+    which = "all units" if key is None else f"unit {key}"
     name = errno.errorcode.get(error.errno or 0, error.errno)
     return SwapError(
         f"optimizer states could not be {what} {error.filename}, the file of this rank without a name in {str(folder)!r}: "
-        f"{error.strerror} ({name}) while {verb} unit {key}; {_size(_free(folder))} are free. The states are lost, and the "
+        f"{error.strerror} ({name}) while {verb} {which}; {_size(_free(folder))} are free. The states are lost, and the "
         "weights of some units may be a step further than others. Checkpoints are not touched: the last one is as it was. "
         "Remedy: make room there, or set zero_optimization.offload_optimizer.nvme_path to another disk, and resume from "
         "the last checkpoint."
