@@ -87,6 +87,8 @@ LAYERS = {
     "checkpoint.stream": 4,
     "checkpoint.tensorfile": 4,
     "checkpoint.write": 4,
+    "intake": 4,
+    "plan": 4,
     "engine": 5,
     "assemble": 5,
     "report": 5,
