@@ -291,10 +291,7 @@ class UnitBuilder:
                     f"parameter {entry.name} is on the meta device and has no values. Remedy: build the model inside "
                     "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
                 )
-            whole = whole_value(param)
-            if whole is not None:
-                forget_part(param)
-            flat[entry.offset : entry.end].copy_((param.detach() if whole is None else whole).reshape(-1))
+            flat[entry.offset : entry.end].copy_(_taken_value(param))
         self.comm.broadcast(flat, 0, "initial parameters")
         return flat
 
@@ -332,3 +329,12 @@ class UnitBuilder:
                 segment.grad_shard = slot[segment.low : segment.high]
             if on_host:
                 segment.host_grad, unit.link = self._link.empty(owned, torch.float32), self._link
+
+
+def _taken_value(param: nn.Parameter) -> torch.Tensor:
+    """The full value [numel], put together if ``Init`` partitioned it, which ends here."""
+    whole = whole_value(param)
+    if whole is None:
+        return param.detach().reshape(-1)
+    forget_part(param)
+    return whole.reshape(-1)
