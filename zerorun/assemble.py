@@ -23,6 +23,7 @@ from .config import Config
 from .dataloader import EpochLoader
 from .engine import Engine
 from .errors import ConfigError, ModelError, ZerorunError
+from .fitting import Fitting
 from .intake import OptimizerLike, RawOptimizer, take_in
 from .log import info_once, logger, setup_logging
 from .optim import build_optimizer, split_state
@@ -60,8 +61,8 @@ def initialize(
     ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
     StatefulDataLoader), whose position is saved as well. Also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
-    The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError or
-    TopologyError, on all ranks alike, before any device memory is taken.
+    The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
+    TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
     """
     setup_logging()
     device = default_device()
@@ -73,6 +74,12 @@ def initialize(
     owns_topology = topology is None
     topology = topology or _topology(wanted, device)
     comm = Communicator(topology, device, wire_dtype(wanted))
+    try:
+        _check_memory(model, wanted, raw, comm)
+    except ZerorunError:
+        if owns_topology:
+            topology.close()
+        raise
     _move_buffers(model, device, comm)
     exchange = Exchange(comm.reads_peers, comm.reads_parts)
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
@@ -195,6 +202,15 @@ def _scaler(config: Config) -> LossScaler:
         minimum=float(fp16.min_loss_scale),
         hysteresis_left=fp16.hysteresis,
     )
+
+
+def _check_memory(model: nn.Module, config: Config, raw: RawOptimizer, comm: Communicator) -> None:
+    """Raise DoesNotFitError, on all ranks alike, if it is certain that memory will not do."""
+    if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
+        return
+    fitting = Fitting(model, config, raw, comm.topology, comm.transport, comm.device)
+    shared = comm.control_objects(fitting.demand)
+    _agree(lambda: fitting.require(shared))
 
 
 def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from .errors import TopologyError
 from .intake import OptimizerLike, take_in
 from .moments import Moments
 from .plan import shard_degree
-from .sizing import Bytes, Held, Peak, Sizing, heaviest_rank
+from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
 from .topology import Topology, divisors
 from .zero.report import DEVICE_KINDS
 
@@ -149,7 +150,7 @@ def estimate_memory(
     if heaviest:
         sizing = Sizing(model, wanted, raw, replace(topology, rank=heaviest), transport, kind)
     moments = Moments(raw, sizing.pieces, torch.device("cpu"))
-    whole, largest = _in_parts(model, world_size, kind)
+    in_parts = partial(_held_in_parts, device_type=kind, world_size=world_size)
     return Estimate(
         kinds=sizing.kinds(moments),
         parameters=sum(param.numel() for param in model.parameters()),
@@ -158,8 +159,8 @@ def estimate_memory(
         ranks_per_node=local,
         device=kind,
         transport=transport,
-        start_up=sizing.start_up(held_whole(kind)),
-        start_up_with_init=_at_least(sizing.start_up(whole, largest), whole, model),
+        start_up=sizing.start_up(partial(held_whole, device_type=kind)),
+        start_up_with_init=_with_construction(sizing.start_up(in_parts), in_parts, model),
         gradients_in_backward=sizing.gradients_in_backward(),
         activation_bytes=activation_bytes,
         notes=(moments.unknown,) if moments.unknown else (),
@@ -184,34 +185,22 @@ def planned_topology(config: Config, world_size: int, ranks_per_node: int) -> To
     return Topology(world_size // shard, shard, 0)
 
 
-def held_whole(device_type: str) -> Held:
-    """What a parameter of an ordinary module occupies: on the device if it is there, else in host memory."""
-
-    def held(param: nn.Parameter) -> Bytes:
-        size = param.numel() * param.element_size()
-        return Bytes(size) if param.device.type == device_type else Bytes(host=size)
-
-    return held
+def held_whole(param: nn.Parameter, device_type: str) -> Holding:
+    """Of an ordinary module's: on the device if it is there, else in host memory."""
+    size = param.numel() * param.element_size()
+    return Holding(Bytes(size) if param.device.type == device_type else Bytes(host=size))
 
 
-def _in_parts(model: nn.Module, world_size: int, device_type: str) -> tuple[Held, int]:
-    """(what a rank holds of a parameter that ``Init`` partitioned, bytes of the largest value put together)."""
-    inside = held_whole(device_type)
-
-    def held(param: nn.Parameter) -> Bytes:
-        whole, numel = inside(param), max(param.numel(), 1)
-        part = -(-numel // world_size)
-        return Bytes(whole.device * part // numel, whole.host * part // numel)
-
-    return held, max((param.numel() * param.element_size() for param in model.parameters()), default=0)
+def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Holding:
+    """Of a parameter that ``Init`` is going to partition. It is made where it will be used."""
+    part = -(-param.numel() // world_size) * param.element_size()
+    on_device = param.device.type == device_type or device_type == "cpu"
+    return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
 
 
-def _at_least(peak: Peak, held: Held, model: nn.Module) -> Peak:
+def _with_construction(peak: Peak, held: Held, model: nn.Module) -> Peak:
     """``peak``, or that of building the model inside ``Init``: the parts of all, and one module's parameters in full."""
-    parts = sum((held(param) for param in model.parameters()), Bytes())
-    largest = 0
-    for module in model.modules():
-        own = module.parameters(recurse=False)
-        largest = max(largest, sum(param.numel() * param.element_size() for param in own))
-    at_build = parts + (Bytes(largest) if parts.device else Bytes(host=largest))
-    return Peak(max(peak.device, at_build.device), max(peak.host, at_build.host), max(peak.both, at_build.both))
+    parts = sum((held(param).now for param in model.parameters()), Bytes())
+    own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in model.modules()]
+    built = parts + (Bytes(max(own)) if parts.device else Bytes(host=max(own)))
+    return Peak(max(peak.device, built.device), max(peak.host, built.host), max(peak.both, built.both))

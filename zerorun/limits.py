@@ -62,7 +62,7 @@ def _memory_cgroup(root: Path) -> tuple[int, str]:
     """(version, path) of the hierarchy that limits memory."""
     found = (2, "/")
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if "memory" in controllers.split(","):
             return 1, path or "/"
         if not controllers:
@@ -72,8 +72,8 @@ def _memory_cgroup(root: Path) -> tuple[int, str]:
 
 def _process(root: Path) -> Iterator[Limit]:
     status = _fields(root / "proc/self/status")
-    for name, kind, field in (("RLIMIT_AS", resource.RLIMIT_AS, "VmSize:"), ("RLIMIT_DATA", resource.RLIMIT_DATA, "VmData:")):
-        soft = resource.getrlimit(kind)[0]
+    for name, field in (("RLIMIT_AS", "VmSize:"), ("RLIMIT_DATA", "VmData:")):
+        soft = resource.getrlimit(getattr(resource, name))[0]
         if soft != resource.RLIM_INFINITY and field in status:
             yield Limit(name, max(soft - 1024 * status[field], 0), cgroup=None, virtual=True)
 

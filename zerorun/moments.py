@@ -47,7 +47,7 @@ class Moments:
     def __init__(self, raw: RawOptimizer, pieces: Iterable[OptimizerPiece], device: torch.device) -> None:
         self._pieces = list(pieces)
         self.unknown: str | None = None
-        kinds = sorted({(piece.group, piece.tensor.dim()) for piece in self._pieces})
+        kinds = _kinds(raw)
         try:
             self._states = _take_step(raw, kinds, device) if kinds else {}
         except Exception as error:  # an optimizer of the user's, which may want anything
@@ -60,6 +60,12 @@ class Moments:
             for state in self._states.get((piece.group, piece.tensor.dim()), ()):
                 shape = state.shape(piece.tensor.shape)
                 yield piece.segment, torch.empty(shape, dtype=state.dtype, device="meta")
+
+
+def _kinds(raw: RawOptimizer) -> list[tuple[int, int]]:
+    """(group, number of dimensions) of all that any rank's optimizer may see: ranks take the same trial step."""
+    groups = enumerate(raw.groups)
+    return sorted({(index, p.dim() if raw.whole else 1) for index, group in groups for p in group["params"]})
 
 
 def _take_step(

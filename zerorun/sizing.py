@@ -60,7 +60,15 @@ class Peak:
     both: int
 
 
-Held = Callable[[nn.Parameter], Bytes]  # what a parameter occupies before units are built
+@dataclass(frozen=True)
+class Holding:
+    """What a parameter occupies before units are built. ``put_together``: its full size if that is a part of it, else 0."""
+
+    now: Bytes
+    put_together: int = 0
+
+
+Held = Callable[[nn.Parameter], Holding]
 
 
 class Sizing:
@@ -127,21 +135,21 @@ class Sizing:
             largest = max(largest, made * (1 + kept))
         return late + largest
 
-    def start_up(self, held: Held, whole_at_once: int = 0) -> Peak:
-        """The peak while units are built, beginning with what the parameters occupy as ``held``.
-
-        ``whole_at_once``: bytes of the largest value that is put together from parts, if the parameters are partitioned.
-        """
-        live = sum((held(param) for unit in self.units for s in unit.segments for param in s.params), Bytes())
+    def start_up(self, held: Held) -> Peak:
+        """The peak while units are built, beginning with what the parameters occupy as ``held``."""
+        live = sum((held(param).now for unit in self.units for s in unit.segments for param in s.params), Bytes())
         live += Bytes(sum(pool.bytes for pool in self._pools))
         steps = [live]
         for unit in self.units:
             for segment in unit.segments:
-                values = segment.layout.numel * segment.params[0].dtype.itemsize
+                values = Bytes(segment.layout.numel * segment.params[0].dtype.itemsize)
                 adopted = unit.resident and segment.params[0].dtype == segment.dtype
+                for holding in map(held, segment.params):  # parts go when they are put together
+                    steps.append(live + values + Bytes(holding.put_together))
+                    live -= holding.now if holding.put_together else Bytes()
                 live += _kept(unit, segment)
-                steps.append(live + Bytes(max(0 if adopted else values, whole_at_once)))
-                live -= sum((held(param) for param in segment.params), Bytes())
+                steps.append(live if adopted else live + values)
+                live -= sum((h.now for h in map(held, segment.params) if not h.put_together), Bytes())
             live += _gradients(unit, apart=self._policy.share_grad_slots)
             steps.append(live)
         return Peak(*(max(getattr(step, place) for step in steps) for place in ("device", "host", "both")))
