@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .comm import GLOO, PEER_MEMORY
 from .config import Config
 from .errors import DoesNotFitError, TopologyError
 from .estimate import held_whole, planned_topology, show
@@ -72,7 +73,9 @@ class Fitting:
         self._sizing = self._size(config, topology)
 
     def _size(self, config: Config, topology: Topology) -> Sizing:
-        return Sizing(self._model, config, self._raw, topology, self._transport, self._device.type)
+        between_nodes = topology.world_size > self._topology.world_size and self._transport == PEER_MEMORY
+        transport = GLOO if between_nodes else self._transport
+        return Sizing(self._model, config, self._raw, topology, transport, self._device.type)
 
     @cached_property
     def demand(self) -> Demand:
