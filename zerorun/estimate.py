@@ -144,6 +144,8 @@ def estimate_memory(
     kind = torch.device(device).type if device is not None else default_device().type
     local = min(ranks_per_node or _RANKS_PER_NODE, world_size)
     transport = transport or default_transport(kind, world_size, local)
+    if transport not in (NCCL, GLOO, PEER_MEMORY):
+        raise TopologyError(f"transport must be {NCCL!r}, {GLOO!r} or {PEER_MEMORY!r}, got {transport!r}.")
     topology = planned_topology(wanted, world_size, local)
     sizing = Sizing(model, wanted, raw, topology, transport, kind)
     heaviest = heaviest_rank(sizing.units)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -88,12 +89,14 @@ def _take_step(
 
 def _copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
     """A copy of ``optimizer`` with its settings, over other parameters, without its hooks and what schedulers put on it."""
-    copy: Any = object.__new__(type(optimizer))
-    copy.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ("step", "zero_grad")})
-    copy.param_groups = [{**g, "params": params} for g, params in zip(optimizer.param_groups, members, strict=True)]
-    copy.state = defaultdict(dict)
-    copy._optimizer_step_pre_hooks, copy._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    found: torch.optim.Optimizer = copy
+    made: Any = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if key not in ("step", "zero_grad"):
+            made.__dict__[key] = copy(value) if isinstance(value, (dict, list, set)) else value
+    made.param_groups = [{**g, "params": params} for g, params in zip(optimizer.param_groups, members, strict=True)]
+    made.state = defaultdict(dict)
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    found: torch.optim.Optimizer = made
     return found
 
 

@@ -97,7 +97,8 @@ def both(optimizer: str) -> dict[str, Any]:
 
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
-# Ranks, stage, precision, optimizer, width, further keys of zero_optimization. Width 96 is packed, 256 is not.
+WIRE = "communication_data_type"
+# Ranks, stage, precision, optimizer, width, further keys: WIRE, or of zero_optimization. Width 96 is packed, 256 is not.
 CELLS: list[tuple[int, int, str, str, int, dict[str, Any]]] = [
     (1, 0, "fp32", "AdamW", 256, {}),
     (1, 3, "bf16", "AdamW", 96, both("AdamW")),
@@ -113,16 +114,22 @@ CELLS: list[tuple[int, int, str, str, int, dict[str, Any]]] = [
     (3, 1, "bf16", "AdamW", 256, OPTIMIZER),
     (4, 3, "bf16", "AdamW", 96, {"shard_degree": 2}),
     (3, 2, "fp32", "Adafactor", 96, {}),
+    (3, 2, "bf16", "AdamW", 96, {WIRE: "bf16"}),
+    (2, 1, "bf16", "AdamW", 256, {WIRE: "bf16", "unit_policy": "by_block_group"}),
+    (4, 0, "fp32", "Lion", 96, {"unit_policy": "size_based", "unit_numel": 9000}),
 ]
 
 
 def configuration(stage: int, precision: str, optimizer: str, changes: dict[str, Any]) -> dict[str, Any]:
-    config = make_config(stage, precision=precision, zero_optimization=changes)
+    zero = {key: value for key, value in changes.items() if key != WIRE}
+    wire = {WIRE: changes[WIRE]} if WIRE in changes else {}
+    config = make_config(stage, precision=precision, zero_optimization=zero, **wire)
     params = OPTIMIZERS[optimizer][1] if optimizer in OPTIMIZERS else {"lr": 1e-3}
     return {**config, "optimizer": {"type": optimizer, "params": params}}
 
 
-LINGERING = 4  # weights of one layer
+# Weights of one layer that are still there for a moment: gloo's threads let go of what was sent a little later.
+LINGERING = 4
 
 
 @pytest.mark.parametrize(("ranks", "stage", "precision", "optimizer", "width", "changes"), CELLS)
@@ -139,9 +146,8 @@ def test_estimate_is_what_is_held(
         assert dict(estimate.kinds) == ledger
         start_up, step = (max(found[place] for found in results) for place in (1, 2))
         assert estimate.step_peak_bytes == pytest.approx(step, rel=0.05)
-        if not partitioned:
-            assert estimate.start_up.both == pytest.approx(start_up, rel=0.05)
-            assert estimate.peak_bytes == pytest.approx(max(start_up, step), rel=0.05)
-        else:  # gloo's threads let go of what they have sent and received a little later
-            assert 0.95 * estimate.start_up_with_init.both <= start_up
-            assert start_up <= 1.05 * estimate.start_up_with_init.both + LINGERING * 4 * width * (width + 1)
+        predicted = estimate.start_up_with_init if partitioned else estimate.start_up
+        peak = estimate.peak_with_init_bytes if partitioned else estimate.peak_bytes
+        slack = LINGERING * 4 * width * (width + 1) if ranks > 1 else 0
+        assert 0.95 * predicted.both <= start_up <= 1.05 * predicted.both + slack
+        assert peak == pytest.approx(max(start_up, step), rel=0.05)

@@ -217,6 +217,8 @@ def test_wrong_input() -> None:
         zerorun.estimate_memory(module, {**config(), "zero_optimisation": {}}, 2)
     with pytest.raises(TopologyError):
         zerorun.estimate_memory(module, config(), 0)
+    with pytest.raises(TopologyError, match="pigeons"):
+        zerorun.estimate_memory(module, config(), 2, transport="pigeons")
     with pytest.raises(ConfigError):
         zerorun.estimate_memory(module, config(3, shard_degree=3), 4)
 
