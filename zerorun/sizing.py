@@ -23,7 +23,7 @@ from .comm import NCCL, PEER_MEMORY
 from .config import Config
 from .intake import RawOptimizer
 from .moments import Moments
-from .plan import PLANNED, Exchange, make_plan, wire_dtype
+from .plan import Exchange, make_plan, wire_dtype
 from .receiving import Receiving
 from .topology import Topology
 from .zero.layout import Layout
@@ -72,7 +72,7 @@ Held = Callable[[nn.Parameter], Holding]
 
 
 class Sizing:
-    """The memory of the rank that owns the most. ``config`` is resolved; nothing of ``model`` and ``raw`` is touched."""
+    """The memory of rank ``topology.rank``. ``config`` is resolved; nothing of ``model`` and ``raw`` is touched."""
 
     def __init__(
         self,
@@ -86,9 +86,8 @@ class Sizing:
         """``transport``: NCCL, GLOO or PEER_MEMORY of comm.py. ``device_type``: of the ranks' devices, "cpu" or "cuda"."""
         self._model, self._raw = model, raw
         self._topology, self._transport, self._wire = topology, transport, wire_dtype(config)
-        with PLANNED:  # for host tensors, too
-            plan = make_plan(model, config, raw, topology, self._exchange(device_type))
-            self.units, *self._pools = plan.builder.build(plan.specs)
+        plan = make_plan(model, config, raw, topology, self._exchange(device_type))
+        self.units, *self._pools = plan.builder.build(plan.specs)
         self._policy, self._overlap = plan.builder.policy, plan.overlap
 
     def _exchange(self, device_type: str) -> Exchange:
@@ -111,8 +110,7 @@ class Sizing:
             return 0
         direct = self._transport == PEER_MEMORY
         receiving = Receiving(self._topology, self._wire, reads_peers=direct, overlap=self._overlap)
-        with PLANNED:
-            return receiving.pool_bytes(self.units)
+        return receiving.pool_bytes(self.units)
 
     def kinds(self, moments: Moments | None = None) -> dict[str, int]:
         """The ledger after a step; without ``moments``, before the first one but with all buffers."""

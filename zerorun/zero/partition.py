@@ -299,7 +299,12 @@ class UnitBuilder:
         """A copy of ``values`` where it is to stay."""
         if not on_host:
             return values.to(dtype, copy=True)
-        return self._link.empty(values.numel(), dtype).copy_(values)
+        return self._on_host(values.numel(), dtype).copy_(values)
+
+    def _on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.comm is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._link.empty(numel, dtype)
 
     def _give_master(self, unit: Unit, segment: Segment, values: torch.Tensor) -> None:
         if self.policy.shard_optimizer:
@@ -328,7 +333,7 @@ class UnitBuilder:
             else:
                 segment.grad_shard = slot[segment.low : segment.high]
             if on_host:
-                segment.host_grad, unit.link = self._link.empty(owned, torch.float32), self._link
+                segment.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
 
 
 def _taken_value(param: nn.Parameter) -> torch.Tensor:
