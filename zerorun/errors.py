@@ -44,6 +44,10 @@ class TopologyError(ZerorunError, ValueError):
     """Ranks, degrees or process groups do not fit together."""
 
 
+class DoesNotFitError(ZerorunError, MemoryError):
+    """The training needs more memory than there is. Raised before anything is allocated."""
+
+
 class StepError(ZerorunError, RuntimeError):
     """The training loop called the engine in an order, or with a value, that cannot be meant."""
 

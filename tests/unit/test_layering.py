@@ -90,6 +90,14 @@ LAYERS = {
     "checkpoint.stream": 4,
     "checkpoint.tensorfile": 4,
     "checkpoint.write": 4,
+    "estimate": 4,
+    "fitting": 4,
+    "intake": 4,
+    "limits": 1,
+    "moments": 4,
+    "plan": 4,
+    "receiving": 4,
+    "sizing": 4,
     "engine": 5,
     "assemble": 5,
     "report": 5,
@@ -127,7 +135,7 @@ LAYERS = {
     "launcher.cli": 5,
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
-NO_TORCH |= {"errors", "log", "batch", "arguments", "zero.policy", "ops.build"}
+NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "ops.build"}
 
 
 def sources() -> dict[str, Path]:

@@ -17,6 +17,7 @@ from torch import nn
 
 from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
+from ..topology import Topology
 from .init import forget_part, whole_value
 from .layout import build_layout
 from .placement import HostLink, Placement
@@ -176,10 +177,13 @@ def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], 
 
 @dataclass
 class UnitBuilder:
-    """Turns specs into units with memory. One machinery for all stages: the policy only decides where slots lie."""
+    """Turns specs into units with memory. One machinery for all stages: the policy only decides where slots lie.
+
+    Without ``comm`` it makes a plan: the same units on the meta device, for any ``topology``. Parameters are not touched.
+    """
 
     policy: Policy
-    comm: Communicator
+    topology: Topology
     device: torch.device
     compute_dtype: torch.dtype | None  # None: every parameter keeps its dtype
     slot_count: int  # shared parameter slots: one in use, the others on their way
@@ -187,6 +191,8 @@ class UnitBuilder:
     whole: bool  # never cut a parameter
     placements: Sequence[Placement] = ()  # of the units, if not all on the device
     pinned: bool = True  # host memory
+    reads_parts: bool = False  # ranks can sum gradients from where autograd leaves them
+    comm: Communicator | None = None
 
     def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
         """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
@@ -241,9 +247,9 @@ class UnitBuilder:
                 members.sort(key=lambda member: self.optimized[id(member[1])])
             names, params = [name for name, _ in members], [param for _, param in members]
             layout = build_layout(
-                names, [tuple(p.shape) for p in params], self.comm.topology.shard, whole=self.whole and trainable
+                names, [tuple(p.shape) for p in params], self.topology.shard, whole=self.whole and trainable
             )
-            segment = Segment(names, params, layout, self.comm.topology.shard_rank)
+            segment = Segment(names, params, layout, self.topology.shard_rank)
             segment.trainable = trainable
             segments.append(segment)
         return segments
@@ -260,7 +266,8 @@ class UnitBuilder:
             values = self._values(segment)  # [numel], the dtype the user gave
             segment.dtype = dtype
             large = segment.layout.numel >= LARGE_NUMEL * len(segment.params)
-            segment.unpacked = large and dtype == torch.float32 and self.comm.reads_parts
+            segment.unpacked = large and dtype == torch.float32 and self.reads_parts
+            segment.shard_is_in_place = unit.resident
             if unit.resident:
                 segment.adopt_full(values if values.dtype == dtype else values.to(dtype))
                 segment.shard = segment.full[segment.low : segment.high]
@@ -269,26 +276,31 @@ class UnitBuilder:
                 segment.shard = self._kept(values[segment.low : segment.high], dtype, on_host=unit.placement.params)
             if segment.trainable:
                 self._give_master(unit, segment, values)
-            for param, view in zip(segment.params, segment.views, strict=True):
-                param.data = view
-            segment.loud = [placeholder(param) for param in segment.params]
+            del values  # before the next segment's are made
+            if self.comm is not None:
+                self._take_over(segment)
         self._give_gradients(unit, grad_slots)
-        if not unit.resident:
+        if self.comm is not None and not unit.resident:
             unit.release()
+
+    def _take_over(self, segment: Segment) -> None:
+        """From here on the parameters are views, and what they held before is free."""
+        for param, view in zip(segment.params, segment.views, strict=True):
+            param.data = view
+        segment.loud = [placeholder(param) for param in segment.params]
 
     def _values(self, segment: Segment) -> torch.Tensor:
         """The flat buffer [numel] of rank 0's parameters, on this rank's device."""
         flat = torch.zeros(segment.layout.numel, dtype=segment.dtype, device=self.device)
+        if self.comm is None:
+            return flat
         for entry, param in zip(segment.layout.entries, segment.params, strict=True):
             if param.is_meta:
                 raise ModelError(
                     f"parameter {entry.name} is on the meta device and has no values. Remedy: build the model inside "
                     "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
                 )
-            whole = whole_value(param)
-            if whole is not None:
-                forget_part(param)
-            flat[entry.offset : entry.end].copy_((param.detach() if whole is None else whole).reshape(-1))
+            flat[entry.offset : entry.end].copy_(_taken_value(param))
         self.comm.broadcast(flat, 0, "initial parameters")
         return flat
 
@@ -296,7 +308,12 @@ class UnitBuilder:
         """A copy of ``values`` where it is to stay."""
         if not on_host:
             return values.to(dtype, copy=True)
-        return self._link.empty(values.numel(), dtype).copy_(values)
+        return self._on_host(values.numel(), dtype).copy_(values)
+
+    def _on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.comm is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._link.empty(numel, dtype)
 
     def _give_master(self, unit: Unit, segment: Segment, values: torch.Tensor) -> None:
         if self.policy.shard_optimizer:
@@ -306,7 +323,7 @@ class UnitBuilder:
         on_host = unit.placement.optimizer
         weight_on_host = unit.placement.params and not unit.resident
         if segment.dtype == torch.float32 and on_host == weight_on_host:
-            segment.master = compute
+            segment.master, segment.master_is_weight = compute, True
         else:
             segment.master = self._kept(owned, torch.float32, on_host=on_host)
 
@@ -325,4 +342,13 @@ class UnitBuilder:
             else:
                 segment.grad_shard = slot[segment.low : segment.high]
             if on_host:
-                segment.host_grad, unit.link = self._link.empty(owned, torch.float32), self._link
+                segment.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
+
+
+def _taken_value(param: nn.Parameter) -> torch.Tensor:
+    """The full value [numel], put together if ``Init`` partitioned it, which ends here."""
+    whole = whole_value(param)
+    if whole is None:
+        return param.detach().reshape(-1)
+    forget_part(param)
+    return whole.reshape(-1)

@@ -1,15 +1,20 @@
-"""The byte ledger: what a rank holds, by kind, counted from the live buffers."""
+"""The byte ledger: what a rank holds, by kind, counted from the buffers of its units: live ones, or those of a plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
+from .policy import Policy
 from .runtime import Runtime
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit
+
+# The kinds of memory on the device. Those in host memory are named "host ..." and come up only where there is any.
+DEVICE_KINDS = ("parameters", "gradients", "master", "moments", "slots", "buffers")
 
 
 def memory_by_kind(
@@ -18,18 +23,28 @@ def memory_by_kind(
     """Bytes by kind. ``slots``: everything a stage would not need by its formula (shared slots, receive buffers, and what
     a unit with a slot of its own holds beyond its shard). Padding of flat buffers is inside the kinds. What is placed in
     host memory is apart, as "host master" and so on, where there is any."""
+    shared = runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.pool.bytes
+    moments = _live_moments(sharded) if sharded is not None else ()
+    return count_bytes(module, units, runtime.policy, shared, moments)
+
+
+def count_bytes(
+    module: nn.Module, units: list[Unit], policy: Policy, shared: int, moments: Iterable[tuple[Segment, torch.Tensor]]
+) -> dict[str, int]:
+    """The ledger of ``units``, which may be a plan on the meta device. ``shared``: bytes of slots and receive buffers;
+    ``moments``: what the optimizer keeps for each segment."""
     ledger: defaultdict[str, int] = defaultdict(int)
-    ledger |= dict.fromkeys(("parameters", "gradients", "master", "moments", "slots", "buffers"), 0)
-    policy = runtime.policy
+    ledger |= dict.fromkeys(DEVICE_KINDS, 0)
     for unit in units:
         for segment in unit.segments:
             _count_parameters(ledger, unit, segment, sharded=policy.share_param_slots)
             if segment.trainable:
                 _count_gradients(ledger, unit, segment, sharded=policy.share_grad_slots)
-    ledger["slots"] += runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.pool.bytes
+    ledger["slots"] += shared
     ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
-    if sharded is not None:
-        _count_moments(ledger, sharded)
+    on_host = {id(segment) for unit in units if unit.placement.optimizer for segment in unit.segments}
+    for segment, value in moments:
+        ledger["host moments" if id(segment) in on_host else "moments"] += _nbytes(value)
     return dict(ledger)
 
 
@@ -61,10 +76,8 @@ def _count_gradients(ledger: dict[str, int], unit: Unit, segment: Segment, *, sh
         ledger["slots"] += _nbytes(segment.grad_full)
 
 
-def _count_moments(ledger: dict[str, int], sharded: ShardedOptimizer) -> None:
-    on_host = {id(segment) for unit in sharded.units if unit.placement.optimizer for segment in unit.segments}
+def _live_moments(sharded: ShardedOptimizer) -> Iterator[tuple[Segment, torch.Tensor]]:
     for piece in sharded.pieces:
-        kind = "host moments" if id(piece.segment) in on_host else "moments"
         for value in sharded.optimizer.state.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                ledger[kind] += _nbytes(value)
+                yield piece.segment, value
