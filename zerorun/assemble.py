@@ -81,8 +81,9 @@ def initialize(
             topology.close()
         raise
     _move_buffers(model, device, comm)
-    exchange = Exchange(comm.reads_peers, comm.reads_parts)
+    exchange = Exchange(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
+    plan.builder.disk = _open_disk(plan, wanted, raw)
     units, param_slots, grad_slots = plan.builder.build(plan.specs)
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())

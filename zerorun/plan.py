@@ -28,10 +28,12 @@ class Exchange:
     """How the ranks exchange bytes, as far as memory depends on it.
 
     ``reads_peers``: they copy from one another's memory. ``reads_parts``: they sum gradients where autograd leaves them.
+    ``apart``: their devices have memory of their own.
     """
 
     reads_peers: bool
     reads_parts: bool
+    apart: bool
 
 
 @dataclass
@@ -67,6 +69,7 @@ def make_plan(
         whole=raw.whole,
         placements=_placements(config, specs, raw),
         pinned=settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory,
+        apart=exchange.apart,
         reads_parts=exchange.reads_parts,
         comm=comm,
     )
@@ -111,6 +114,8 @@ def _placements(config: Config, specs: list[UnitSpec], raw: RawOptimizer) -> lis
         optimizer=not settings.offload_optimizer.is_off(),
         ratio=settings.offload_optimizer.ratio,
         params=not settings.offload_param.is_off(),
+        states_on_disk=settings.offload_optimizer.device == "nvme",
+        params_on_disk=settings.offload_param.device == "nvme",
     )
 
 

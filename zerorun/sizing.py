@@ -94,7 +94,7 @@ class Sizing:
         """As Communicator has it."""
         reads_peers = self._transport == PEER_MEMORY and self._topology.shard > 1
         direct = reads_peers and self._topology.replicate == 1 and device_type == "cpu"
-        return Exchange(reads_peers, direct and self._wire == torch.float32)
+        return Exchange(reads_peers, direct and self._wire == torch.float32, apart=device_type != "cpu")
 
     @cached_property
     def pieces(self) -> list[OptimizerPiece]:

@@ -20,7 +20,7 @@ from ..errors import ConfigError, ConfigProblem, ModelError
 from ..topology import Topology
 from .init import forget_part, whole_value
 from .layout import build_layout
-from .placement import HostLink, Placement
+from .placement import Disk, HostLink, Placement
 from .policy import Policy
 from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
 
@@ -191,8 +191,31 @@ class UnitBuilder:
     whole: bool  # never cut a parameter
     placements: Sequence[Placement] = ()  # of the units, if not all on the device
     pinned: bool = True  # host memory
+    apart: bool = False  # the device has memory of its own
     reads_parts: bool = False  # ranks can sum gradients from where autograd leaves them
     comm: Communicator | None = None
+    disk: Disk | None = None  # what the placements put on one; a plan needs none
+
+    def disk_units(self, specs: list[UnitSpec]) -> dict[int, list[int]]:
+        """Unit -> elements of the masters that this rank keeps on a disk."""
+        found = {}
+        for index, (spec, placement) in enumerate(zip(specs, self.placements, strict=bool(self.placements))):
+            if placement.states_on_disk:
+                found[index] = [s.high - s.low for s in self._segments(spec) if s.trainable]
+        return found
+
+    def disk_params(self, specs: list[UnitSpec]) -> int:
+        """Bytes of the shards that this rank keeps on a disk."""
+        total = 0
+        for spec, placement in zip(specs, self.placements, strict=bool(self.placements)):
+            if placement.params_on_disk and self._shares(spec):
+                segments = self._segments(spec)
+                total += sum(aligned_bytes((s.high - s.low) * self._dtype(s.params[0]).itemsize) for s in segments)
+        return total
+
+    def _shares(self, spec: UnitSpec) -> bool:
+        """True if the unit has no parameter slot of its own."""
+        return self.policy.share_param_slots and spec.shares_slots and spec.name != ROOT
 
     def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
         """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
@@ -205,8 +228,8 @@ class UnitBuilder:
         # A gradient slot is filled when its unit's backward is over and is on the wire during the next one's.
         in_flight = max(self.slot_count - 1, 1)
         grad_slots = self._pool(in_flight, [self._grad_bytes(u) for u in sharing] if share_grads else [])
-        self._link = HostLink(self.device, pinned=self.pinned)
-        self._reserve_staging(units)
+        self._link = HostLink(self.device, pinned=self.pinned, store=self.disk.states if self.disk else None)
+        self.staging_bytes = self._reserve_staging(units)
         for position, unit in enumerate(sharing):
             if share_params:
                 unit.resident, unit.param_slot = False, position % self.slot_count
@@ -217,13 +240,14 @@ class UnitBuilder:
             self._materialise(unit, param_slots, grad_slots)
         return units, param_slots, grad_slots
 
-    def _reserve_staging(self, units: list[Unit]) -> None:
-        """Buffers for the largest segment that is updated in host memory, where it cannot be done in place."""
+    def _reserve_staging(self, units: list[Unit]) -> int:
+        """Buffers for the largest segment that is updated in host memory, where it cannot be done in place. Their bytes."""
         owned = [(s.high - s.low, self._dtype(s.params[0])) for u in units if u.placement.optimizer for s in u.trainable]
+        gradients = max((numel * torch.float32.itemsize for numel, _ in owned), default=0)
+        rounded = max((numel * dtype.itemsize for numel, dtype in owned if dtype.itemsize < 4), default=0)
         if self._link.apart:
-            gradients = max((numel * torch.float32.itemsize for numel, _ in owned), default=0)
-            rounded = max((numel * dtype.itemsize for numel, dtype in owned if dtype.itemsize < 4), default=0)
             self._link.reserve(gradients, rounded)
+        return 2 * (gradients + rounded) if self.apart else 0
 
     def _pool(self, count: int, sizes: list[int]) -> SlotPool:
         return SlotPool(count, max(sizes, default=0), self.device)
@@ -273,7 +297,7 @@ class UnitBuilder:
                 segment.shard = segment.full[segment.low : segment.high]
             else:
                 segment.adopt_full(carved[index])
-                segment.shard = self._kept(values[segment.low : segment.high], dtype, on_host=unit.placement.params)
+                segment.shard = self._kept_shard(unit, values[segment.low : segment.high], dtype)
             if segment.trainable:
                 self._give_master(unit, segment, values)
             del values  # before the next segment's are made
@@ -310,6 +334,12 @@ class UnitBuilder:
             return values.to(dtype, copy=True)
         return self._on_host(values.numel(), dtype).copy_(values)
 
+    def _kept_shard(self, unit: Unit, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of ``values`` for a unit that shares slots."""
+        if self.disk is None or not unit.placement.params_on_disk:
+            return self._kept(values, dtype, on_host=unit.placement.params)
+        return self.disk.take(values.numel(), dtype).copy_(values)
+
     def _on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if self.comm is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
@@ -322,8 +352,11 @@ class UnitBuilder:
             owned, compute = values, segment.full
         on_host = unit.placement.optimizer
         weight_on_host = unit.placement.params and not unit.resident
-        if segment.dtype == torch.float32 and on_host == weight_on_host:
+        if segment.dtype == torch.float32 and on_host == weight_on_host and not unit.placement.states_on_disk:
             segment.master, segment.master_is_weight = compute, True
+        elif self.disk is not None and unit.placement.states_on_disk:
+            assert self.disk.states is not None
+            segment.master = self.disk.states.master(unit.index, unit.trainable.index(segment)).copy_(owned)
         else:
             segment.master = self._kept(owned, torch.float32, on_host=on_host)
 

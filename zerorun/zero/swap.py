@@ -83,6 +83,15 @@ def require_room(folder: Path, node_bytes: int) -> None:
         raise _too_small(folder, node_bytes, free)
 
 
+def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8, zeros, over a file without a name on the disk of ``folder``, which must have the room."""
+    file = _open_without_name(folder)
+    try:
+        return torch.frombuffer(_map(folder, file, nbytes, 0), dtype=torch.uint8)
+    finally:
+        file.close()
+
+
 def file_bytes(units: Mapping[int, Sequence[int]], states: int) -> int:
     """Bytes of the :class:`StateFile` with these arguments."""
     return sum(extent.room for extent in _extents(units, states).values())
@@ -135,6 +144,7 @@ class StateFile:
         self.file_bytes = file_bytes(units, states)
         self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
         self._starts = [array.start for array in self._arrays]
+        self._given: set[tuple[int, int]] = set()  # (array, state) that may not be zero any more
         self._wanted: int | None = None  # prefetched while no buffer was to be had
         self._file = _open_without_name(folder)
         try:
@@ -155,14 +165,7 @@ class StateFile:
     def _allocate(self, node_bytes: int) -> mmap.mmap | None:
         if not self.file_bytes:
             return None
-        free = shutil.disk_usage(self._folder).free
-        try:
-            self._file.allocate(self.file_bytes)
-            mapped = mmap.mmap(self._file.descriptor, self.file_bytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise _too_small(self._folder, max(node_bytes, self.file_bytes), free, self.file_bytes) from error
-            raise _unusable(self._folder, error) from error
+        mapped = _map(self._folder, self._file, self.file_bytes, node_bytes)
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         return mapped
 
@@ -174,6 +177,17 @@ class StateFile:
         if not array.numel:
             return torch.empty(0)
         return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
+
+    def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
+        """A state of zeros for ``param``: in the file if ``param`` is, else in memory. As optimizers want it."""
+        if not (param.numel() and self._map is not None and 0 <= self._offset(param) < self.file_bytes):
+            return torch.zeros_like(param, memory_format=torch.contiguous_format)
+        state = self.state(param, number)
+        whole = bisect_right(self._starts, self._offset(param)), number
+        if whole in self._given:
+            state.zero_()
+        self._given.add(whole)
+        return state
 
     def state(self, master: torch.Tensor, number: int) -> torch.Tensor:
         """The ``number``-th state of ``master``, which may be any contiguous part of a master; in its shape."""
@@ -341,6 +355,18 @@ def _open_without_name(folder: Path) -> AsyncFile:
         finally:
             os.unlink(name)
     except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _map(folder: Path, file: AsyncFile, nbytes: int, node_bytes: int) -> mmap.mmap:
+    """Allocate ``nbytes`` for ``file``, and map them."""
+    free = _free(folder)
+    try:
+        file.allocate(nbytes)
+        return mmap.mmap(file.descriptor, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _too_small(folder, max(node_bytes, nbytes), free, nbytes) from error
         raise _unusable(folder, error) from error
 
 
