@@ -36,6 +36,7 @@ _logger = logging.getLogger("zerorun")
 _warned: set[str] = set()
 
 
+@torch.inference_mode(False)  # else it could not be written to outside of that mode
 def aligned_empty(nbytes: int) -> torch.Tensor:
     """A tensor [nbytes] uint8 whose memory starts at a page."""
     if nbytes == 0:

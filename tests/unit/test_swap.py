@@ -90,7 +90,27 @@ def test_views_share_memory_again(tmp_path: Path) -> None:
         pieces[2].fill_(-1)
         assert pieces[0][250] == -1 and pieces[1][0, 0] == -1 and master[309] == -1 and master[310] == 310
     with store.opened(0, dirty=False):
+        memory = master.untyped_storage().data_ptr()
+        store.put(0, [pieces[1], master, *pieces])  # the same as before: nothing is moved
+        assert master.untyped_storage().data_ptr() == memory
         assert pieces[1][0, 9] == -1 and pieces[3].item() == 999 and pieces[4].numel() == 0
+    store.close()
+
+
+def test_in_inference_mode(tmp_path: Path) -> None:
+    """An evaluation may be what waits for an update."""
+    tensors = masters()
+    with torch.inference_mode():
+        store = filled(tmp_path, tensors, buffer_count=2)
+        with store.opened(0, dirty=True):
+            tensors[0].add_(1)
+        for key in (1, 2, 3):
+            with store.opened(key, dirty=False):
+                pass
+    with store.opened(0, dirty=True):
+        assert torch.equal(tensors[0], masters()[0] + 1)
+        tensors[0].sub_(1)
+        store.put(0, [tensors[0], torch.ones(40_000)])
     store.close()
 
 
@@ -186,6 +206,13 @@ def test_units_without_room_or_tensors(tmp_path: Path) -> None:
         store.release(key)
     with store.opened(1, dirty=True) as tensors, store.opened(2, dirty=True) as (ones,):
         assert tensors == [] and ones.tolist() == [1, 1, 1]
+        store.put(1, [twos := torch.full((3,), 2.0)])
+    store.put(3, [])
+    store.release(3)
+    store.put(3, [threes := torch.full((3,), 3.0)])
+    store.release(3)
+    with store.opened(1, dirty=False), store.opened(3, dirty=False):
+        assert twos.tolist() == [2, 2, 2] and threes.tolist() == [3, 3, 3]
     store.close()
 
 

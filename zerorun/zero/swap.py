@@ -89,7 +89,8 @@ class StateFile:
     """
 
     def __init__(self, folder: Path, rooms: Mapping[int, int], *, node_bytes: int = 0, buffer_count: int = 3) -> None:
-        """``rooms``: unit -> bytes that its tensors will take; they are allocated on the disk. ``buffer_count``: from 2.
+        """``rooms``: unit -> bytes that its tensors will take, each rounded up to 64; they are allocated on the disk. A
+        unit that turns out to need more gets it later, if the disk has it. ``buffer_count``: at least 2.
 
         ``node_bytes``: what all ranks of this machine take together, for the message that a full disk gets.
         """
@@ -126,14 +127,18 @@ class StateFile:
         anew, there is one buffer more.
         """
         self._check()
-        buffer, new = self._holding(key), key not in self._extents or not self._extents[key].places
-        if new:
-            buffer = self._take(patient=True)
-        elif buffer is None or buffer.state is not _State.OPEN:
+        buffer = self._holding(key)
+        is_open = buffer is not None and buffer.state is _State.OPEN
+        new = not is_open and not (key in self._extents and self._extents[key].places)
+        if not is_open and not new:
             raise RuntimeError(f"unit {key} is not open: its tensors cannot be changed")
+        if buffer is None:
+            buffer = self._take(patient=True)
+            assert buffer is not None
+        if new:
+            self._land(buffer)
         elif self._unchanged(key, tensors, buffer):
             return
-        assert buffer is not None
         places, used = _arrange(tensors)
         self._make_room(key, used)
         if not new or buffer.memory.nbytes < used:
@@ -145,11 +150,11 @@ class StateFile:
         self._extents[key].places, self._extents[key].used = places, used
 
     def _unchanged(self, key: int, tensors: Sequence[torch.Tensor], buffer: _Buffer) -> bool:
-        places = self._extents[key].places
-        start = buffer.memory.data_ptr()
-        return len({id(tensor) for tensor in tensors}) == len(places) and all(
+        places, start = self._extents[key].places, buffer.memory.data_ptr()
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
+        return len(unique) == len(places) and all(
             place.tensor is tensor and (not tensor.nbytes or tensor.data_ptr() == start + place.offset)
-            for place, tensor in zip(places, tensors, strict=False)
+            for place, tensor in zip(places, unique, strict=True)
         )
 
     def _make_room(self, key: int, used: int) -> None:
