@@ -152,7 +152,7 @@ def _candidates(reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
 
 
 def _from_cache(compiler: list[str], path: Path, reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
-    if path.exists() and (found := _load(path, reasons)):
+    if os.path.exists(path) and (found := _load(path, reasons)):
         yield "cached", f"found in {path.parent}", found
     if found := _build(compiler, path, reasons):
         yield "cached", f"built into {path.parent}", found
