@@ -131,8 +131,7 @@ class Training:
         self.gradient = torch.ones(numel, dtype=torch.bfloat16)
         self.out = torch.empty(numel, dtype=torch.bfloat16)
         self.optimizer = Adam(self.masters, lr=1e-3)
-        self.optimizer.outputs = dict.fromkeys(self.masters, self.out)
-        self.optimizer.gradients = dict.fromkeys(self.masters, self.gradient)
+        self.settings = self.optimizer.settings_of(self.masters)
         self.store = None
         if buffer_count:
             self.store = StateFile(folder, dict.fromkeys(range(units), 12 * numel), buffer_count=buffer_count)
@@ -147,7 +146,7 @@ class Training:
 
     def update(self, key: int) -> None:
         """A step of one unit alone."""
-        self.optimizer.update([self.masters[key]])
+        self.optimizer.update(self.masters[key], self.gradient, self.out, self.settings[key], 1.0)
 
     def step(self) -> float:
         """Seconds, the writing of the last unit included."""

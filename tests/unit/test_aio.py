@@ -7,6 +7,7 @@ import gc
 import itertools
 import operator
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -344,13 +345,46 @@ def test_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
         AsyncFile(tmp_path / "file")
 
 
-@pytest.mark.skipif(not list(build.compilers(os.environ)), reason="there is no C++ compiler")
-def test_the_next_back_end_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ZERORUN_AIO", raising=False)
-    really = aio._NativeQueue.open
-    monkeypatch.setattr(aio._NativeQueue, "open", lambda f, name: really(f, name) if name == "threads" else None)
-    status = aio.status()
-    assert status.backend == "threads" and status.reason.startswith("io_uring and libaio:")
+FORBID = """
+import ctypes, struct, sys
+from pathlib import Path
+import torch
+from zerorun.ops import aio
+numbers = [int(number) for number in sys.argv[1:]]
+code = struct.pack("HBBI", 0x20, 0, 0, 0)  # load the number of the system call
+for number in numbers:
+    code += struct.pack("HBBI", 0x15, 0, 1, number) + struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | 1)  # EPERM
+code += struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)  # allow
+kept = ctypes.create_string_buffer(code)
+program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(kept)))
+libc = ctypes.CDLL(None)
+if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program, 0, 0):
+    sys.exit(77)
+file, data = aio.AsyncFile(Path("file")), torch.arange(10**6)
+file.write(data, 0).wait()
+found = torch.empty_like(data)
+file.read(found, 0).wait()
+print(file.backend, torch.equal(found, data), aio.status().reason)
+"""
+SETUP = {"x86_64": ("425", "206"), "aarch64": ("425", "0")}.get(platform.machine(), ())  # of io_uring, of AIO
+
+
+@pytest.mark.skipif(not list(build.compilers(os.environ)) or not SETUP, reason="no C++ compiler, or another processor")
+@pytest.mark.parametrize("forbidden", [1, 2])
+def test_the_next_back_end_is_taken(forbidden: int, tmp_path: Path) -> None:
+    """As in containers: the kernel forbids the system call."""
+    command = [sys.executable, "-c", FORBID, *SETUP[:forbidden]]
+    env = {key: value for key, value in os.environ.items() if key != "ZERORUN_AIO"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77:
+        pytest.skip("this process may not forbid itself anything")
+    assert done.returncode == 0, done.stderr
+    backend, right, reason = done.stdout.split(maxsplit=2)
+    assert right == "True"
+    if backend == "threads":  # in a container without AIO from the beginning
+        assert reason.startswith("io_uring and libaio: not allowed here")
+    else:
+        assert (backend, forbidden) == ("libaio", 1) and reason.startswith("io_uring: not allowed here")
 
 
 def test_the_report_shows_it() -> None:
