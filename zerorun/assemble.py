@@ -21,11 +21,13 @@ from .checkpointing import Adopted
 from .comm import Communicator, default_device, init_distributed
 from .config import Config
 from .dataloader import EpochLoader
+from .disks import open_disk
 from .engine import Engine
 from .errors import ConfigError, ModelError, ZerorunError
 from .fitting import Fitting
 from .intake import OptimizerLike, RawOptimizer, take_in
 from .log import info_once, logger, setup_logging
+from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer, split_state
 from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
 from .precision import LossScaler
@@ -83,7 +85,7 @@ def initialize(
     _move_buffers(model, device, comm)
     exchange = Exchange(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
-    plan.builder.disk = _open_disk(plan, wanted, raw)
+    plan.builder.disk = open_disk(plan, wanted, raw, _agree)
     units, param_slots, grad_slots = plan.builder.build(plan.specs)
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
@@ -242,6 +244,9 @@ def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -
             {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
         ]
         optimizer = build_optimizer(raw.name, raw.params, groups)
+    store = next((unit.link.store for unit in units if unit.link is not None), None)
+    if store is not None and isinstance(optimizer, SinglePassOptimizer):
+        optimizer.state_home = store.home
     return ShardedOptimizer(optimizer, pieces, units, comm, split_state)
 
 

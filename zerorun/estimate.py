@@ -20,7 +20,7 @@ from .moments import Moments
 from .plan import shard_degree
 from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
 from .topology import Topology, divisors
-from .zero.report import DEVICE_KINDS
+from .zero.report import total_of
 
 _RANKS_PER_NODE = 8  # where nothing else is said
 
@@ -29,7 +29,8 @@ _RANKS_PER_NODE = 8  # where nothing else is said
 class Estimate:
     """Bytes of the rank that holds the most, and of its node. Printed, it is a table.
 
-    ``kinds``: what ``engine.memory_report()`` shows after a step; kinds that begin with "host" are in host memory.
+    ``kinds``: what ``engine.memory_report()`` shows after a step; kinds that begin with "host" are in host memory, and
+    those that begin with "disk" in files.
     ``start_up``: the peak of ``initialize()`` for a module built as usual, in full on every rank;
     ``start_up_with_init``: for one built inside ``zerorun.zero.Init()``, its construction included.
     ``gradients_in_backward``: gradients that autograd has made and zerorun has not taken yet, at most.
@@ -54,13 +55,17 @@ class Estimate:
     @property
     def host_bytes(self) -> int:
         """What a rank keeps in host memory beside its device."""
-        return sum(size for kind, size in self.kinds.items() if kind not in DEVICE_KINDS)
+        return total_of(self.kinds, "host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """What a rank keeps in files."""
+        return total_of(self.kinds, "disk")
 
     @property
     def device_bytes(self) -> int:
         """What a rank keeps on its device."""
-        total = sum(self.kinds.values())
-        return total if self.device == "cpu" else total - self.host_bytes
+        return total_of(self.kinds, "device") + (self.host_bytes if self.device == "cpu" else 0)
 
     @property
     def step_peak_bytes(self) -> int:

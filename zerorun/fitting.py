@@ -19,7 +19,8 @@ from torch import nn
 
 from .comm import GLOO, PEER_MEMORY
 from .config import Config
-from .errors import DoesNotFitError, TopologyError
+from .disks import state_count
+from .errors import ConfigError, DoesNotFitError, TopologyError
 from .estimate import held_whole, planned_topology, show
 from .intake import RawOptimizer
 from .limits import Limit, cgroup_path, host_limits
@@ -27,8 +28,10 @@ from .moments import Moments
 from .sizing import Bytes, Holding, Sizing, heaviest_rank
 from .topology import Topology
 from .zero.init import part_of
-from .zero.report import DEVICE_KINDS
+from .zero.report import total_of
 
+_TO_HOST = {"device": "cpu"}
+_TO_DISK = {"device": "nvme", "nvme_path": "a folder on a local disk"}
 _MOST_NODES = 1024  # times as many as there are, that are looked at for a training that fits
 
 
@@ -88,8 +91,8 @@ class Fitting:
 
     def _demand_of(self, sizing: Sizing) -> Demand:
         kinds = sizing.kinds(self._moments(sizing))
-        total = sum(kinds.values())
-        host = sum(size for kind, size in kinds.items() if kind not in DEVICE_KINDS)
+        host = total_of(kinds, "host")
+        total = total_of(kinds, "device") + host
         held, start = self._held, sizing.start_up(self._held_by)
         if self._device.type == "cpu":
             unwritten = kinds["slots"] + kinds["gradients"]  # while units are built
@@ -200,17 +203,25 @@ class Fitting:
             factor *= 2
 
     def _placements(self) -> Iterator[dict[str, Any]]:
-        """Changes of zero_optimization. Offload to disk will come last, when there is one."""
+        """Changes of zero_optimization."""
         zero = self._config.zero_optimization
+        stages = range(max(zero.stage, 1), 4)
         yield {}
         yield from ({"stage": stage} for stage in range(zero.stage + 1, 4))
-        if self._device.type == "cpu":  # its memory is the host's
-            return
-        to_host = {"device": "cpu"}
-        if zero.offload_optimizer.is_off():
-            yield from ({"stage": stage, "offload_optimizer": to_host} for stage in range(max(zero.stage, 1), 4))
-        if zero.offload_param.is_off():
-            yield {"stage": 3, "offload_optimizer": to_host, "offload_param": to_host}
+        if self._device.type != "cpu":  # whose memory is the host's
+            if zero.offload_optimizer.is_off():
+                yield from ({"stage": stage, "offload_optimizer": _TO_HOST} for stage in stages)
+            if zero.offload_param.is_off():
+                yield {"stage": 3, "offload_optimizer": _TO_HOST, "offload_param": _TO_HOST}
+        if zero.offload_optimizer.device != "nvme" and self._can_update_on_disk():
+            yield from ({"stage": stage, "offload_optimizer": _TO_DISK} for stage in stages)
+            yield {"stage": 3, "offload_optimizer": _TO_DISK, "offload_param": _TO_DISK}
+
+    def _can_update_on_disk(self) -> bool:
+        try:
+            return bool(self._raw.groups) and state_count(self._raw) >= 0
+        except ConfigError:
+            return False
 
 
 def _around(limit: Limit, demand: Demand) -> bool:

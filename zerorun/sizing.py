@@ -21,15 +21,17 @@ from torch import nn
 
 from .comm import NCCL, PEER_MEMORY
 from .config import Config
+from .disks import state_count
 from .intake import RawOptimizer
 from .moments import Moments
-from .plan import Exchange, make_plan, wire_dtype
+from .plan import Exchange, Plan, make_plan, wire_dtype
 from .receiving import Receiving
 from .topology import Topology
 from .zero.layout import Layout
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.report import count_bytes
 from .zero.runtime import MAX_REDUCING
+from .zero.swap import buffer_bytes
 from .zero.unit import Segment, Unit
 
 
@@ -88,6 +90,7 @@ class Sizing:
         self._topology, self._transport, self._wire = topology, transport, wire_dtype(config)
         plan = make_plan(model, config, raw, topology, self._exchange(device_type))
         self.units, *self._pools = plan.builder.build(plan.specs)
+        self._staging = plan.builder.staging_bytes + _disk_buffers(plan, raw)
         self._policy, self._overlap = plan.builder.policy, plan.overlap
 
     def _exchange(self, device_type: str) -> Exchange:
@@ -115,7 +118,8 @@ class Sizing:
     def kinds(self, moments: Moments | None = None) -> dict[str, int]:
         """The ledger after a step; without ``moments``, before the first one but with all buffers."""
         shared = sum(pool.bytes for pool in self._pools) + self.received
-        return count_bytes(self._model, self.units, self._policy, shared, moments.tensors() if moments is not None else ())
+        found = moments.tensors() if moments is not None else ()
+        return count_bytes(self._model, self.units, self._policy, shared, found, self._staging)
 
     def gradients_in_backward(self) -> int:
         """Bytes of gradients that autograd has made and no slot has taken, at most: those of units that are reduced when
@@ -162,6 +166,12 @@ class Sizing:
         return total + (shared if any(s.unpacked for unit in self.units for s in unit.trainable) else 0)
 
 
+def _disk_buffers(plan: Plan, raw: RawOptimizer) -> int:
+    """Bytes of the buffers in which what is on a disk is updated."""
+    units = plan.builder.disk_units(plan.specs)
+    return buffer_bytes(units, state_count(raw)) if units else 0
+
+
 def heaviest_rank(units: list[Unit]) -> int:
     """The shard that holds the most elements. Equal but for rounding, unless parameters are kept whole."""
     layouts = [segment.layout for unit in units for segment in unit.segments]
@@ -183,8 +193,9 @@ def _kept(unit: Unit, segment: Segment) -> Bytes:
     """Parameters and masters, without shared slots."""
     total = Bytes(_nbytes(segment.full) if unit.resident else 0)
     if not segment.shard_is_in_place:
-        total += Bytes(host=_nbytes(segment.shard)) if unit.placement.params else Bytes(_nbytes(segment.shard))
-    if not segment.master_is_weight:
+        size = 0 if unit.placement.params_on_disk else _nbytes(segment.shard)
+        total += Bytes(host=size) if unit.placement.params else Bytes(size)
+    if not (segment.master_is_weight or unit.placement.states_on_disk):
         size = _nbytes(segment.master)
         total += Bytes(host=size) if unit.placement.optimizer else Bytes(size)
     return total

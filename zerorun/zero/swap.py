@@ -32,6 +32,7 @@ from ..ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
 
 _ALIGNMENT = 64  # bytes, of arrays in an extent: a cache line, and the widest vector
 _ITEM = torch.float32.itemsize
+BUFFERS = 3
 
 
 class _Phase(enum.Enum):
@@ -97,7 +98,7 @@ def file_bytes(units: Mapping[int, Sequence[int]], states: int) -> int:
     return sum(extent.room for extent in _extents(units, states).values())
 
 
-def buffer_bytes(units: Mapping[int, Sequence[int]], states: int, buffer_count: int) -> int:
+def buffer_bytes(units: Mapping[int, Sequence[int]], states: int, buffer_count: int = BUFFERS) -> int:
     """Bytes of memory that its buffers take."""
     return buffer_count * max((extent.room for extent in _extents(units, states).values()), default=0)
 
@@ -131,7 +132,7 @@ class StateFile:
         states: int,
         *,
         node_bytes: int = 0,
-        buffer_count: int = 3,
+        buffer_count: int = BUFFERS,
     ) -> None:
         """``units``: unit -> elements of its masters, each of which has ``states`` states. ``buffer_count``: from 2.
 
