@@ -127,35 +127,30 @@ class Training:
     """AdamW over ``units`` tensors [numel] fp32, in memory or, with ``buffer_count``, in a file."""
 
     def __init__(self, folder: Path, units: int, numel: int, buffer_count: int) -> None:
-        self.masters = [torch.zeros(numel) for _ in range(units)]
+        self.store = None
+        if buffer_count:
+            self.store = StateFile(folder, {key: [numel] for key in range(units)}, 2, buffer_count=buffer_count)
+            self.masters = [self.store.master(key, 0) for key in range(units)]
+        else:
+            self.masters = [torch.zeros(numel) for _ in range(units)]
         self.gradient = torch.ones(numel, dtype=torch.bfloat16)
         self.out = torch.empty(numel, dtype=torch.bfloat16)
         self.optimizer = Adam(self.masters, lr=1e-3)
-        self.settings = self.optimizer.settings_of(self.masters)
-        self.store = None
-        if buffer_count:
-            self.store = StateFile(folder, dict.fromkeys(range(units), 12 * numel), buffer_count=buffer_count)
-        for key, master in enumerate(self.masters):
-            if self.store:
-                self.store.put(key, [master])
-            self.update(key)
-            if self.store:
-                states = [state for state in self.optimizer.state[master].values() if state.dim()]
-                self.store.put(key, [master, *states])
-                self.store.release(key)
-
-    def update(self, key: int) -> None:
-        """A step of one unit alone."""
-        self.optimizer.update(self.masters[key], self.gradient, self.out, self.settings[key], 1.0)
+        if self.store:
+            self.optimizer.state_home = self.store.home
+        self.step()
 
     def step(self) -> float:
         """Seconds, the writing of the last unit included."""
         began = time.perf_counter()
-        for key in range(len(self.masters)):
-            if self.store:
-                self.store.prefetch((key + 1) % len(self.masters))
-                self.store.open(key)
-            self.update(key)
+        settings = self.optimizer.prepare(self.masters)
+        if self.store:
+            self.store.begin()
+        for key, (master, taken) in enumerate(zip(self.masters, settings, strict=True)):
+            where = self.store.open(key) if self.store else None
+            if self.store and key + 1 < len(self.masters):
+                self.store.prefetch(key + 1)
+            self.optimizer.update(master, self.gradient, self.out, taken, 1.0, where)
             if self.store:
                 self.store.release(key)
         if self.store:
@@ -165,16 +160,13 @@ class Training:
 
 def disk_seconds(folder: Path, nbytes: int) -> float:
     """To read ``nbytes`` and to write them, by one request each."""
-    store = StateFile(folder, {0: nbytes}, buffer_count=2)
-    store.put(0, [aligned_empty(nbytes).fill_(1)])
+    store = StateFile(folder, {0: [nbytes // 4]}, 0, buffer_count=2)
     for _ in range(2):  # the first makes the file
         began = time.perf_counter()
+        store.open(0)
         store.release(0)
         store.settle()
-        store._buffers[-1].key = None  # else it is not read
-        store.open(0)
         total = time.perf_counter() - began
-        store._extents[0].places[0].tensor.view(-1)[0] = 1
     store.close()
     return total
 

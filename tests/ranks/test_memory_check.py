@@ -87,9 +87,18 @@ def outcome(config: dict[str, Any], available: int, check: str) -> str | None:
 
 
 def test_more_ranks_are_suggested_where_no_stage_helps() -> None:
-    for text in run_ranks(2, outcome, make_config(3), 10 * PARAMETERS, "1"):
+    """Nor a disk, on which RAdam cannot work."""
+    config = {**make_config(3), "optimizer": {"type": "RAdam", "params": {"lr": 1e-3}}}
+    for text in run_ranks(2, outcome, config, 10 * PARAMETERS, "1"):
         assert text is not None
         assert re.search(r"start \d+ ranks on \d+ such nodes", text)
+
+
+def test_a_disk_is_suggested_before_more_ranks() -> None:
+    for text in run_ranks(2, outcome, make_config(3), 10 * PARAMETERS, "1"):
+        assert text is not None
+        assert '"offload_optimizer": {"device": "nvme", "nvme_path": "a folder on a local disk"}' in text
+        assert "such nodes" not in text
 
 
 def test_where_nothing_would_fit() -> None:

@@ -482,9 +482,11 @@ class Runtime:
         return [self.units[index] for index in order]
 
     def finish_updates(self) -> None:
-        """Wait for the updates that go on behind the program."""
+        """Wait for the updates that go on behind the program: masters, moments and weights may be used by anybody then."""
         for unit in self.units:
             unit.updated()
+        for link in {unit.link for unit in self.units if unit.link is not None}:
+            link.settle()
 
     def publish(self) -> None:
         """The shards have new values: gather units with slots of their own, let go of what shared slots hold.

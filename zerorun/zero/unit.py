@@ -354,7 +354,7 @@ class Unit:
         self._updating = wait
 
     def updated(self) -> None:
-        """Wait for the update that is going on, if any: masters, moments, host gradients and shards are free then."""
+        """Wait for the update that is going on, if any: host gradients and shards are free then."""
         if self._updating is not None:
             wait, self._updating = self._updating, None
             wait()
