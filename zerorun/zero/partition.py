@@ -8,6 +8,7 @@ the root unit, which stays gathered from the beginning of a forward to the end o
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -238,6 +239,8 @@ class UnitBuilder:
         for unit in units:
             unit.deferred = unit not in sharing
             self._materialise(unit, param_slots, grad_slots)
+            if self.comm is not None:
+                _give_back_freed()
         return units, param_slots, grad_slots
 
     def _reserve_staging(self, units: list[Unit]) -> int:
@@ -303,6 +306,8 @@ class UnitBuilder:
             del values  # before the next segment's are made
             if self.comm is not None:
                 self._take_over(segment)
+        if self.disk is not None and self.disk.states is not None and unit.placement.states_on_disk:
+            self.disk.states.let_go(unit.index)
         self._give_gradients(unit, grad_slots)
         if self.comm is not None and not unit.resident:
             unit.release()
@@ -376,6 +381,17 @@ class UnitBuilder:
                 segment.grad_shard = slot[segment.low : segment.high]
             if on_host:
                 segment.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
+
+
+def _give_back_freed() -> None:
+    """Let the allocator of the C library return what it keeps of freed host memory.
+
+    It keeps pieces that others lie behind. Parameters are freed one by one in the midst of new buffers, so it would keep
+    as much as the model takes. Other C libraries have no such call.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _taken_value(param: nn.Parameter) -> torch.Tensor:

@@ -203,6 +203,18 @@ class StateFile:
         """Of ``tensor``, in bytes into the file."""
         return tensor.data_ptr() - self._bytes.data_ptr()
 
+    def let_go(self, key: int) -> None:
+        """What was written to unit ``key`` through the mapping goes to the disk, and takes no memory any more."""
+        extent = self._extents[key]
+        if self._map is None or not extent.room:
+            return
+        try:
+            self._map.flush(extent.offset, extent.room)
+            self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.room)
+            os.posix_fadvise(self._file.descriptor, extent.offset, extent.room, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._fail(key, error, writing=True) from error
+
     # -- units in buffers ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
