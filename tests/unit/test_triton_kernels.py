@@ -17,20 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_single_pass import (
-    ALL_RULES,
-    DTYPES,
-    EPSILON,
-    RULES,
-    TINIEST,
-    Rule,
-    Work,
-    expect,
-    random_bits,
-    same,
-    train,
-    training,
-)
+from updates import DTYPES, EPSILON, RULES, TINIEST, Rule, Work, expect, random_bits, same, training
 
 from zerorun import optim
 from zerorun.ops import native, on_cuda, single_pass
@@ -40,6 +27,7 @@ triton = pytest.importorskip("triton")
 from zerorun.ops import triton_kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every overflow and NaN
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 SIZES = (1, 2, 15, 1023, 1024, 1025, 2500)
 CUDA = torch.device("cuda", 0)
 
@@ -61,13 +49,6 @@ def on_cpu(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the kernel update CPU tensors."""
     monkeypatch.setattr(native, "library", lambda: interpreted)
     return interpreted
-
-
-def few(work: Work, numel: int) -> Work:
-    """The first ``numel`` elements, in memory of their own."""
-    states = tuple(state[:numel] for state in work.states)
-    out = None if work.out is None else work.out[:numel]
-    return replace(work, weight=work.weight[:numel], gradient=work.gradient[:numel], states=states, out=out).copy()
 
 
 def both(rule: Rule, start: Work, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
@@ -95,11 +76,10 @@ def test_close_to_float64(rule: Rule, coefficient: float, on_cpu: Any) -> None:
 @ALL_RULES
 def test_bits_of_the_native_library(rule: Rule, interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any bits in, with denormals, infinities and NaN; all dtypes."""
-    for kind in (random_bits(rule), training(rule, 6561)):
+    for kind in (random_bits(rule, 6561), training(rule, 6561)):
         for number, gradient_type in enumerate(DTYPES):
             for out_type in (DTYPES[number], None):
-                start = few(kind, 6561)  # the special values, each with each
-                start = replace(start, gradient=start.gradient.to(gradient_type), coefficient=0.37)
+                start = replace(kind, gradient=kind.gradient.to(gradient_type), coefficient=0.37)
                 start.out = None if out_type is None else torch.zeros(6561, dtype=out_type)
                 for one, other in both(rule, start, interpreted, monkeypatch):
                     if rule is RULES["adam, no betas"]:  # Triton's interpreter before 3.7 takes a constant -0.0 for 0.0
@@ -290,7 +270,8 @@ def test_step_counts_stay_on_the_host(on_cpu: Any) -> None:
     """Also those of older checkpoints, which may be numbers."""
     param = torch.ones(3, requires_grad=True)
     optimizer = single_pass.Adam([param], lr=0.1)
-    train(optimizer, 1)
+    param.grad = torch.ones(3)
+    optimizer.step()
     optimizer.state[param]["step"] = 4
-    train(optimizer, 1)
+    optimizer.step()
     assert optimizer.state[param]["step"].device.type == "cpu" and float(optimizer.state[param]["step"]) == 5.0
