@@ -1,4 +1,4 @@
-"""On a CUDA device: every stage equals the CPU run, and updates do so bit for bit. One GPU; two ranks share it over gloo."""
+"""On a CUDA device: every stage equals the CPU run, updates bit for bit. Needs one GPU; two ranks share it over gloo."""
 
 from __future__ import annotations
 

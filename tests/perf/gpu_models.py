@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -178,14 +179,13 @@ def _config(stage: int, options: list[str]) -> dict[str, Any]:
 
 
 def _zerorun(stage: int, options: list[str], shape: Shape, device: torch.device) -> tuple[Step, Callable[[], None]]:
-    """Built in host memory; with offload on the device, so that the host needs no more than what stays there."""
+    """Built on the device, which has room: the moments, 8 bytes per parameter, come with the first step only."""
     import zerorun
 
     config = _config(stage, options)
     if "ckpt" in options:
         config["activation_checkpointing"] = {"policy": "full"}
-    offload = any(option.startswith("offload") for option in options)
-    with device if offload else torch.device("cpu"):
+    with device:
         model = Olmo(shape)
     engines = [zerorun.initialize(model, config)]
     del model
@@ -234,9 +234,11 @@ def _deepspeed(stage: str, options: list[str], shape: Shape, device: torch.devic
     """With torch's fused AdamW; with its own CPU Adam if the optimizer is in host memory."""
     import deepspeed
 
+    os.environ.setdefault("LOCAL_RANK", "0")
     _alone(device)
     config = _config(int(stage), options)
-    model = Olmo(shape, recompute="ckpt" in options)
+    with device:
+        model = Olmo(shape, recompute="ckpt" in options)
     optimizer = None
     if not any(option.startswith("offload") for option in options):
         del config["optimizer"]

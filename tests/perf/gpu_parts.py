@@ -1,8 +1,7 @@
-"""What gpu.py measures, part by part: each a function of its arguments that returns figures, run in a process of its own."""
+"""What gpu.py measures: each part is a function that returns figures, and runs in a process of its own."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 import warnings
@@ -11,7 +10,7 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_models import SHAPES, Shape, Step, build, free
+from gpu_models import Shape, Step, build, free
 
 from zerorun.ops import native, on_cuda, single_pass
 from zerorun.ops.operands import Operands
@@ -65,7 +64,6 @@ def machine(device: torch.device, *, tiny: bool) -> dict[str, Any]:
     numel = 1 << (18 if tiny else 28)
     source, target = (torch.zeros(numel, device=device) for _ in range(2))
     found["copy_gb_s"] = 8 * numel / seconds(lambda: target.copy_(source), device, 5) / 1e9
-    del source, target
     found |= _link(device, 1 << (18 if tiny else 28))
     one, other = (torch.ones(1 << (18 if tiny else 26)) for _ in range(2))
     works = {"triad": lambda: one.add_(other, alpha=0.5)}
@@ -156,8 +154,8 @@ def steps(
 ) -> dict[str, Any]:
     """Each of ``names`` beside ``base``, interleaved round by round, one after the other.
 
-    By name: ``step_s``, ``base_s``, ``rho`` = base / own, ``tflops`` (see Shape.flops_per_token), ``peak_gib``, segments made
-    and synchronisations in three steps, or ``error``.
+    By name: ``step_s``, ``base_s``, ``rho`` = base / own, ``tflops`` (see Shape.flops_per_token), ``peak_gib``,
+    ``segments`` made and ``synchronisations`` in three steps, or ``error``.
     """
     ids = torch.randint(0, shape.vocabulary, (batch, context), device=device)
     tflop = shape.flops_per_token(context) * ids.numel() / 1e12
@@ -176,10 +174,7 @@ def steps(
 
 def _one(name: str, beside: Step | None, ids: torch.Tensor, shape: Shape, rounds: int, repeat: int) -> dict[str, Any]:
     device = ids.device
-    begun = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    before = _held(device)
+    begun, before = time.perf_counter(), _held(device)
     step, close = build(name, shape, device)
     step(ids)
     works: dict[str, Callable[[], object]] = {"own": lambda: step(ids)}
@@ -187,6 +182,8 @@ def _one(name: str, beside: Step | None, ids: torch.Tensor, shape: Shape, rounds
         works = {"base": lambda: beside(ids), **works}
     setup_s = time.perf_counter() - begun
     times = interleaved(works, device, rounds=rounds, repeat=repeat)
+    if device.type == "cuda":  # without the base's own peak
+        torch.cuda.reset_peak_memory_stats(device)
     found: dict[str, Any] = {"step_s": times["own"], "setup_s": setup_s, **steady_state(step, ids)}
     found["peak_gib"] = (_peak(device) - before) / GIB
     if beside is not None:
@@ -239,7 +236,7 @@ def offload_bound(machine: dict[str, Any], resident: dict[str, Any], numel: int)
 
 
 def fits(device: torch.device, *, name: str, shape: Shape, context: int, limit_bytes: int | None) -> dict[str, Any]:
-    """Two steps of one sample. ``limit_bytes``: of the device, if not all of it; where there is no GPU, 16 per parameter."""
+    """Two steps of one sample. ``limit_bytes``: of the device, if not all; without a GPU, of 16 for each parameter."""
     if limit_bytes is not None and device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.mem_get_info(device)[1], device)
     elif limit_bytes is not None and 16 * shape.numel > limit_bytes:
@@ -264,27 +261,16 @@ def host_room() -> int:
 
 
 def host_bytes(name: str) -> int:
-    """Of host memory for each parameter: what stays there, or the fp32 model before it goes to the device."""
-    if "offload-all" in name:
-        return 18 if name.startswith("zerorun") else 20
-    return 20 if "offload" in name else 6
+    """Of host memory for each parameter, about; pinned memory comes in powers of two."""
+    if "offload-all" not in name:
+        return 0
+    return 26 if name.startswith("zerorun") else 20
 
 
-def largest(tried: Callable[[Shape], bool], shape: Shape, most: int) -> int:
-    """The largest number of layers that fits, at most ``most``, by bisection; 0 if none does. ``tried``: does it?"""
-    low, high = 0, most + 1
-    for _ in itertools.count():
-        if high - low <= max(1, low // 16):  # to 6 %
-            return low
-        middle = (low + high + 1) // 2 if low else max(1, high // 2)
-        middle = min(middle, high - 1)
+def largest(tried: Callable[[Shape], bool], shape: Shape, first: int, most: int) -> int:
+    """The largest number of layers that fits, to 6 %, from 0 to ``most``, by bisection from ``first`` on."""
+    low, high, middle = 0, most + 1, min(first, most)
+    while high - low > max(1, low // 16) and middle > 0:
         low, high = (middle, high) if tried(shape.with_layers(middle)) else (low, middle)
-    raise AssertionError
-
-
-def parts() -> dict[str, Callable[..., dict[str, Any]]]:
-    """By the name under which gpu.py asks for them."""
-    return {"machine": machine, "optimizer": optimizer, "steps": steps, "fits": fits}
-
-
-__all__ = ["SHAPES", "fits", "host_bytes", "host_room", "largest", "machine", "offload_bound", "optimizer", "parts", "steps"]
+        middle = (low + high) // 2
+    return low

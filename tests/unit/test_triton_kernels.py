@@ -21,6 +21,7 @@ from updates import DTYPES, EPSILON, RULES, TINIEST, Rule, Work, expect, random_
 
 from zerorun import optim
 from zerorun.ops import native, on_cuda, single_pass
+from zerorun.report import software
 
 triton = pytest.importorskip("triton")
 
@@ -275,3 +276,11 @@ def test_step_counts_stay_on_the_host(on_cpu: Any) -> None:
     optimizer.state[param]["step"] = 4
     optimizer.step()
     assert optimizer.state[param]["step"].device.type == "cpu" and float(optimizer.state[param]["step"]) == 5.0
+
+
+def test_the_report_says_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    (without,) = (op for op in software._native_ops() if op["name"] == "native optimizer")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(on_cuda, "status", lambda device: f"one kernel, tried on {device}")
+    assert software._native_optimizer()["why"] == f"{without['why']}; on CUDA: one kernel, tried on cuda:0"
