@@ -30,6 +30,7 @@ from zerorun.ops import triton_kernels  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every overflow and NaN
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 SIZES = (1, 2, 15, 1023, 1024, 1025, 2500)
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 CUDA = torch.device("cuda", 0)
 
 
@@ -155,7 +156,7 @@ def compiled(rule: int, states: int, gradient: str, out: str | None, capability:
     return triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 4, "enable_fp_fusion": False},
+        options=OPTIONS,
     )
 
 
@@ -207,6 +208,7 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
             rule.run(training(rule, 8))
     others = ("RULE", "NESTEROV", "BLOCK", "num_warps", "enable_fp_fusion")
     assert all(type(value) is float for call in calls for key, value in call.items() if key not in others)
+    assert all({key: call[key] for key in OPTIONS} == OPTIONS for call in calls)  # as it is compiled above
 
 
 # -- which is used -----------------------------------------------------------------------------------------------------
