@@ -88,8 +88,10 @@ def _launch(args: argparse.Namespace) -> int:
         return _by_hand(args, request, job_options)
     status = Job(request, job_options).run()
     if status == REQUEUE_STATUS and launcher == "slurm":
+        print("[zerorun] requeueing this job", file=sys.stderr, flush=True)  # now: SLURM may end this process next
         problem = requeue(os.environ)
-        print(f"[zerorun] {'requeued' if problem is None else f'not requeued: {problem}'}", file=sys.stderr)
+        if problem is not None:
+            print(f"[zerorun] not requeued: {problem}", file=sys.stderr)
     return status
 
 

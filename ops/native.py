@@ -1,4 +1,4 @@
-"""The native library at run time: which one is in force, why, and the call into it.
+"""The native library at run time: which one is in force, why, and the call of its optimizers. aio.py calls the rest.
 
 Looked for in this order: the one that setup.py built into the package; one that an earlier process built into the cache
 (build.py says where); one built now. If none can be had, callers get None and use torch, and the process is warned once.
@@ -50,18 +50,18 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be loaded, :class:`BuildError` if it was built from another source."""
-        self._functions = ctypes.CDLL(str(path))
+        self.functions = ctypes.CDLL(str(path))
         try:
-            self._functions.zerorun_source.restype = ctypes.c_char_p
-            made_from = self._functions.zerorun_source().decode()
+            self.functions.zerorun_source.restype = ctypes.c_char_p
+            made_from = self.functions.zerorun_source().decode()
         except AttributeError as error:
             raise BuildError(f"{path} is not zerorun's library") from error
         if made_from != build.source_key():
             raise BuildError(f"{path} was built from another version's source")
-        self._functions.zerorun_update.argtypes = [ctypes.POINTER(Step)]
-        self._functions.zerorun_update.restype = None
-        self.openmp = bool(self._functions.zerorun_has_openmp())
-        self.isas = ISAS[: self._functions.zerorun_isa() + 1]
+        self.functions.zerorun_update.argtypes = [ctypes.POINTER(Step)]
+        self.functions.zerorun_update.restype = None
+        self.openmp = bool(self.functions.zerorun_has_openmp())
+        self.isas = ISAS[: self.functions.zerorun_isa() + 1]
         self.isa = os.environ.get("ZERORUN_ISA") or self.isas[-1]
         if self.isa not in self.isas:
             raise ValueError(f"ZERORUN_ISA is {self.isa!r}; on this machine it can be {', '.join(self.isas)}, or unset")
@@ -84,7 +84,7 @@ class Library:
             setattr(step, field, state.data_ptr())
         if out is not None:
             step.out, step.out_type = out.data_ptr(), _TYPES[out.dtype]
-        self._functions.zerorun_update(ctypes.byref(step))
+        self.functions.zerorun_update(ctypes.byref(step))
         # Autograd must notice that these have changed, although torch did not do it.
         torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
 
@@ -152,7 +152,7 @@ def _candidates(reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
 
 
 def _from_cache(compiler: list[str], path: Path, reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
-    if path.exists() and (found := _load(path, reasons)):
+    if os.path.exists(path) and (found := _load(path, reasons)):
         yield "cached", f"found in {path.parent}", found
     if found := _build(compiler, path, reasons):
         yield "cached", f"built into {path.parent}", found

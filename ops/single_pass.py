@@ -155,14 +155,18 @@ def sgd(
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
+Where = Callable[[Tensor], Tensor]
+
+
 class SinglePassOptimizer(torch.optim.Optimizer):
     """What the optimizers below share. Parameters are contiguous fp32 tensors of any shape.
 
-    Three attributes say what else the pass does; a step does not change a gradient.
+    Four attributes say what else the pass does; a step does not change a gradient.
 
     - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`.
     - ``gradients``: parameter -> its gradient (as many elements, fp32, bf16 or fp16); without one, ``param.grad`` is used.
     - ``outputs``: parameter -> where its new value goes, rounded (as many elements, fp32, bf16 or fp16).
+    - ``state_home``: makes a state of zeros for a parameter, of its shape; called with that and the number of the state.
 
     A step raises what :class:`Operands` raises, and ValueError for a group that a checkpoint gave an unknown variant.
     """
@@ -187,6 +191,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         self.coefficient: float = getattr(self, "coefficient", 1.0)
         self.gradients: dict[Tensor, Tensor] = getattr(self, "gradients", {})
         self.outputs: dict[Tensor, Tensor] = getattr(self, "outputs", {})
+        self.state_home: Callable[[Tensor, int], Tensor] = getattr(self, "state_home", _zeros)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -202,45 +207,77 @@ class SinglePassOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            settings = self._settings(group)
             for param in group["params"]:
                 gradient = self.gradients.get(param, param.grad)
                 if gradient is not None:
-                    self.update(param, gradient, self.outputs.get(param), settings, self.coefficient)
+                    settings, out = self._prepare(param, group), self.outputs.get(param)
+                    self.update(param, gradient, out, settings, self.coefficient)
         self.coefficient = 1.0
         return loss
 
-    def settings_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """For each of ``params``, a copy of its group's settings as they are now, for a later :meth:`update`.
+    @torch.no_grad()
+    def prepare(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
+        """Make what states ``params`` lack; for each a copy of its group's settings, for a later :meth:`update`.
 
         Raises ValueError for a tensor of no group.
         """
         groups = {id(param): group for group in self.param_groups for param in group["params"]}
-        copies = {id(group): self._settings(group) for group in self.param_groups}
         found = []
         for param in params:
             if id(param) not in groups:
                 raise ValueError(f"not a parameter of this optimizer: a tensor of shape {tuple(param.shape)}")
-            found.append(copies[id(groups[id(param)])])
+            found.append(self._prepare(param, groups[id(param)]))
         return found
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _prepare(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         for variant in ("amsgrad", "maximize", "differentiable"):
             if group.get(variant):
                 name = type(self).__name__
                 raise ValueError(f"{variant} is set, which {name} has not; use torch.optim.{name}")
-        return {key: value for key, value in group.items() if key != "params"} | {"lr": float(group["lr"])}
+        first = False
+        for number, (key, start) in enumerate(self._states(group).items()):
+            if self.state[param].get(key) is None:
+                self.state[param][key] = made = self.state_home(param, number)
+                if start:
+                    made.fill_(start)
+                first = True
+        kept = {key: value for key, value in group.items() if key != "params"}
+        return {**kept, "lr": float(group["lr"]), "first": first}
+
+    def state_count(self) -> int:
+        """Tensors of its size that a parameter has as state, at most."""
+        return max(len(self._states(group)) for group in self.param_groups)
+
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        """The states of a parameter of ``group``, and what they begin with."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def update(
-        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        out: Tensor | None,
+        settings: dict[str, Any],
+        coefficient: float,
+        where: Where | None = None,
     ) -> None:
-        """Step ``param`` alone, at any time and on any thread. ``settings``: from :meth:`settings_of`."""
+        """Step ``param`` alone, at any time and on any thread. ``settings``: from :meth:`prepare`.
+
+        ``where``: gives, for ``param`` and its states, the tensors that stand for them now.
+        """
         out = None if out is None else _flat("output", out)
-        self._apply(param, _flat("gradient", gradient), out, settings, coefficient)
+        place = _own if where is None else where
+        self._apply(param, _flat("gradient", gradient), out, settings, coefficient, lambda t: _flat("tensor", place(t)))
 
     def _apply(
-        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        out: Tensor | None,
+        settings: dict[str, Any],
+        coefficient: float,
+        where: Where,
     ) -> None:
         """One update of ``param``; ``gradient`` and ``out`` are flat."""
         raise NotImplementedError
@@ -255,12 +292,13 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         state["step"] += 1
         return int(state["step"])
 
-    def _state(self, param: Tensor, key: str, start: float = 0.0) -> Tensor:
-        """The state ``key`` of ``param``, flat; the first time, filled with ``start``."""
-        state = self.state[param]
-        if state.get(key) is None:
-            state[key] = torch.full_like(param, start, memory_format=torch.contiguous_format)
-        return _flat(key, state[key])
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _zeros(param: Tensor, number: int) -> Tensor:
+    return torch.zeros_like(param, memory_format=torch.contiguous_format)
 
 
 def _flat(name: str, tensor: Tensor) -> Tensor:
@@ -289,14 +327,23 @@ class Adam(SinglePassOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay})
 
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+
     def _apply(
-        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        out: Tensor | None,
+        settings: dict[str, Any],
+        coefficient: float,
+        where: Where,
     ) -> None:
         adam(
-            _flat("parameter", param),
+            where(param),
             gradient,
-            self._state(param, "exp_avg"),
-            self._state(param, "exp_avg_sq"),
+            where(self.state[param]["exp_avg"]),
+            where(self.state[param]["exp_avg_sq"]),
             out,
             step=self._count(param),
             lr=settings["lr"],
@@ -323,13 +370,22 @@ class Adagrad(SinglePassOptimizer):
         defaults = {"lr": lr, "lr_decay": lr_decay, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "initial_accumulator_value": initial_accumulator_value})
 
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"sum": group["initial_accumulator_value"]}
+
     def _apply(
-        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        out: Tensor | None,
+        settings: dict[str, Any],
+        coefficient: float,
+        where: Where,
     ) -> None:
         adagrad(
-            _flat("parameter", param),
+            where(param),
             gradient,
-            self._state(param, "sum", settings["initial_accumulator_value"]),
+            where(self.state[param]["sum"]),
             out,
             step=self._count(param),
             lr=settings["lr"],
@@ -348,13 +404,22 @@ class Lion(SinglePassOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0}
+
     def _apply(
-        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        out: Tensor | None,
+        settings: dict[str, Any],
+        coefficient: float,
+        where: Where,
     ) -> None:
         lion(
-            _flat("parameter", param),
+            where(param),
             gradient,
-            self._state(param, "exp_avg"),
+            where(self.state[param]["exp_avg"]),
             out,
             lr=settings["lr"],
             betas=settings["betas"],
@@ -380,20 +445,28 @@ class SGD(SinglePassOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "nesterov": nesterov})
 
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"momentum_buffer": 0.0} if group["momentum"] else {}
+
     def _apply(
-        self, param: Tensor, gradient: Tensor, out: Tensor | None, settings: dict[str, Any], coefficient: float
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        out: Tensor | None,
+        settings: dict[str, Any],
+        coefficient: float,
+        where: Where,
     ) -> None:
-        first = self.state.get(param, {}).get("momentum_buffer") is None
         sgd(
-            _flat("parameter", param),
+            where(param),
             gradient,
-            self._state(param, "momentum_buffer") if settings["momentum"] else None,
+            where(self.state[param]["momentum_buffer"]) if settings["momentum"] else None,
             out,
             lr=settings["lr"],
             momentum=settings["momentum"],
             dampening=settings["dampening"],
             weight_decay=settings["weight_decay"],
             nesterov=settings["nesterov"],
-            first=first,
+            first=settings["first"],
             coefficient=coefficient,
         )

@@ -20,12 +20,15 @@ if os.path.isfile(os.path.join(_checkout, "setup.py")) and os.path.isdir(os.path
 _EXPORTS = {
     "initialize": "zerorun.assemble",
     "Engine": "zerorun.engine",
+    "Estimate": "zerorun.estimate",
+    "estimate_memory": "zerorun.estimate",
     "add_config_arguments": "zerorun.arguments",
     "init_distributed": "zerorun.comm",
     "load_pretrained": "zerorun.checkpoint.pretrained",
     "CheckpointError": "zerorun.errors",
     "Config": "zerorun.config",
     "ConfigError": "zerorun.errors",
+    "DoesNotFitError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",
     "Topology": "zerorun.topology",
 }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,25 +19,28 @@ from .checkpoint.directory import newest_first
 from .checkpoint.routine import Routine
 from .checkpointing import Adopted
 from .comm import Communicator, default_device, init_distributed
-from .config import Config, ModelFacts, load_config, resolve
+from .config import Config
 from .dataloader import EpochLoader
+from .disks import open_disk
 from .engine import Engine
-from .errors import ConfigError, ConfigProblem, ModelError, TopologyError, ZerorunError
+from .errors import ConfigError, ModelError, ZerorunError
+from .fitting import Fitting
+from .intake import OptimizerLike, RawOptimizer, take_in
 from .log import info_once, logger, setup_logging
-from .optim import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer, split_state
-from .precision import DTYPES, LossScaler
+from .ops.single_pass import SinglePassOptimizer
+from .optim import build_optimizer, split_state
+from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
+from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, guard_state_dict
-from .zero.partition import UnitBuilder, UnitPolicy, UnitSpec, choose_units, repeated_blocks
+from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
-from .zero.placement import Placement, place_units
-from .zero.policy import STAGES, Policy
 from .zero.runtime import Runtime
 from .zero.stepping import ShardedOptimizer
 from .zero.unit import Unit
 
-OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+T = TypeVar("T")
 
 
 def initialize(
@@ -61,34 +63,33 @@ def initialize(
     ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
     StatefulDataLoader), whose position is saved as well. Also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
-    The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError or
-    TopologyError, on all ranks alike, before any device memory is taken.
+    The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
+    TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
     """
     setup_logging()
     device = default_device()
     init_distributed(device)
-    wanted, raw = _agree(lambda: _prepare(model, config, args, optimizer, model_parameters, topology))
+    ranks = topology.data_parallel_size if topology else dist.get_world_size()
+    wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, ranks))
     _compare_ranks(model, wanted)
     settings = wanted.zero_optimization
     owns_topology = topology is None
-    topology = topology or Topology.create(
-        dist.get_world_size(), dist.get_rank(), shard_degree=_shard_degree(wanted), device_type=device.type
-    )
-    wire = DTYPES[wanted.communication_data_type or wanted.data_types.grad_accum_dtype or "fp32"]
-    comm = Communicator(topology, device, wire)
-    policy = _policy(wanted, topology)
-    compute = _compute_dtype(wanted)
+    topology = topology or _topology(wanted, device)
+    comm = Communicator(topology, device, wire_dtype(wanted))
+    try:
+        _check_memory(model, wanted, raw, comm)
+    except ZerorunError:
+        if owns_topology:
+            topology.close()
+        raise
     _move_buffers(model, device, comm)
-    builder = UnitBuilder(policy, comm, device, compute, 2, raw.group_of, raw.whole)
-    specs = choose_units(model, _unit_policy(wanted))
-    overlap = _overlap(wanted, comm)
-    builder.slot_count = _slot_count(wanted, overlap, [sum(p.numel() for _, p in spec.params) for spec in specs[1:]])
-    builder.placements = _placements(wanted, specs, raw)
-    builder.pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
-    units, param_slots, grad_slots = builder.build(specs)
+    exchange = Exchange(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
+    plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
+    plan.builder.disk = open_disk(plan, wanted, raw, _agree)
+    units, param_slots, grad_slots = plan.builder.build(plan.specs)
     reduce_now: list[Callable[[], bool]] = []
-    runtime = Runtime(model, units, policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
-    runtime.overlap = overlap
+    runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
+    runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
     runtime._handles.append(guard_state_dict(model, runtime))
@@ -104,7 +105,7 @@ def initialize(
         _scaler(wanted),
         _scheduler(wanted, lr_scheduler, sharded),
         _loader(wanted, training_data, collate_fn, topology),
-        compute,
+        compute_dtype(wanted),
     )
     engine.registry = registry
     engine.owns_topology = owns_topology
@@ -124,24 +125,12 @@ def initialize(
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Raw:
-    """The optimizer before sharding. ``group_of``: id(parameter) -> index of its group."""
-
-    optimizer: torch.optim.Optimizer | None
-    groups: list[dict[str, Any]]
-    group_of: dict[int, int]
-    name: str
-    params: dict[str, Any]
-    whole: bool
-
-
-def _agree(prepare: Callable[[], tuple[Config, _Raw]]) -> tuple[Config, _Raw]:
-    """Run ``prepare`` on every rank; if it fails on any, raise the same error on all, so that nobody waits."""
-    result: tuple[Config, _Raw] | None = None
+def _agree(check: Callable[[], T]) -> T:
+    """Run ``check`` on every rank; if it fails on any, raise the same error on all, so that nobody waits."""
+    result: list[T] = []
     problem: ZerorunError | None = None
     try:
-        result = prepare()
+        result.append(check())
     except ZerorunError as error:
         problem = error
     if dist.get_world_size() > 1:
@@ -153,8 +142,7 @@ def _agree(prepare: Callable[[], tuple[Config, _Raw]]) -> tuple[Config, _Raw]:
             raise _same_error(kind, f"rank {first}: {text}")
     if problem is not None:
         raise problem
-    assert result is not None
-    return result
+    return result[0]
 
 
 def _same_error(kind: type[ZerorunError], text: str) -> ZerorunError:
@@ -163,114 +151,6 @@ def _same_error(kind: type[ZerorunError], text: str) -> ZerorunError:
         error.args = (text,)
         return error
     return kind(text)
-
-
-def _prepare(
-    model: nn.Module,
-    config: str | Path | dict[str, Any] | None,
-    args: Any,
-    optimizer: OptimizerLike | None,
-    model_parameters: Iterable[Any] | None,
-    topology: Topology | None,
-) -> tuple[Config, _Raw]:
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"initialize() needs an nn.Module, got {type(model).__name__}.")
-    source = config if config is not None else _config_of(args)
-    client = _client_optimizer(model, optimizer, model_parameters)
-    wanted = resolve(
-        load_config(source),
-        data_parallel_size=topology.data_parallel_size if topology else dist.get_world_size(),
-        model_facts=ModelFacts(_hidden_size(model)),
-        optimizer_given=client is not None,
-        learning_rate=client.param_groups[0]["lr"] if client else None,
-    )
-    return wanted, _raw_optimizer(model, wanted, client, model_parameters)
-
-
-def _config_of(args: Any) -> Any:
-    for name in ("config", "zerorun_config", "deepspeed_config"):
-        value = getattr(args, name, None)
-        if value is not None:
-            return value
-    raise ConfigError(
-        [
-            ConfigProblem(
-                "config",
-                None,
-                "no configuration was given.",
-                "pass config='ds.json' or a dict to initialize(), or --config ds.json to the script (args=...).",
-            )
-        ]
-    )
-
-
-def _client_optimizer(
-    model: nn.Module, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
-) -> torch.optim.Optimizer | None:
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if callable(optimizer):
-        chosen = list(model_parameters) if model_parameters is not None else list(model.parameters())
-        return optimizer([p for p in chosen if not isinstance(p, torch.Tensor) or p.requires_grad])
-    raise ModelError(f"optimizer must be a torch.optim.Optimizer or make one, got {type(optimizer).__name__}.")
-
-
-def _raw_optimizer(
-    model: nn.Module, config: Config, client: torch.optim.Optimizer | None, model_parameters: Iterable[Any] | None
-) -> _Raw:
-    """Which parameters are optimized, in which groups, and by what."""
-    name, params = "", {}
-    if client is not None:
-        refuse_unusable(client)
-        _refuse_used(client)
-        groups, whole = client.param_groups, not is_elementwise(client)
-    elif config.optimizer is not None:
-        name, params = config.optimizer.type, dict(config.optimizer.params)
-        whole = not is_elementwise(resolve_optimizer(name, params)[0])
-        groups = _groups(model, model_parameters)
-    else:
-        return _Raw(None, [], {}, "", {}, False)
-    known = {id(param): label for label, param in model.named_parameters()}
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in known:
-                raise ModelError(
-                    f"parameter {position} of the optimizer's group {index}, of shape {tuple(param.shape)}, is not a "
-                    "parameter of the model. Remedy: make the optimizer from model.parameters() of this very model, "
-                    "after any change of its layers."
-                )
-            if id(param) in group_of:
-                raise ModelError(f"parameter {known[id(param)]!r} is in the optimizer twice. Remedy: list it once.")
-            group_of[id(param)] = index
-    if not any(param.requires_grad and id(param) in group_of for param in model.parameters()):
-        raise ModelError(
-            "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
-            "the optimizer out to use the engine for inference only."
-        )
-    return _Raw(client, groups, group_of, name, params, whole)
-
-
-def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
-    chosen: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
-    if chosen and all(isinstance(item, dict) for item in chosen):
-        return [{**group, "params": _as_list(group.get("params", []))} for group in chosen]
-    return [{"params": [param for param in chosen if param.requires_grad]}]
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
-
-
-def _hidden_size(model: nn.Module) -> int | None:
-    """The width of a Hugging Face model, for "auto" sizes."""
-    described = getattr(model, "config", None)
-    for holder in (described, getattr(described, "text_config", None)):
-        size = getattr(holder, "hidden_size", None)
-        if isinstance(size, int):
-            return size
-    sizes = getattr(described, "hidden_sizes", None)
-    return max(sizes) if sizes else None
 
 
 def _compare_ranks(model: nn.Module, config: Config) -> None:
@@ -303,76 +183,11 @@ def _explain_difference(lines: list[str], rank: int, what: str) -> None:
 # -- assembly ----------------------------------------------------------------------------------------------------
 
 
-def _shard_degree(config: Config) -> int | None:
-    settings = config.zero_optimization
-    if settings.stage == 0:
-        return None
-    if settings.shard_degree is None and settings.hybrid_shard:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        if dist.get_world_size() % local:
-            raise TopologyError(f"{dist.get_world_size()} ranks are not a multiple of {local} ranks on this node.")
-        return local
-    return settings.shard_degree
-
-
-def _policy(config: Config, topology: Topology) -> Policy:
-    """The row of the stage. A group of one shares slots only where that moves something to the host."""
-    settings = config.zero_optimization
-    if topology.shard > 1:
-        return STAGES[settings.stage]
-    row = STAGES[min(settings.stage, 1)]
-    return replace(
-        row,
-        share_grad_slots=settings.stage >= 2 and not settings.offload_optimizer.is_off(),
-        share_param_slots=settings.stage == 3 and not settings.offload_param.is_off(),
-    )
-
-
-def _placements(config: Config, specs: list[UnitSpec], raw: _Raw) -> list[Placement]:
-    settings = config.zero_optimization
-    numels = [sum(p.numel() for _, p in spec.params if p.requires_grad and id(p) in raw.group_of) for spec in specs]
-    return place_units(
-        numels,
-        optimizer=not settings.offload_optimizer.is_off(),
-        ratio=settings.offload_optimizer.ratio,
-        params=not settings.offload_param.is_off(),
-    )
-
-
-def _compute_dtype(config: Config) -> torch.dtype | None:
-    if config.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else None
-
-
-def _unit_policy(config: Config) -> UnitPolicy:
-    settings = config.zero_optimization
-    if isinstance(settings.unit_policy, str):
-        return UnitPolicy(settings.unit_policy, settings.unit_block_count, settings.unit_numel)
-    return UnitPolicy("classes", classes=tuple(settings.unit_policy))
-
-
-def _overlap(config: Config, comm: Communicator) -> bool:
-    """Whether units are gathered before they are needed, and reduced while the backward goes on.
-
-    Stage 3 is chosen to save memory. Where ranks copy from one another's memory by themselves, nothing goes on behind the
-    computation: being early would only hide the wait for a slower rank, at the price of a slot and a unit's gradients.
-    """
-    settings = config.zero_optimization
-    return settings.overlap_comm if settings.overlap_comm is not None else settings.stage < 3 or not comm.reads_peers
-
-
-def _slot_count(config: Config, overlap: bool, numels: list[int]) -> int:
-    """One for the unit in use, and one for the next to ``overlap``, unless the configuration asks for other look-ahead."""
-    settings, sources = config.zero_optimization, config.sources
-    largest = max(numels, default=0)
-    ahead = int(overlap)
-    if settings.overlap_comm is not False and largest:
-        if sources.get("zero_optimization.stage3_prefetch_bucket_size", "default") != "default":
-            ahead = -(-settings.prefetch_bucket_size // largest)
-        if sources.get("zero_optimization.stage3_max_live_parameters", "default") != "default":
-            ahead = min(ahead, max(settings.max_live_parameters // largest - 1, 0))
-    return min(1 + ahead, max(len(numels), 1))
+def _topology(config: Config, device: torch.device) -> Topology:
+    world_size = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    degree = shard_degree(config, world_size, local)
+    return Topology.create(world_size, dist.get_rank(), shard_degree=degree, device_type=device.type)
 
 
 def _scaler(config: Config) -> LossScaler:
@@ -392,6 +207,15 @@ def _scaler(config: Config) -> LossScaler:
     )
 
 
+def _check_memory(model: nn.Module, config: Config, raw: RawOptimizer, comm: Communicator) -> None:
+    """Raise DoesNotFitError, on all ranks alike, if it is certain that memory will not do."""
+    if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
+        return
+    fitting = Fitting(model, config, raw, comm.topology, comm.transport, comm.device)
+    shared = comm.control_objects(fitting.demand)
+    _agree(lambda: fitting.require(shared))
+
+
 def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:
     """Buffers go to the device with rank 0's values, and keep their dtype: a rotary table is not rounded."""
     for module in model.modules():
@@ -404,7 +228,7 @@ def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) ->
                 module._buffers[name] = moved
 
 
-def _shard_optimizer(raw: _Raw, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:
+def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:
     if not raw.groups:
         return None
     pieces = build_pieces(units, lambda param: raw.group_of[id(param)], whole=raw.whole)
@@ -420,15 +244,10 @@ def _shard_optimizer(raw: _Raw, units: list[Unit], comm: Communicator) -> Sharde
             {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
         ]
         optimizer = build_optimizer(raw.name, raw.params, groups)
+    store = next((unit.link.store for unit in units if unit.link is not None), None)
+    if store is not None and isinstance(optimizer, SinglePassOptimizer):
+        optimizer.state_home = store.home
     return ShardedOptimizer(optimizer, pieces, units, comm, split_state)
-
-
-def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    if optimizer.state:
-        raise ModelError(
-            "the optimizer has been used before: it has state for whole parameters, but now works on pieces of them. "
-            "Remedy: pass a fresh optimizer to initialize()."
-        )
 
 
 def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:

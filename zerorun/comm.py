@@ -51,7 +51,9 @@ _EXIT_READ_TIMEOUT_S = 60
 _LISTEN_TIMEOUT_S = 5.0
 _LISTEN_RETRY_S = 0.01
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
-_STRETCH = 131072
+STRETCH = 131072
+# How ranks exchange gradients and parameters.
+NCCL, GLOO, PEER_MEMORY = "nccl", "gloo", "peer memory"
 _UNANSWERED = (
     "collective '{}' could not be completed on rank {}: another rank ended or did not take part. "
     "Look at the first failing rank's own error. ({})"
@@ -304,6 +306,13 @@ class Communicator:
         return self._memories["shard"] is not None
 
     @property
+    def transport(self) -> str:
+        """NCCL, GLOO or PEER_MEMORY."""
+        if self._nccl:
+            return NCCL
+        return PEER_MEMORY if any(memory is not None for memory in self._memories.values()) else GLOO
+
+    @property
     def reads_parts(self) -> bool:
         """True if ``sum_parts`` can replace ``reduce_scatter``."""
         direct = self.reads_peers and self.topology.replicate == 1 and self.device.type == "cpu"
@@ -484,12 +493,12 @@ class Communicator:
         dtype = offered[0].dtype
 
         def take(tables: list[torch.Tensor]) -> None:
-            longest = min(_STRETCH, max((piece.numel for piece in pieces), default=0))
+            longest = min(STRETCH, max((piece.numel for piece in pieces), default=0))
             scratch = [self.pool.take(longest, dtype) for _ in tables[1:]]
             for piece in pieces:
                 addresses = [int(table[piece.entry]) for table in tables]
-                for begin in range(0, piece.numel, _STRETCH):
-                    numel, start = min(_STRETCH, piece.numel - begin), piece.start + begin
+                for begin in range(0, piece.numel, STRETCH):
+                    numel, start = min(STRETCH, piece.numel - begin), piece.start + begin
                     found = [buffer[:numel] for buffer in scratch]
                     found.insert(rank, parts[piece.entry][start : start + numel])
                     for peer, address in enumerate(addresses):

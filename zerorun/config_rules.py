@@ -9,8 +9,6 @@ from zerorun.config_params import find_kind, refused_optimizer
 from zerorun.config_schema import Config
 from zerorun.errors import ConfigProblem
 
-_NVME = ("NVMe offload is not built.", 'Set device to "none".')
-
 
 def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> list[ConfigProblem]:
     """Everything that cannot be honoured, whatever the device and the number of ranks."""
@@ -69,9 +67,13 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
         ("offload_param", zero.offload_param, (3,)),
     ):
         key = f"zero_optimization.{name}.device"
-        if section.device == "nvme":
-            yield ConfigProblem(key, "nvme", *_NVME)
-        elif section.device != "none" and zero.stage not in stages:
+        if section.device == "nvme" and not section.nvme_path:
+            reason = "needs a folder on a local disk."
+            yield ConfigProblem(key, "nvme", reason, f'Set zero_optimization.{name}.nvme_path, or device to "cpu".')
+        elif section.device != "nvme" and section.nvme_path:
+            reason = f"says where to offload to, but device is {section.device!r}."
+            yield ConfigProblem(f"{key[:-6]}nvme_path", section.nvme_path, reason, 'Set device to "nvme", or remove it.')
+        if section.device != "none" and zero.stage not in stages:
             reason = f"needs stage {' or '.join(map(str, stages))}; at stage {zero.stage} there is no shard to move."
             remedy = f'Remove {name}, or set its device to "none", or set zero_optimization.stage to 3.'
             yield ConfigProblem(key, section.device, reason, remedy)

@@ -33,7 +33,10 @@ _AT_LEAST_0 = Field(ge=0)
 _AT_LEAST_1 = Field(ge=1)
 Elements = Annotated[Int, _AT_LEAST_0]
 Count = Annotated[Int, _AT_LEAST_1]
-_NVME_ONLY = Inert("only NVMe offload would read it, and zerorun has none.")
+_BUFFERS = Inert("three buffers of the size of a unit's states are used: one is read, one updated, one written.")
+_ALWAYS_BESIDE = Inert("reads and writes always go on beside the updates.", unless=True)
+_CUT = Inert("files are read and written in pieces of 1 MiB, 32 at a time.")
+_MAPPED = Inert("parameter shards on a disk are a mapped file; the kernel keeps in memory what there is room for.")
 _SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
 REPORT = "use engine.memory_report() or engine.communication_report(), which need no switch."
 _PIPELINE = Inert("the model runs on every rank; there are no pipeline stages yet.")
@@ -118,12 +121,12 @@ class OffloadOptimizer(Section):
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
     pin_memory: Flag = True
     ratio: Annotated[Real, Field(ge=0, le=1)] = 1.0  # share of the elements whose optimizer is there
-    nvme_path: Annotated[Text | None, _NVME_ONLY] = None
-    buffer_count: Annotated[Int, _NVME_ONLY] = 4
-    pipeline_read: Annotated[Flag, _NVME_ONLY] = False
-    pipeline_write: Annotated[Flag, _NVME_ONLY] = False
-    pipeline: Annotated[Flag, _NVME_ONLY] = False
-    fast_init: Annotated[Flag, _NVME_ONLY] = False
+    nvme_path: Text | None = None  # a folder on a local disk
+    buffer_count: Annotated[Int, _BUFFERS] = 4
+    pipeline_read: Annotated[Flag, _ALWAYS_BESIDE] = False
+    pipeline_write: Annotated[Flag, _ALWAYS_BESIDE] = False
+    pipeline: Annotated[Flag, _ALWAYS_BESIDE] = False
+    fast_init: Annotated[Flag, Inert("room on the disk is allocated and not written.", unless=True)] = False
     super_offload: Annotated[Flag, Inert("there is one way to offload.", unless=False)] = False
     cpuadam_cores_perc: Annotated[Real, Inert("the update uses the threads of OMP_NUM_THREADS.")] = 0.8
 
@@ -136,10 +139,10 @@ class OffloadParam(Section):
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
     pin_memory: Flag = True
-    nvme_path: Annotated[Text | None, _NVME_ONLY] = None
-    buffer_count: Annotated[Int, _NVME_ONLY] = 5
-    buffer_size: Annotated[Int, _NVME_ONLY] = 100_000_000
-    max_in_cpu: Annotated[Int, _NVME_ONLY] = 1_000_000_000
+    nvme_path: Text | None = None  # a folder on a local disk
+    buffer_count: Annotated[Int, _MAPPED] = 5
+    buffer_size: Annotated[Int, _MAPPED] = 100_000_000
+    max_in_cpu: Annotated[Int, _MAPPED] = 1_000_000_000
 
     def is_off(self) -> bool:
         return self.device == "none"
@@ -223,7 +226,7 @@ class ZeroOptimization(Section):
     override_module_apply: Annotated[Flag, Inert("module.apply is left as torch has it.", unless=False)] = True
     log_trace_cache_warnings: Annotated[Flag, Inert("there is no trace cache to be invalidated.", False)] = False
     enable_sanity_checks: Annotated[Flag, Inert("the checks are always on.", unless=True)] = False
-    save_muon_momentum_buffer_in_memory: Annotated[Flag, _NVME_ONLY] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, Inert("Muon is refused.")] = False
     zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
@@ -367,12 +370,12 @@ class Checkpoint(Section):
 class Aio(Section):
     """Asynchronous disk access, for NVMe offload."""
 
-    block_size: Annotated[Int, _NVME_ONLY] = 1_048_576
-    queue_depth: Annotated[Int, _NVME_ONLY] = 8
-    intra_op_parallelism: Annotated[Int, _NVME_ONLY] = 1
-    single_submit: Annotated[Flag, _NVME_ONLY] = False
-    overlap_events: Annotated[Flag, _NVME_ONLY] = True
-    use_gds: Annotated[Flag, _NVME_ONLY] = False
+    block_size: Annotated[Int, _CUT] = 1_048_576
+    queue_depth: Annotated[Int, _CUT] = 8
+    intra_op_parallelism: Annotated[Int, _CUT] = 1
+    single_submit: Annotated[Flag, _CUT] = False
+    overlap_events: Annotated[Flag, _CUT] = True
+    use_gds: Annotated[Flag, Inert("what is on the disk is updated in host memory, not on a GPU.", unless=False)] = False
     other_names: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
 
 

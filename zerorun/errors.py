@@ -44,6 +44,10 @@ class TopologyError(ZerorunError, ValueError):
     """Ranks, degrees or process groups do not fit together."""
 
 
+class DoesNotFitError(ZerorunError, MemoryError):
+    """The training needs more memory than there is. Raised before anything is allocated."""
+
+
 class StepError(ZerorunError, RuntimeError):
     """The training loop called the engine in an order, or with a value, that cannot be meant."""
 
@@ -70,6 +74,10 @@ class CheckpointError(ZerorunError, RuntimeError):
 
 class DamagedError(CheckpointError):
     """Files of a checkpoint are missing, short, or not what was written."""
+
+
+class SwapError(ZerorunError, RuntimeError):
+    """A disk has no room for the optimizer states that should lie there, or cannot give or take them."""
 
 
 class LaunchError(ZerorunError, RuntimeError):

@@ -299,6 +299,11 @@ class PeerMemory:
         return True
 
 
+def can_be_used() -> bool:
+    """True if this system and the environment let ranks of one host read each other's memory, as far as one can tell."""
+    return _readable() is not None and os.environ.get("ZERORUN_PEER_MEMORY", "1") != "0"
+
+
 @cache
 def _readable() -> ctypes.CDLL | None:
     """The C library, if this system can read the memory of other processes in the way this file needs."""

@@ -106,5 +106,5 @@ def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path
     slurm.ask("scancel", "--batch", "--signal=USR1", number)
     wait_for(lambda: log.read_text().count("run 1") == 3, 60, f"the job runs again: {log.read_text()}")
     text = log.read_text()
-    assert "the workers ask to be started again (exit code 75)" in text and "[zerorun] requeued" in text
+    assert "the workers ask to be started again (exit code 75)" in text and "[zerorun] requeueing this job" in text
     wait_for(lambda: not slurm.ask("squeue", "-h", "-o", "%i"), 20, "the job ends")

@@ -63,7 +63,8 @@ def test_json_has_everything() -> None:
     assert {entry["name"] for entry in live["sizes"]} == {"all_reduce", "all_gather", "reduce_scatter"}
     facts = report["hosts"][0]["facts"]
     assert {"torch", "python", "zerorun", "gloo"} <= set(facts["versions"])
-    assert {op["name"] for op in facts["native_ops"]} == {"fused Adam", "Lion", "peer memory"}
+    native = {"native optimizer", "native file access"}
+    assert {op["name"] for op in facts["native_ops"]} == {"fused Adam", "Lion", "peer memory"} | native
 
 
 def test_one_rank() -> None:

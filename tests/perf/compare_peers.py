@@ -6,6 +6,11 @@ Every contender runs in processes of its own, 2 gloo ranks with 1 thread each. R
 once, then all again, starting with another one. A contender's figure is the median over rounds of its median step.
 Prints a Markdown table; ``--json FILE`` keeps all figures with versions and the command.
 
+``zerorun-2-offload`` and ``deepspeed-2-offload`` have the optimizer in host memory; ``zerorun-3-offload-all``
+and ``deepspeed-3-offload-all`` the parameters, too:
+
+    python tests/perf/compare_peers.py --only zerorun-2,zerorun-2-offload,deepspeed-2-offload
+
 bf16: zerorun, FSDP2 and DeepSpeed compute in bf16 with fp32 masters; DDP and ZeroRedundancyOptimizer use
 torch.autocast on fp32 weights, which is their way to the same semantics.
 """
@@ -96,7 +101,7 @@ def make_step(name: str, args: argparse.Namespace) -> tuple[Callable[[list[Any]]
     begun = time.perf_counter()
     family, _, variant = name.partition("-")
     if family in ("zerorun", "deepspeed"):
-        step = _engine_step(family, model, int(variant), args)
+        step = _engine_step(family, model, variant, args)
     elif family == "ddp":
         step = _ddp_step(model, zero1=bool(variant), args=args)
     elif family == "fsdp2":
@@ -107,13 +112,18 @@ def make_step(name: str, args: argparse.Namespace) -> tuple[Callable[[list[Any]]
     return step, time.perf_counter() - begun
 
 
-def _engine_step(family: str, model: Any, stage: int, args: argparse.Namespace) -> Callable[[list[Any]], float]:
+def _engine_step(family: str, model: Any, variant: str, args: argparse.Namespace) -> Callable[[list[Any]], float]:
+    stage, _, offload = variant.partition("-")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_accumulation_steps": args.accumulation,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {
+            "stage": int(stage),
+            **({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+            **({"offload_param": {"device": "cpu"}} if offload == "offload-all" else {}),
+        },
         "bf16": {"enabled": args.dtype == "bf16"},
     }
     if family == "zerorun":
@@ -124,10 +134,12 @@ def _engine_step(family: str, model: Any, stage: int, args: argparse.Namespace) 
         import deepspeed
         import torch
 
-        del config["optimizer"]
-        config["zero_allow_untested_optimizer"] = True
-        adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-        engine = deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
+        adamw = None
+        if not offload:  # with offload it builds its own, DeepSpeedCPUAdam
+            del config["optimizer"]
+            config["zero_allow_untested_optimizer"] = True
+            adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+        engine = deepspeed.initialize(model=model, optimizer=adamw, model_parameters=model.parameters(), config=config)[0]
 
     def step(batches: list[Any]) -> float:
         for ids, targets in batches:

@@ -158,7 +158,7 @@ def build_seconds() -> float | None:
     for compiler in list(build.compilers(os.environ))[:1] * 3:
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            build.build(compiler, Path(folder) / "optimizer.so")
+            build.build(compiler, Path(folder) / "native.so")
             seconds.append(time.perf_counter() - began)
     return statistics.median(seconds) if seconds else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from zerorun.zero import partition
 from zerorun.zero.placement import HostLink, Placement, place_units
 
 STEPS = 3
+DISK = os.path.join(tempfile.gettempdir(), "zerorun-states")  # files there have no names
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"offload_optimizer": {"device": "cpu"}},
     "ratio 0": {"offload_optimizer": {"device": "cpu", "ratio": 0.0}},
@@ -28,6 +31,12 @@ PLACES: dict[str, dict[str, Any]] = {
     "params": {"offload_param": {"device": "cpu"}},
     "both": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "part of both": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "cpu"}},
+    "disk": {"offload_optimizer": {"device": "nvme", "nvme_path": DISK}},
+    "part on disk": {"offload_optimizer": {"device": "nvme", "nvme_path": DISK, "ratio": 0.5}},
+    "all on disk": {
+        "offload_optimizer": {"device": "nvme", "nvme_path": DISK},
+        "offload_param": {"device": "nvme", "nvme_path": DISK},
+    },
 }
 ROWS = pairwise(
     {
@@ -78,7 +87,9 @@ def train_apart(model: str, configs: list[dict[str, Any]]) -> list[Result]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize(("stage", "place"), [(1, "optimizer"), (2, "ratio 0.3"), (3, "optimizer"), (3, "both")])
+@pytest.mark.parametrize(
+    ("stage", "place"), [(1, "optimizer"), (2, "ratio 0.3"), (3, "optimizer"), (3, "both"), (2, "disk"), (3, "all on disk")]
+)
 def test_a_thread_of_the_host_changes_nothing(stage: int, place: str, precision: str) -> None:
     configs = [
         make_config(stage, accumulation=2, clip=0.5, precision=precision, zero_optimization=where)
@@ -116,7 +127,7 @@ def train_with_overflows(stage: int, places: list[dict[str, Any]]) -> list[tuple
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_planted_overflows(stage: int) -> None:
-    places = [{}, PLACES["optimizer"], PLACES["ratio 0.3"], *([PLACES["both"]] if stage == 3 else [])]
+    places = [{}, *(PLACES[name] for name in ("optimizer", "ratio 0.3", "disk")), *([PLACES["both"]] if stage == 3 else [])]
     for found in run_ranks(2, train_with_overflows, stage, places):
         scales, skipped, weights = found[0]
         assert skipped == PLANTED
@@ -182,14 +193,18 @@ def lone_ledger(config: dict[str, Any]) -> dict[str, int]:
 
 def test_ratio() -> None:
     """The last units go to the host, as many as the share says, to half of a unit."""
-    on_host = [p.optimizer for p in place_units([10, 30, 30, 30], optimizer=True, ratio=0.3, params=False)]
-    assert on_host == [False, False, False, True]
-    on_host = [p.optimizer for p in place_units([10, 30, 30, 30], optimizer=True, ratio=0.9, params=False)]
-    assert on_host == [False, True, True, True]
+
+    def placed(numels: list[int], **how: Any) -> list[Placement]:
+        given = {"optimizer": True, "params": False, "states_on_disk": False, "params_on_disk": False, **how}
+        return place_units(numels, **given)
+
+    assert [p.optimizer for p in placed([10, 30, 30, 30], ratio=0.3)] == [False, False, False, True]
+    assert [p.optimizer for p in placed([10, 30, 30, 30], ratio=0.9)] == [False, True, True, True]
     for ratio, expected in ((0.0, False), (1.0, True)):
-        placed = place_units([0, 5, 5], optimizer=True, ratio=ratio, params=True)
-        assert placed == [Placement(expected, params=True)] * 3
-    assert place_units([5, 5], optimizer=False, ratio=1.0, params=False) == [Placement()] * 2
+        assert placed([0, 5, 5], ratio=ratio, params=True) == [Placement(expected, params=True)] * 3
+    assert placed([5, 5], optimizer=False, ratio=1.0) == [Placement()] * 2
+    on_disk = placed([5, 5], ratio=0.5, states_on_disk=True)
+    assert on_disk == [Placement(), Placement(optimizer=True, states_on_disk=True)]
 
 
 # -- access ------------------------------------------------------------------------------------------------------
@@ -223,7 +238,8 @@ def access(places: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
 
 
 def test_access_by_name() -> None:
-    for resident, *others in run_ranks(2, access, [{}, PLACES["optimizer"], PLACES["both"], PLACES["ratio 0.3"]]):
+    places = [PLACES[name] for name in ("optimizer", "both", "ratio 0.3", "disk", "all on disk")]
+    for resident, *others in run_ranks(2, access, [{}, *places]):
         for other in others:
             assert len(other) == len(resident)
             assert all(torch.equal(a, b) for a, b in zip(other, resident, strict=True))
@@ -254,7 +270,7 @@ def cross(folder: str, places: dict[str, dict[str, Any]]) -> dict[tuple[str, str
 
 
 def test_checkpoints_cross_over(tmp_path: Path) -> None:
-    places = {"resident": {}, **{name: PLACES[name] for name in ("optimizer", "both", "params", "ratio 0.3")}}
+    places = {"resident": {}, **{name: PLACES[name] for name in ("optimizer", "both", "params", "ratio 0.3", "disk")}}
     for found in run_ranks(2, cross, str(tmp_path), places):
-        assert len(found) == 25
+        assert len(found) == 36
         assert all(found.values()), [pair for pair, same in found.items() if not same]

@@ -364,6 +364,10 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
             "zero_optimization.offload_param.device",
         ),
         (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/disk"}}},
+            "zero_optimization.offload_param.nvme_path",
+        ),
+        (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
             "zero_optimization.offload_param.device",
         ),
@@ -629,7 +633,7 @@ def test_describe_is_short_and_says_where_from() -> None:
     text = resolve(load_config({"train_batch_size": 8, "aio": {"use_gds": True}}), data_parallel_size=2).describe()
     assert "train_batch_size = 8  (file)" in text
     assert "train_micro_batch_size_per_gpu = 4  (derived)" in text
-    assert "aio.use_gds: only NVMe" in text
+    assert "aio.use_gds: what is on the disk is updated in host memory" in text
     assert "loss_scale" not in text
 
 

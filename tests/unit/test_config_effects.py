@@ -31,8 +31,8 @@ READ_BY_THE_ENGINE = {
     "data_types.": "grad_accum_dtype",
     "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
     "prefetch_bucket_size max_live_parameters ignore_unused_parameters",
-    "zero_optimization.offload_optimizer.": "device pin_memory ratio",
-    "zero_optimization.offload_param.": "device pin_memory",
+    "zero_optimization.offload_optimizer.": "device pin_memory ratio nvme_path",
+    "zero_optimization.offload_param.": "device pin_memory nvme_path",
     "optimizer.": "type params",
     "scheduler.": "type params",
     "activation_checkpointing.": "policy every_n cpu_checkpointing",

@@ -24,7 +24,6 @@ LAYERS = {
     "schedules": 1,
     "zero.layout": 1,
     "zero.order": 1,
-    "zero.placement": 1,
     "zero.policy": 1,
     "arguments": 1,
     "topology": 2,
@@ -32,6 +31,7 @@ LAYERS = {
     "peer_memory": 2,
     "ops": 2,
     "ops.adam": 2,
+    "ops.aio": 2,
     "ops.build": 1,
     "ops.token_loss": 2,
     "ops.lion": 2,
@@ -49,8 +49,10 @@ LAYERS = {
     "zero.norm": 3,
     "zero.partition": 3,
     "zero.pieces": 3,
+    "zero.placement": 3,
     "zero.report": 3,
     "zero.runtime": 3,
+    "zero.swap": 3,
     "zero.stepping": 3,
     "zero.unit": 3,
     "activations": 4,
@@ -90,6 +92,15 @@ LAYERS = {
     "checkpoint.stream": 4,
     "checkpoint.tensorfile": 4,
     "checkpoint.write": 4,
+    "disks": 4,
+    "estimate": 4,
+    "fitting": 4,
+    "intake": 4,
+    "limits": 1,
+    "moments": 4,
+    "plan": 4,
+    "receiving": 4,
+    "sizing": 4,
     "engine": 5,
     "assemble": 5,
     "report": 5,
@@ -127,7 +138,7 @@ LAYERS = {
     "launcher.cli": 5,
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
-NO_TORCH |= {"errors", "log", "batch", "arguments", "zero.policy", "ops.build"}
+NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "ops.build"}
 
 
 def sources() -> dict[str, Path]:

@@ -224,10 +224,10 @@ def test_setup_builds_it_and_never_fails(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tree, env={**os.environ, **env}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         built = tmp_path / folder / "zerorun" / "ops"
-        assert (built / "csrc" / "optimizer.cpp").exists()
-        assert (built / "lib" / "optimizer.so").exists() == (folder == "with")
+        assert {path.name for path in (built / "csrc").iterdir()} == {path.name for path in build.SOURCES}
+        assert (built / "lib" / "native.so").exists() == (folder == "with")
         assert ("no native library: there is no C++ compiler" in done.stderr) == (folder == "without")
-    assert native.Library(tmp_path / "with" / "zerorun" / "ops" / "lib" / "optimizer.so").isa in native.ISAS
+    assert native.Library(tmp_path / "with" / "zerorun" / "ops" / "lib" / "native.so").isa in native.ISAS
 
 
 def test_the_report_shows_it() -> None:

@@ -305,14 +305,14 @@ def test_unit_by_unit_is_one_step(path: str) -> None:
         param.grad = torch.full_like(param, 0.3)
         twin.grad = torch.full_like(twin, 0.3)
     first.step()
-    taken = second.settings_of(other)
+    taken = second.prepare(other)
     second.param_groups[0]["lr"] = 7.0
     for twin, settings in reversed(list(zip(other, taken, strict=True))):
         assert twin.grad is not None
         second.update(twin, twin.grad, None, settings, 0.5)
     assert all(map(torch.equal, one, other))
     with pytest.raises(ValueError, match=r"not a parameter .*\(2,\)"):
-        second.settings_of([torch.zeros(2)])
+        second.prepare([torch.zeros(2)])
 
 
 def test_parameters_without_a_gradient_stay() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..log import is_rank_zero, logger
+from ..ops.single_pass import SinglePassOptimizer
 from ..zero.pieces import OptimizerPiece, Run, owned_runs
 from ..zero.stepping import ShardedOptimizer
 from .collect import PeerReader
@@ -256,6 +257,8 @@ class ModelLoader:
     ) -> None:
         """Give every piece a state of the right keys and shapes, to be filled by ``reads``."""
         self._separate(sharded, keys, scalars)
+        if isinstance(sharded.optimizer, SinglePassOptimizer):  # which knows where its states belong
+            sharded.optimizer.prepare(piece.tensor for piece in sharded.pieces)
         for piece in sharded.pieces:
             old = sharded.optimizer.state.pop(piece.tensor, {})
             state = self._state(piece, old, keys, scalars, reads)

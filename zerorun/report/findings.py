@@ -24,6 +24,7 @@ _VERSIONS = {"zerorun": True, "python": True, "torch": True, "cuda": True, "nccl
 # Native operations that training can do without, and what to do about it.
 _OPTIONAL = {
     "native optimizer": "Updates in mixed precision take longer on CPUs. Install a C++ compiler (g++), or set $CXX.",
+    "native file access": "Offload to NVMe waits for Python to have time. Install a C++ compiler (g++), or set $CXX.",
     "peer memory": "Ranks of one host will send by gloo, which is slower.",
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerorun.ops import native, on_cuda
+from zerorun.ops import aio, native, on_cuda
 from zerorun.ops.adam import FusedAdam
 from zerorun.peer_memory import PeerMemory
 
@@ -92,6 +92,7 @@ def _native_ops() -> list[dict[str, Any]]:
         _tried("fused Adam", _try_adam, "torch's fused kernel, tried on"),
         _tried("Lion", _try_lion, "torch's kernels for lists of tensors, tried on"),
         _native_optimizer(),
+        _native_files(),
         _peer_memory(),
     ]
 
@@ -102,6 +103,13 @@ def _native_optimizer() -> dict[str, Any]:
     if torch.cuda.is_available():
         why += f"; on CUDA: {on_cuda.status(torch.device('cuda', torch.cuda.current_device()))}"
     return {"name": "native optimizer", "in_force": status.isa is not None, "why": why}
+
+
+def _native_files() -> dict[str, Any]:
+    status = aio.status()
+    native_backend = status.backend in aio.BACKENDS[:-1]
+    why = f"{status.backend}: {status.reason}" if status.backend else status.reason
+    return {"name": "native file access", "in_force": native_backend, "why": why}
 
 
 def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:

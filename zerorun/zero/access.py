@@ -52,7 +52,7 @@ def _find(param: torch.Tensor) -> tuple[Registry, Home] | None:
     for registry in _registries:
         home = registry.homes.get(id(param))
         if home is not None and home.segment.params[home.entry] is param:
-            home.unit.updated()
+            registry.runtime.finish_updates()
             return registry, home
     return None
 

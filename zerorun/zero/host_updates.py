@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ..ops.single_pass import SinglePassOptimizer
+from ..ops.single_pass import SinglePassOptimizer, Where
 from .pieces import OptimizerPiece
 from .placement import Arrival, HostLink
+from .swap import StateFile
 from .unit import Segment, Unit
 
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # what updates can write
@@ -40,17 +41,24 @@ def begin_updates(
 
     Settings of the optimizer's groups are taken now: a scheduler may change them before an update runs.
     """
-    settings = optimizer.settings_of(piece.tensor for piece in pieces)
+    settings = optimizer.prepare(piece.tensor for piece in pieces)
     jobs: dict[int, list[_Job]] = {}
     for piece, taken in zip(pieces, settings, strict=True):
         jobs.setdefault(id(piece.segment), []).append(_Job(piece, optimizer, taken, coefficient))
+    on_disk = [unit.index for unit in units if unit.placement.states_on_disk]
     for link in dict.fromkeys(unit.link for unit in units):
         assert link is not None
         link.open()
+        if link.store is not None and on_disk:
+            link.begin(partial(_begin_disk, link.store, on_disk[0]))
     for unit in units:
         assert unit.link is not None
         found = [(segment, jobs[id(segment)]) for segment in unit.trainable if id(segment) in jobs]
-        unit.update_by(partial(_let_wait, unit.link.begin(partial(_update, unit.link, found))))
+        work: Callable[[], list[Arrival]] = partial(_update, unit.link, found)
+        if unit.placement.states_on_disk:
+            assert unit.link.store is not None
+            work = partial(_update_on_disk, unit.link, unit.link.store, found, on_disk[on_disk.index(unit.index) :])
+        unit.update_by(partial(_let_wait, unit.link.begin(work)))
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,9 @@ class _Job:
     settings: dict[str, Any]
     coefficient: float
 
-    def run(self, out: torch.Tensor | None) -> None:
-        """``out``: where the new values go, rounded, besides the master."""
-        self.optimizer.update(self.piece.tensor, self.piece.gradient, out, self.settings, self.coefficient)
+    def run(self, out: torch.Tensor | None, where: Where | None) -> None:
+        """``out``: where the new values go, rounded, besides the master. ``where``: as for ``update``."""
+        self.optimizer.update(self.piece.tensor, self.piece.gradient, out, self.settings, self.coefficient, where)
 
 
 def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
@@ -73,29 +81,52 @@ def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
 
 
 @torch.inference_mode(False)  # the forward that waits for it may be in that mode; the optimizer's state must not be
-def _update(link: HostLink, segments: list[tuple[Segment, list[_Job]]]) -> list[Arrival]:
+def _update_on_disk(
+    link: HostLink, store: StateFile, segments: list[tuple[Segment, list[_Job]]], order: list[int]
+) -> list[Arrival]:
+    """``_update`` of unit ``order[0]`` in a buffer, while the next one in ``order`` is read."""
+    where = store.open(order[0])
+    for following in order[1:2]:
+        store.prefetch(following)
+    arrivals = _update(link, segments, where)
+    for arrival in arrivals:
+        arrival.synchronize()  # a master that is sent as it is lies in the buffer
+    store.release(order[0])
+    return arrivals
+
+
+@torch.inference_mode(False)  # as below
+def _begin_disk(store: StateFile, first: int) -> None:
+    store.begin()
+    store.prefetch(first)
+
+
+def _update(
+    link: HostLink, segments: list[tuple[Segment, list[_Job]]], where: Where | None = None
+) -> list[Arrival]:
     """Update ``segments`` and begin to send what has to be sent."""
     arrivals: list[Arrival] = []
     for segment, jobs in segments:
         if segment.master_is_weight or (beside_master(segment) and not link.apart):
             for job in jobs:
-                job.run(None if segment.master_is_weight else weight_of(job.piece))
+                job.run(None if segment.master_is_weight else weight_of(job.piece), where)
         elif segment.dtype in _ROUNDED and segment.dtype != torch.float32:
-            arrivals.append(_update_and_send(link, segment, jobs))
+            arrivals.append(_update_and_send(link, segment, jobs, where))
         else:
             for job in jobs:
-                job.run(None)
-            arrivals.append(link.send([(job.piece.tensor.view(-1), weight_of(job.piece)) for job in jobs]))
+                job.run(None, where)
+            masters = [job.piece.tensor if where is None else where(job.piece.tensor) for job in jobs]
+            arrivals.append(link.send([(m.view(-1), weight_of(job.piece)) for m, job in zip(masters, jobs, strict=True)]))
     return arrivals
 
 
-def _update_and_send(link: HostLink, segment: Segment, jobs: list[_Job]) -> Arrival:
+def _update_and_send(link: HostLink, segment: Segment, jobs: list[_Job], where: Where | None) -> Arrival:
     """The update writes rounded weights into a staging buffer, and those go to the device: half the bytes of a master."""
     assert segment.master is not None
     place, rounded = link.rounding_place(segment.master.numel(), segment.dtype)
     pairs = []
     for job in jobs:
         part = rounded[job.piece.low : job.piece.low + job.piece.tensor.numel()]
-        job.run(part)
+        job.run(part, where)
         pairs.append((part, weight_of(job.piece)))
     return link.send(pairs, place)

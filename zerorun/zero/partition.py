@@ -17,9 +17,10 @@ from torch import nn
 
 from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
+from ..topology import Topology
 from .init import forget_part, whole_value
 from .layout import build_layout
-from .placement import HostLink, Placement
+from .placement import Disk, HostLink, Placement
 from .policy import Policy
 from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
 
@@ -176,10 +177,13 @@ def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], 
 
 @dataclass
 class UnitBuilder:
-    """Turns specs into units with memory. One machinery for all stages: the policy only decides where slots lie."""
+    """Turns specs into units with memory. One machinery for all stages: the policy only decides where slots lie.
+
+    Without ``comm`` it makes a plan: the same units on the meta device, for any ``topology``. Parameters are not touched.
+    """
 
     policy: Policy
-    comm: Communicator
+    topology: Topology
     device: torch.device
     compute_dtype: torch.dtype | None  # None: every parameter keeps its dtype
     slot_count: int  # shared parameter slots: one in use, the others on their way
@@ -187,6 +191,31 @@ class UnitBuilder:
     whole: bool  # never cut a parameter
     placements: Sequence[Placement] = ()  # of the units, if not all on the device
     pinned: bool = True  # host memory
+    apart: bool = False  # the device has memory of its own
+    reads_parts: bool = False  # ranks can sum gradients from where autograd leaves them
+    comm: Communicator | None = None
+    disk: Disk | None = None  # what the placements put on one; a plan needs none
+
+    def disk_units(self, specs: list[UnitSpec]) -> dict[int, list[int]]:
+        """Unit -> elements of the masters that this rank keeps on a disk."""
+        found = {}
+        for index, (spec, placement) in enumerate(zip(specs, self.placements, strict=bool(self.placements))):
+            if placement.states_on_disk:
+                found[index] = [s.high - s.low for s in self._segments(spec) if s.trainable]
+        return found
+
+    def disk_params(self, specs: list[UnitSpec]) -> int:
+        """Bytes of the shards that this rank keeps on a disk."""
+        total = 0
+        for spec, placement in zip(specs, self.placements, strict=bool(self.placements)):
+            if placement.params_on_disk and self._shares(spec):
+                segments = self._segments(spec)
+                total += sum(aligned_bytes((s.high - s.low) * self._dtype(s.params[0]).itemsize) for s in segments)
+        return total
+
+    def _shares(self, spec: UnitSpec) -> bool:
+        """True if the unit has no parameter slot of its own."""
+        return self.policy.share_param_slots and spec.shares_slots and spec.name != ROOT
 
     def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
         """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
@@ -199,8 +228,8 @@ class UnitBuilder:
         # A gradient slot is filled when its unit's backward is over and is on the wire during the next one's.
         in_flight = max(self.slot_count - 1, 1)
         grad_slots = self._pool(in_flight, [self._grad_bytes(u) for u in sharing] if share_grads else [])
-        self._link = HostLink(self.device, pinned=self.pinned)
-        self._reserve_staging(units)
+        self._link = HostLink(self.device, pinned=self.pinned, store=self.disk.states if self.disk else None)
+        self.staging_bytes = self._reserve_staging(units)
         for position, unit in enumerate(sharing):
             if share_params:
                 unit.resident, unit.param_slot = False, position % self.slot_count
@@ -211,13 +240,14 @@ class UnitBuilder:
             self._materialise(unit, param_slots, grad_slots)
         return units, param_slots, grad_slots
 
-    def _reserve_staging(self, units: list[Unit]) -> None:
-        """Buffers for the largest segment that is updated in host memory, where it cannot be done in place."""
+    def _reserve_staging(self, units: list[Unit]) -> int:
+        """Buffers for the largest segment that is updated in host memory, where it cannot be done in place. Their bytes."""
         owned = [(s.high - s.low, self._dtype(s.params[0])) for u in units if u.placement.optimizer for s in u.trainable]
+        gradients = max((numel * torch.float32.itemsize for numel, _ in owned), default=0)
+        rounded = max((numel * dtype.itemsize for numel, dtype in owned if dtype.itemsize < 4), default=0)
         if self._link.apart:
-            gradients = max((numel * torch.float32.itemsize for numel, _ in owned), default=0)
-            rounded = max((numel * dtype.itemsize for numel, dtype in owned if dtype.itemsize < 4), default=0)
             self._link.reserve(gradients, rounded)
+        return 2 * (gradients + rounded) if self.apart else 0
 
     def _pool(self, count: int, sizes: list[int]) -> SlotPool:
         return SlotPool(count, max(sizes, default=0), self.device)
@@ -241,9 +271,9 @@ class UnitBuilder:
                 members.sort(key=lambda member: self.optimized[id(member[1])])
             names, params = [name for name, _ in members], [param for _, param in members]
             layout = build_layout(
-                names, [tuple(p.shape) for p in params], self.comm.topology.shard, whole=self.whole and trainable
+                names, [tuple(p.shape) for p in params], self.topology.shard, whole=self.whole and trainable
             )
-            segment = Segment(names, params, layout, self.comm.topology.shard_rank)
+            segment = Segment(names, params, layout, self.topology.shard_rank)
             segment.trainable = trainable
             segments.append(segment)
         return segments
@@ -260,35 +290,41 @@ class UnitBuilder:
             values = self._values(segment)  # [numel], the dtype the user gave
             segment.dtype = dtype
             large = segment.layout.numel >= LARGE_NUMEL * len(segment.params)
-            segment.unpacked = large and dtype == torch.float32 and self.comm.reads_parts
+            segment.unpacked = large and dtype == torch.float32 and self.reads_parts
+            segment.shard_is_in_place = unit.resident
             if unit.resident:
                 segment.adopt_full(values if values.dtype == dtype else values.to(dtype))
                 segment.shard = segment.full[segment.low : segment.high]
             else:
                 segment.adopt_full(carved[index])
-                segment.shard = self._kept(values[segment.low : segment.high], dtype, on_host=unit.placement.params)
+                segment.shard = self._kept_shard(unit, values[segment.low : segment.high], dtype)
             if segment.trainable:
                 self._give_master(unit, segment, values)
-            for param, view in zip(segment.params, segment.views, strict=True):
-                param.data = view
-            segment.loud = [placeholder(param) for param in segment.params]
+            del values  # before the next segment's are made
+            if self.comm is not None:
+                self._take_over(segment)
         self._give_gradients(unit, grad_slots)
-        if not unit.resident:
+        if self.comm is not None and not unit.resident:
             unit.release()
+
+    def _take_over(self, segment: Segment) -> None:
+        """From here on the parameters are views, and what they held before is free."""
+        for param, view in zip(segment.params, segment.views, strict=True):
+            param.data = view
+        segment.loud = [placeholder(param) for param in segment.params]
 
     def _values(self, segment: Segment) -> torch.Tensor:
         """The flat buffer [numel] of rank 0's parameters, on this rank's device."""
         flat = torch.zeros(segment.layout.numel, dtype=segment.dtype, device=self.device)
+        if self.comm is None:
+            return flat
         for entry, param in zip(segment.layout.entries, segment.params, strict=True):
             if param.is_meta:
                 raise ModelError(
                     f"parameter {entry.name} is on the meta device and has no values. Remedy: build the model inside "
                     "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
                 )
-            whole = whole_value(param)
-            if whole is not None:
-                forget_part(param)
-            flat[entry.offset : entry.end].copy_((param.detach() if whole is None else whole).reshape(-1))
+            flat[entry.offset : entry.end].copy_(_taken_value(param))
         self.comm.broadcast(flat, 0, "initial parameters")
         return flat
 
@@ -296,7 +332,18 @@ class UnitBuilder:
         """A copy of ``values`` where it is to stay."""
         if not on_host:
             return values.to(dtype, copy=True)
-        return self._link.empty(values.numel(), dtype).copy_(values)
+        return self._on_host(values.numel(), dtype).copy_(values)
+
+    def _kept_shard(self, unit: Unit, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of ``values`` for a unit that shares slots."""
+        if self.disk is None or not unit.placement.params_on_disk:
+            return self._kept(values, dtype, on_host=unit.placement.params)
+        return self.disk.take(values.numel(), dtype).copy_(values)
+
+    def _on_host(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.comm is None:
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        return self._link.empty(numel, dtype)
 
     def _give_master(self, unit: Unit, segment: Segment, values: torch.Tensor) -> None:
         if self.policy.shard_optimizer:
@@ -305,8 +352,11 @@ class UnitBuilder:
             owned, compute = values, segment.full
         on_host = unit.placement.optimizer
         weight_on_host = unit.placement.params and not unit.resident
-        if segment.dtype == torch.float32 and on_host == weight_on_host:
-            segment.master = compute
+        if segment.dtype == torch.float32 and on_host == weight_on_host and not unit.placement.states_on_disk:
+            segment.master, segment.master_is_weight = compute, True
+        elif self.disk is not None and unit.placement.states_on_disk:
+            assert self.disk.states is not None
+            segment.master = self.disk.states.master(unit.index, unit.trainable.index(segment)).copy_(owned)
         else:
             segment.master = self._kept(owned, torch.float32, on_host=on_host)
 
@@ -325,4 +375,13 @@ class UnitBuilder:
             else:
                 segment.grad_shard = slot[segment.low : segment.high]
             if on_host:
-                segment.host_grad, unit.link = self._link.empty(owned, torch.float32), self._link
+                segment.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
+
+
+def _taken_value(param: nn.Parameter) -> torch.Tensor:
+    """The full value [numel], put together if ``Init`` partitioned it, which ends here."""
+    whole = whole_value(param)
+    if whole is None:
+        return param.detach().reshape(-1)
+    forget_part(param)
+    return whole.reshape(-1)

@@ -23,22 +23,27 @@ from typing import TypeVar
 
 import torch
 
+from .swap import StateFile
+
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``optimizer``: master, moments and reduced gradients are in host memory. ``params``: the shard is."""
+    """``optimizer``: master, moments and reduced gradients are not on the device. ``params``: the shard is not.
+
+    They are in host memory then; ``states_on_disk``: master and moments in a file; ``params_on_disk``: the shard.
+    """
 
     optimizer: bool = False
     params: bool = False
-
-    @property
-    def device_only(self) -> bool:
-        return not (self.optimizer or self.params)
+    states_on_disk: bool = False
+    params_on_disk: bool = False
 
 
-def place_units(numels: Sequence[int], *, optimizer: bool, ratio: float, params: bool) -> list[Placement]:
+def place_units(
+    numels: Sequence[int], *, optimizer: bool, ratio: float, params: bool, states_on_disk: bool, params_on_disk: bool
+) -> list[Placement]:
     """The placement of each unit, of ``numels`` trainable elements, the root first.
 
     ``ratio``: share of the optimizer's elements that goes to the host. The rest stays with the first units: their gradients
@@ -49,9 +54,25 @@ def place_units(numels: Sequence[int], *, optimizer: bool, ratio: float, params:
     placed = []
     for numel in numels:
         on_host = optimizer and (ratio == 1.0 or (ratio > 0.0 and total > 0 and before + numel / 2 >= stay))
-        placed.append(Placement(on_host, params))
+        placed.append(Placement(on_host, params, on_host and states_on_disk, params_on_disk))
         before += numel
     return placed
+
+
+class Disk:
+    """What one rank keeps on disks: ``states``, and room for shards of parameters."""
+
+    def __init__(self, states: StateFile | None, params: torch.Tensor | None) -> None:
+        """``params``: [bytes] uint8."""
+        self.states, self._params, self._taken = states, params, 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next [numel] of the room for parameters."""
+        assert self._params is not None
+        size = numel * dtype.itemsize
+        part = self._params[self._taken : self._taken + size].view(dtype)
+        self._taken += -(-size // 64) * 64
+        return part
 
 
 class Staging:
@@ -109,15 +130,21 @@ class HostLink:
     when they are first waited for. They write rounded weights where these belong.
     """
 
-    def __init__(self, device: torch.device, *, pinned: bool = True, apart: bool | None = None) -> None:
-        """``apart``: work on a thread and through staging buffers; by default, if the device is not the CPU."""
+    def __init__(
+        self, device: torch.device, *, pinned: bool = True, apart: bool | None = None, store: StateFile | None = None
+    ) -> None:
+        """``apart``: work on a thread and through staging buffers; by default, if the device is not the CPU.
+
+        ``store``: masters and moments that are on a disk; there is a thread then, as well.
+        """
         self.device = device
         on_gpu = device.type == "cuda"
         self._pinned = pinned and on_gpu
         self._down = torch.cuda.Stream(device) if on_gpu else None
         self._up = torch.cuda.Stream(device) if on_gpu else None
         self.apart = on_gpu if apart is None else apart
-        self._worker = ThreadPoolExecutor(1, "zerorun-host") if self.apart else None
+        self.store = store
+        self._worker = ThreadPoolExecutor(1, "zerorun-host") if self.apart or store is not None else None
         self._landings: list[Callable[[], None]] = []
         self._landing = self._rounded = Staging(0, pinned=False)
 
@@ -128,8 +155,8 @@ class HostLink:
 
     @property
     def bytes(self) -> int:
-        """Of the staging buffers."""
-        return self._landing.bytes + self._rounded.bytes
+        """Of the staging buffers, and of those that a disk's bytes are updated in."""
+        return self._landing.bytes + self._rounded.bytes + (self.store.buffer_bytes if self.store is not None else 0)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat host tensor."""
@@ -211,7 +238,14 @@ class HostLink:
             self._rounded.hold(place, arrival.synchronize)
         return arrival
 
+    def settle(self) -> None:
+        """Wait until the disk has what was updated. Raises SwapError, again and again, if it did not take it."""
+        if self.store is not None:
+            self.begin(self.store.settle)()
+
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and let go of the file."""
         if self._worker is not None:
             self._worker.shutdown()
+        if self.store is not None:
+            self.store.close()

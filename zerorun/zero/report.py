@@ -1,15 +1,21 @@
-"""The byte ledger: what a rank holds, by kind, counted from the live buffers."""
+"""The byte ledger: what a rank holds, by kind, counted from the buffers of its units: live ones, or those of a plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+from .policy import Policy
 from .runtime import Runtime
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit
+
+# The kinds of memory on the device. Those in host memory are named "host ...", and those in files "disk ..."; they come up
+# only where there is any.
+DEVICE_KINDS = ("parameters", "gradients", "master", "moments", "slots", "buffers")
 
 
 def memory_by_kind(
@@ -17,20 +23,51 @@ def memory_by_kind(
 ) -> dict[str, int]:
     """Bytes by kind. ``slots``: everything a stage would not need by its formula (shared slots, receive buffers, and what
     a unit with a slot of its own holds beyond its shard). Padding of flat buffers is inside the kinds. What is placed in
-    host memory is apart, as "host master" and so on, where there is any."""
+    host memory is apart, as "host master" and so on, and what is in files as "disk master", where there is any."""
+    shared = runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.pool.bytes
+    links = {unit.link for unit in units if unit.link is not None}
+    moments = _live_moments(sharded) if sharded is not None else ()
+    return count_bytes(module, units, runtime.policy, shared, moments, sum(link.bytes for link in links))
+
+
+def count_bytes(
+    module: nn.Module,
+    units: list[Unit],
+    policy: Policy,
+    shared: int,
+    moments: Iterable[tuple[Segment, torch.Tensor]],
+    staging: int,
+) -> dict[str, int]:
+    """The ledger of ``units``, which may be a plan on the meta device. ``shared``: bytes of slots and receive buffers;
+    ``moments``: what the optimizer keeps for each segment; ``staging``: bytes of buffers between device, host and disk."""
     ledger: defaultdict[str, int] = defaultdict(int)
-    ledger |= dict.fromkeys(("parameters", "gradients", "master", "moments", "slots", "buffers"), 0)
-    policy = runtime.policy
+    ledger |= dict.fromkeys(DEVICE_KINDS, 0)
     for unit in units:
         for segment in unit.segments:
             _count_parameters(ledger, unit, segment, sharded=policy.share_param_slots)
             if segment.trainable:
                 _count_gradients(ledger, unit, segment, sharded=policy.share_grad_slots)
-    ledger["slots"] += runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.pool.bytes
+    ledger["slots"] += shared
     ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
-    if sharded is not None:
-        _count_moments(ledger, sharded)
+    where = {id(segment): _states_in(unit) for unit in units for segment in unit.segments}
+    for segment, value in moments:
+        ledger[f"{where[id(segment)]}moments"] += _nbytes(value)
+    if staging:
+        ledger["host staging"] = staging
     return dict(ledger)
+
+
+def total_of(ledger: Mapping[str, int], place: str) -> int:
+    """Bytes of the kinds in ``place``: "device", "host" or "disk"."""
+    found = dict.fromkeys(("device", "host", "disk"), 0)
+    for kind, size in ledger.items():
+        found["device" if kind in DEVICE_KINDS else kind.split()[0]] += size
+    return found[place]
+
+
+def _states_in(unit: Unit) -> str:
+    """The beginning of the kind of its master and moments."""
+    return "disk " if unit.placement.states_on_disk else "host " if unit.placement.optimizer else ""
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -43,9 +80,10 @@ def _count_parameters(ledger: dict[str, int], unit: Unit, segment: Segment, *, s
         ledger["parameters"] += shard if sharded else whole
         ledger["slots"] += whole - shard if sharded else 0
     else:
-        ledger["host parameters" if unit.placement.params else "parameters"] += shard
+        where = "disk " if unit.placement.params_on_disk else "host " if unit.placement.params else ""
+        ledger[f"{where}parameters"] += shard
     if segment.master is not None and not segment.master_is_weight:
-        ledger["host master" if unit.placement.optimizer else "master"] += _nbytes(segment.master)
+        ledger[f"{_states_in(unit)}master"] += _nbytes(segment.master)
 
 
 def _count_gradients(ledger: dict[str, int], unit: Unit, segment: Segment, *, sharded: bool) -> None:
@@ -61,10 +99,8 @@ def _count_gradients(ledger: dict[str, int], unit: Unit, segment: Segment, *, sh
         ledger["slots"] += _nbytes(segment.grad_full)
 
 
-def _count_moments(ledger: dict[str, int], sharded: ShardedOptimizer) -> None:
-    on_host = {id(segment) for unit in sharded.units if unit.placement.optimizer for segment in unit.segments}
+def _live_moments(sharded: ShardedOptimizer) -> Iterator[tuple[Segment, torch.Tensor]]:
     for piece in sharded.pieces:
-        kind = "host moments" if id(piece.segment) in on_host else "moments"
         for value in sharded.optimizer.state.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                ledger[kind] += _nbytes(value)
+                yield piece.segment, value

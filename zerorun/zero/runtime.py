@@ -40,7 +40,7 @@ _ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
 # Forwards that a backward may still come for. More than any loop keeps; bounds what forwards without one leave behind.
 _MAX_OUTSTANDING = 32
 # Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
-_MAX_REDUCING = 2
+MAX_REDUCING = 2
 _END = -1
 
 
@@ -281,7 +281,7 @@ class Runtime:
         self.grad_slots.occupant[unit.grad_slot] = unit.index
 
     def _reduce(self, unit: Unit) -> None:
-        while len(self.reducing) >= _MAX_REDUCING:
+        while len(self.reducing) >= MAX_REDUCING:
             self._finish_oldest()
         unit.gradients_final = self.last_session
         unit.start_reduce(self.comm)
@@ -482,9 +482,11 @@ class Runtime:
         return [self.units[index] for index in order]
 
     def finish_updates(self) -> None:
-        """Wait for the updates that go on behind the program."""
+        """Wait for the updates that go on behind the program: masters, moments and weights may be used by anybody then."""
         for unit in self.units:
             unit.updated()
+        for link in {unit.link for unit in self.units if unit.link is not None}:
+            link.settle()
 
     def publish(self) -> None:
         """The shards have new values: gather units with slots of their own, let go of what shared slots hold.

@@ -86,7 +86,9 @@ class Segment:
         self.trainable = self.params[0].requires_grad
         self.full: torch.Tensor
         self.shard: torch.Tensor
+        self.shard_is_in_place = False  # shard is a view of full
         self.master: torch.Tensor | None = None
+        self.master_is_weight = False  # master is a view of full or shard: the optimizer updates the weights in place
         self.grad_full: torch.Tensor | None = None
         self.grad_shard: torch.Tensor | None = None
         self.host_grad: torch.Tensor | None = None
@@ -112,20 +114,10 @@ class Segment:
         return self.layout.bounds[self.rank + 1]
 
     @property
-    def shard_is_in_place(self) -> bool:
-        """True if ``shard`` is a view of ``full``."""
-        return self.shard.data_ptr() == self.full[self.low :].data_ptr()
-
-    @property
     def weight(self) -> torch.Tensor:
         """The compute-dtype values of what ``master`` holds: [owned]."""
         owns_all = self.master is not None and self.master.numel() == self.layout.numel
         return self.full if owns_all and self.shard_is_in_place else self.shard
-
-    @property
-    def master_is_weight(self) -> bool:
-        """True if the optimizer updates the weights in place."""
-        return self.master is not None and self.master.data_ptr() == self.weight.data_ptr()
 
     def adopt_full(self, full: torch.Tensor) -> None:
         """Use ``full`` [numel] as the place of the gathered parameters."""
@@ -362,7 +354,7 @@ class Unit:
         self._updating = wait
 
     def updated(self) -> None:
-        """Wait for the update that is going on, if any: masters, moments, host gradients and shards are free then."""
+        """Wait for the update that is going on, if any: host gradients and shards are free then."""
         if self._updating is not None:
             wait, self._updating = self._updating, None
             wait()

@@ -1,0 +1,353 @@
+"""Files that are read and written while the program goes on: tickets, the back end in force, memory that disks can reach.
+
+The back ends are those of csrc/aio.cpp: io_uring, Linux AIO, or threads, whichever is the first to work on this machine;
+and without the native library threads of Python, which read and write the same bytes. ``ZERORUN_AIO`` takes another one:
+``io_uring``, ``libaio``, ``threads`` or ``python``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from . import native
+
+BACKENDS = ("io_uring", "libaio", "threads", "python")  # the first three as enum Backend in aio.cpp
+BLOCK_BYTES = 4096  # no disk or file system in use asks direct access to be aligned to more
+PIECE_BYTES = 1 << 20  # of a request, for one call of the kernel: large enough that calls cost nothing
+DEPTH = 32  # pieces at the kernel at a time: more than disks work on at once
+_PYTHON_THREADS = 8
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+_logger = logging.getLogger("zerorun")
+_warned: set[str] = set()
+
+
+@torch.inference_mode(False)  # else it could not be written to outside of that mode
+def aligned_empty(nbytes: int) -> torch.Tensor:
+    """A tensor [nbytes] uint8 whose memory starts at a page."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to hand to the disk: reads and writes take a fifth less time
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Ticket:
+    """One request. ``wait`` for it before the tensor is used; threads may wait for the same one."""
+
+    def __init__(self, file: AsyncFile, number: int) -> None:
+        self._file, self._number = file, number
+        self._errno: int | None = None  # 0 after success
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._errno is not None or self._file._queue.done(self._number)
+
+    def wait(self) -> None:
+        """Until all bytes have moved. Raises OSError with the name of the file, each time it is called."""
+        error = self.settle()
+        if error:
+            raise OSError(error, os.strerror(error), str(self._file.path))
+
+    def settle(self) -> int:
+        """Wait, and return errno, or 0 for success."""
+        with self._lock:
+            if self._errno is None:
+                self._errno = self._file._finish(self._number)
+            return self._errno
+
+
+class AsyncFile:
+    """A file to read and write, made if there is none. Threads may share it.
+
+    Requests whose memory, offset and length are multiples of :data:`BLOCK_BYTES` go past the page cache if the file system
+    can do that. Requests that overlap and are under way at the same time may come out mixed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError, and ValueError if ZERORUN_AIO names a back end that does not work here."""
+        self.path = path
+        self._direct, self._cached = _open_twice(path)
+        try:
+            self.backend, self._queue = _open_queue()
+        except BaseException:
+            _close_files((self._direct, self._cached))
+            raise
+        self._kept: dict[int, torch.Tensor] = {}  # nobody may free what the disk works with; by number of the request
+        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
+        self._release = weakref.finalize(self, _release, self._queue, (self._direct, self._cached), self._kept, os.getpid())
+
+    @property
+    def direct(self) -> bool:
+        """Requests may go past the page cache."""
+        return self._direct >= 0
+
+    @property
+    def descriptor(self) -> int:
+        """Of the file, through the page cache: for what is not reading or writing."""
+        return self._cached
+
+    def allocate(self, nbytes: int) -> None:
+        """Let the file have at least ``nbytes``, with room on the disk for all of them. Raises OSError."""
+        try:
+            os.posix_fallocate(self._cached, 0, nbytes)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def read(self, tensor: torch.Tensor, offset: int) -> Ticket:
+        """Begin to fill ``tensor``, contiguous and on the CPU, with the bytes from ``offset`` on."""
+        return self._submit(tensor, offset, write=False)
+
+    def write(self, tensor: torch.Tensor, offset: int) -> Ticket:
+        """Begin to write ``tensor``, contiguous and on the CPU, to ``offset``. It must not change before that is over."""
+        return self._submit(tensor, offset, write=True)
+
+    def close(self) -> None:
+        """Wait for everything that was begun, and close. Errors are left to the tickets. A second call does nothing."""
+        for number in list(self._kept):
+            ticket = self._tickets.get(number)
+            self._finish(number) if ticket is None else ticket.settle()
+        self._release()
+
+    def _finish(self, number: int) -> int:
+        error = self._queue.wait(number)
+        self._kept.pop(number)
+        return error
+
+    def _submit(self, tensor: torch.Tensor, offset: int, *, write: bool) -> Ticket:
+        if not self._release.alive:
+            raise ValueError(f"{self.path} is closed")
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or offset < 0:
+            place = f"a tensor on {tensor.device} with strides {tensor.stride()}, offset {offset}"
+            raise ValueError(f"{self.path}: {place}; it must be contiguous and on the CPU, and the offset not negative")
+        request = _Request(self._direct, self._cached, tensor.data_ptr(), tensor.nbytes, offset, write)
+        number = self._queue.submit(request)
+        self._kept[number] = tensor
+        ticket = self._tickets[number] = Ticket(self, number)
+        return ticket
+
+
+def _open_twice(path: Path) -> tuple[int, int]:
+    """(file past the page cache or -1, file through it)."""
+    cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        return (os.open(path, os.O_RDWR | _DIRECT) if _DIRECT else -1), cached
+    except OSError:  # the file system cannot
+        return -1, cached
+
+
+def _close_files(files: tuple[int, int]) -> None:
+    for file in files:
+        if file >= 0:
+            os.close(file)
+
+
+def _release(queue: _Queue, files: tuple[int, int], kept: dict[int, torch.Tensor], process: int) -> None:
+    """What has not begun is left undone. ``kept`` is here to hold the memory until nothing is under way."""
+    if os.getpid() == process:  # a forked child has neither the threads nor the memory
+        queue.close()
+        _close_files(files)
+        kept.clear()
+
+
+# -- back ends ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Request:
+    """``nbytes`` from or to memory at ``address``, and the file at ``offset``; ``direct`` is -1 or past the page cache."""
+
+    direct: int
+    cached: int
+    address: int
+    nbytes: int
+    offset: int
+    write: bool
+
+
+class _Queue(Protocol):
+    """Numbers count from 1. Each is waited for once."""
+
+    def submit(self, request: _Request) -> int: ...
+    def done(self, number: int) -> bool: ...
+    def wait(self, number: int) -> int: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Status:
+    """``backend``: one of :data:`BACKENDS`, or None if ZERORUN_AIO names one that does not work. ``reason``: why that."""
+
+    backend: str | None
+    reason: str
+
+
+def status() -> Status:
+    """Which back end files get in this process, and why. Tries it."""
+    wanted = os.environ.get("ZERORUN_AIO")
+    try:
+        backend, queue = _open_queue()
+    except ValueError as error:
+        return Status(None, str(error))
+    queue.close()
+    if wanted:
+        return Status(backend, f"ZERORUN_AIO={wanted}")
+    if backend == "python":
+        return Status(backend, f"threads of Python: {native.status().reason}")
+    left_out = BACKENDS[: BACKENDS.index(backend)]
+    return Status(backend, f"{' and '.join(left_out)}: not allowed here, or not there" if left_out else "works here")
+
+
+def _open_queue() -> tuple[str, _Queue]:
+    """(the back end, a new queue of it)."""
+    wanted = os.environ.get("ZERORUN_AIO")
+    if wanted and wanted not in BACKENDS:
+        raise ValueError(f"ZERORUN_AIO is {wanted!r}; it can be {', '.join(BACKENDS)}, or unset")
+    library = native.library() if wanted != "python" else None
+    for backend in BACKENDS[:-1]:
+        if library and wanted in (None, "", backend) and (opened := _NativeQueue.open(library.functions, backend)):
+            return backend, opened
+    if wanted and wanted != "python":
+        raise ValueError(f"ZERORUN_AIO is {wanted!r}, which does not work here: {native.status().reason}")
+    if not wanted:
+        _warn_once("files are read and written by threads of Python, as there is no native library: see above")
+    return "python", _PythonQueue()
+
+
+class _NativeQueue:
+    """A queue of csrc/aio.cpp."""
+
+    def __init__(self, functions: ctypes.CDLL, handle: int) -> None:
+        self._functions, self._handle = functions, ctypes.c_void_p(handle)
+
+    @classmethod
+    def open(cls, functions: ctypes.CDLL, backend: str) -> _NativeQueue | None:
+        pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        functions.zerorun_io_open.argtypes, functions.zerorun_io_open.restype = [number, number, size], pointer
+        functions.zerorun_io_submit.argtypes = [pointer, number, number, pointer, size, size, number]
+        functions.zerorun_io_submit.restype = size
+        for function in (functions.zerorun_io_wait, functions.zerorun_io_done):
+            function.argtypes, function.restype = [pointer, size], number
+        functions.zerorun_io_close.argtypes, functions.zerorun_io_close.restype = [pointer], None
+        handle = functions.zerorun_io_open(BACKENDS.index(backend), DEPTH, PIECE_BYTES)
+        return cls(functions, handle) if handle else None
+
+    def submit(self, request: _Request) -> int:
+        r = request
+        number = self._functions.zerorun_io_submit(self._handle, r.direct, r.cached, r.address, r.nbytes, r.offset, r.write)
+        if number < 0:
+            raise OSError(-number, os.strerror(-number))
+        return int(number)
+
+    def done(self, number: int) -> bool:
+        return bool(self._functions.zerorun_io_done(self._handle, number))
+
+    def wait(self, number: int) -> int:
+        return int(self._functions.zerorun_io_wait(self._handle, number))
+
+    def close(self) -> None:
+        self._functions.zerorun_io_close(self._handle)
+
+
+class _PythonQueue:
+    """The same in Python. The system calls let go of the interpreter's lock, and do most of the work."""
+
+    def __init__(self) -> None:
+        self._pieces: queue.SimpleQueue[tuple[int, _Request] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards the next three
+        self._left: dict[int, int] = {}  # pieces by number of the request
+        self._errors: dict[int, int] = {}
+        self._last = 0
+        self._threads = [
+            threading.Thread(target=self._work, name="zerorun aio", daemon=True) for _ in range(_PYTHON_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, request: _Request) -> int:
+        pieces = list(_cut(request))
+        with self._changed:
+            self._last += 1
+            number = self._last
+            self._left[number], self._errors[number] = len(pieces), 0
+        for piece in pieces:
+            self._pieces.put((number, piece))
+        return number
+
+    def done(self, number: int) -> bool:
+        with self._changed:
+            return not self._left.get(number)
+
+    def wait(self, number: int) -> int:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left[number])
+            del self._left[number]
+            return self._errors.pop(number)
+
+    def close(self) -> None:
+        with self._changed:
+            for number, left in self._left.items():
+                if left and not self._errors[number]:
+                    self._errors[number] = errno.ECANCELED
+        for _ in self._threads:
+            self._pieces.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        while (job := self._pieces.get()) is not None:
+            number, piece = job
+            error = self._errors[number] or _move(piece)
+            with self._changed:
+                self._errors[number] = self._errors[number] or error
+                self._left[number] -= 1
+                self._changed.notify_all()
+
+
+def _cut(request: _Request) -> Iterator[_Request]:
+    for done in range(0, request.nbytes, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, request.nbytes - done)
+        yield replace(request, address=request.address + done, nbytes=nbytes, offset=request.offset + done)
+
+
+def _move(piece: _Request) -> int:
+    """Move all bytes of a piece. errno, or 0 for success."""
+    memory = memoryview((ctypes.c_char * piece.nbytes).from_address(piece.address)).cast("B")
+    done, call, direct = 0, os.pwritev if piece.write else os.preadv, piece.direct
+    while done < piece.nbytes:
+        aligned = (piece.address + done) | (piece.nbytes - done) | (piece.offset + done)
+        past_cache = direct >= 0 and aligned % BLOCK_BYTES == 0
+        try:
+            moved = call(direct if past_cache else piece.cached, [memory[done:]], piece.offset + done)
+        except OSError as error:
+            if error.errno == errno.EINVAL and past_cache:
+                direct = -1
+                continue
+            return error.errno or errno.EIO
+        if moved == 0:  # the file is shorter than that
+            return errno.EIO if piece.write else errno.ENODATA
+        done += moved
+    return 0
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _logger.warning(message)

@@ -1,0 +1,136 @@
+"""Masters and moments on a disk: what is where, disks that are too small, and disks that fill up during training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import run_ranks
+from small_disk import run_on_small_disk
+from test_offload import PLACES, SMALL, ledgers
+from training import make_config, make_engine
+
+from zerorun.errors import ConfigError
+
+SETUP = """
+import os, sys, torch, zerorun
+from pathlib import Path
+from torch import nn
+from zerorun.errors import CheckpointError, SwapError
+from zerorun.ops.aio import AsyncFile
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "states"}},
+}
+
+def train(engine):
+    engine.backward(engine(torch.ones(1, 256)).square().mean())
+    engine.step()
+"""
+
+TOO_SMALL = (
+    SETUP
+    + """
+module = model()
+before = {name: value.clone() for name, value in module.state_dict().items()}
+try:
+    zerorun.initialize(module, config)
+except SwapError as error:
+    print(error)
+assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+train(zerorun.initialize(module, config))
+print(os.listdir("states"))
+"""
+)
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
+    """8 x 65,792 parameters with master and two moments are 6.02 MiB. The model can be used afterwards."""
+    told, left = run_on_small_disk(TOO_SMALL, tmp_path, mebibytes=4).splitlines()
+    assert "nvme_path = 'states': the disk is too small" in told
+    assert "take 6.03 MiB" in told
+    assert "4.00 MiB" in told
+    assert "Remedy: nvme_path on a larger disk" in told
+    assert left == "[]"
+
+
+FILLS_UP = (
+    SETUP
+    + """
+AsyncFile.allocate = lambda self, nbytes: os.truncate(self._cached, nbytes)  # as file systems do that allocate late
+engine = zerorun.initialize(model(), config)
+engine.save_checkpoint("../checkpoints")
+saved = engine.state_dict()
+with open("filler", "wb", buffering=0) as filler:
+    try:
+        while True:
+            filler.write(bytes(1 << 16))
+    except OSError:
+        pass
+try:
+    for _ in range(3):
+        train(engine)
+except SwapError as error:
+    print(error)
+try:
+    engine.save_checkpoint("../checkpoints", tag="lost")
+except CheckpointError as error:
+    print("ENOSPC" in str(error), os.listdir("../checkpoints"))
+config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+again = zerorun.initialize(model(), config)
+again.load_checkpoint("../checkpoints")
+assert all(torch.equal(value, saved[name]) for name, value in again.state_dict().items())
+train(again)
+os._exit(0)
+"""
+)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """The error comes with the next thing that needs the states, and the last checkpoint is as it was."""
+    told, checkpoints = run_on_small_disk(FILLS_UP, tmp_path, mebibytes=8).splitlines()
+    assert "No space left on device (ENOSPC) while writing unit" in told
+    assert "Checkpoints are not touched" in told
+    assert checkpoints.startswith("True")
+    assert "'lost'" not in checkpoints
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3)])
+def test_bytes_in_memory_fall_by_what_is_on_the_disk(world: int, stage: int, precision: str) -> None:
+    """But for three buffers of the largest unit's states."""
+    places = [PLACES["optimizer"], PLACES["disk"], *([PLACES["all on disk"]] if stage == 3 else [])]
+    for found in run_ranks(world, ledgers, places, stage, precision):
+        host, *disk = found
+        for ledger in disk:
+            assert ledger["disk moments"] == host["host moments"]
+            assert ledger["disk master"] == host["host moments"] // 2
+            assert ledger["host gradients"] == host["host gradients"]
+            assert "host master" not in ledger
+            assert "host moments" not in ledger
+            assert ledger["host staging"] % 3 == 0
+            assert ledger["host staging"] // 3 < (ledger["disk moments"] + ledger["disk master"]) * 0.6
+        if stage == 3:
+            assert disk[1]["disk parameters"] + disk[1]["parameters"] == host["parameters"]
+
+
+def refused(optimizer: str) -> str:
+    config = make_config(2, zero_optimization=PLACES["disk"])
+    config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3}}
+    with pytest.raises(ConfigError) as caught:
+        make_engine(SMALL, config)
+    return str(caught.value)
+
+
+def test_optimizers_that_cannot_work_on_a_disk() -> None:
+    for text in run_ranks(2, refused, "RAdam"):
+        assert "zero_optimization.offload_optimizer.device" in text
+        assert "RAdam has no update that works unit by unit" in text
+        assert "Name Adam, AdamW, Adagrad, Lion or SGD" in text

@@ -1,0 +1,213 @@
+"""Estimate: estimate_memory(), the bytes that a training would take, without allocating any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import peer_memory
+from .comm import GLOO, NCCL, PEER_MEMORY, default_device
+from .config import Config
+from .errors import TopologyError
+from .intake import OptimizerLike, take_in
+from .moments import Moments
+from .plan import shard_degree
+from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
+from .topology import Topology, divisors
+from .zero.report import total_of
+
+_RANKS_PER_NODE = 8  # where nothing else is said
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the rank that holds the most, and of its node. Printed, it is a table.
+
+    ``kinds``: what ``engine.memory_report()`` shows after a step; kinds that begin with "host" are in host memory, and
+    those that begin with "disk" in files.
+    ``start_up``: the peak of ``initialize()`` for a module built as usual, in full on every rank;
+    ``start_up_with_init``: for one built inside ``zerorun.zero.Init()``, its construction included.
+    ``gradients_in_backward``: gradients that autograd has made and zerorun has not taken yet, at most.
+    ``activation_bytes``: as given; what the model keeps between forward and backward is not zerorun's to know.
+
+    On a CPU the device is the host: ``device_*`` then counts host kinds, too.
+    """
+
+    kinds: Mapping[str, int]
+    parameters: int  # elements
+    stage: int
+    world_size: int  # data-parallel ranks
+    ranks_per_node: int
+    device: str  # "cuda" or "cpu"
+    transport: str  # of gradients and parameters: "nccl", "gloo" or "peer memory"
+    start_up: Peak
+    start_up_with_init: Peak
+    gradients_in_backward: int
+    activation_bytes: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """What a rank keeps in host memory beside its device."""
+        return total_of(self.kinds, "host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """What a rank keeps in files."""
+        return total_of(self.kinds, "disk")
+
+    @property
+    def device_bytes(self) -> int:
+        """What a rank keeps on its device."""
+        return total_of(self.kinds, "device") + (self.host_bytes if self.device == "cpu" else 0)
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The device's peak in a step: all kinds, gradients that autograd has just made, and ``activation_bytes``.
+
+        Not in it: the temporaries of single operations, and those that optimizers of other packages make in their step.
+        """
+        return self.device_bytes + self.gradients_in_backward + self.activation_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The device's peak over start-up and steps, for a module built as usual."""
+        return max(self.step_peak_bytes, self._on_device(self.start_up))
+
+    @property
+    def peak_with_init_bytes(self) -> int:
+        """The same for a module built inside ``zerorun.zero.Init()``."""
+        return max(self.step_peak_bytes, self._on_device(self.start_up_with_init))
+
+    @property
+    def node_host_bytes(self) -> int:
+        """The host memory of one node at its peak, for all its ranks, modules built as usual."""
+        if self.device == "cpu":
+            return self.ranks_per_node * self.peak_bytes
+        return self.ranks_per_node * max(self.host_bytes, self.start_up.host)
+
+    def _on_device(self, peak: Peak) -> int:
+        return peak.both if self.device == "cpu" else peak.device
+
+    def __str__(self) -> str:
+        lines = [
+            f"stage {self.stage}, {self.world_size} ranks ({self.ranks_per_node} on a node, {self.transport}), "
+            f"{self.parameters:,} parameters; the rank that holds the most, on {self.device}:",
+            *(f"  {kind:<44}{show(size):>12}" for kind, size in self.kinds.items() if size),
+        ]
+        backward = self.gradients_in_backward + self.activation_bytes
+        rows = {
+            "together, on the device": self.device_bytes,
+            "gradients on their way, and given activations": backward,
+            "peak of a step": self.step_peak_bytes,
+            "peak of the start-up": self._on_device(self.start_up),
+            "peak of the start-up with zero.Init()": self._on_device(self.start_up_with_init),
+            "host memory of one node, at its peak": self.node_host_bytes,
+        }
+        lines += [f"  {what:<44}{show(size):>12}" for what, size in rows.items()]
+        return "\n".join([*lines, *self.notes])
+
+
+def show(size: int) -> str:
+    """``size`` bytes for people."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def estimate_memory(
+    model: nn.Module,
+    config: str | Path | dict[str, Any],
+    world_size: int,
+    *,
+    ranks_per_node: int | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    device: str | None = None,
+    transport: str | None = None,
+    activation_bytes: int = 0,
+) -> Estimate:
+    """What ``zerorun.initialize(model, config)`` and the steps after it take on ``world_size`` ranks. Allocates nothing.
+
+    ``model``: on the meta device, or real; it stays as it is. ``optimizer`` and ``model_parameters``: as for
+    ``initialize``. ``ranks_per_node``: default 8, or fewer if there are not as many ranks. ``device``: "cuda" or "cpu",
+    default this machine's. ``transport``: "nccl", "gloo" or "peer memory", default what the ranks would use.
+    ``activation_bytes``: on a rank at its highest (``zerorun.checkpointing.kept_bytes`` tells a block's).
+
+    Raises ConfigError, ModelError or TopologyError, as ``initialize`` would.
+    """
+    if world_size < 1:
+        raise TopologyError(f"world_size must be at least 1, got {world_size}.")
+    wanted, raw = take_in(model, config, None, optimizer, model_parameters, world_size)
+    kind = torch.device(device).type if device is not None else default_device().type
+    local = min(ranks_per_node or _RANKS_PER_NODE, world_size)
+    transport = transport or default_transport(kind, world_size, local)
+    if transport not in (NCCL, GLOO, PEER_MEMORY):
+        raise TopologyError(f"transport must be {NCCL!r}, {GLOO!r} or {PEER_MEMORY!r}, got {transport!r}.")
+    topology = planned_topology(wanted, world_size, local)
+    sizing = Sizing(model, wanted, raw, topology, transport, kind)
+    heaviest = heaviest_rank(sizing.units)
+    if heaviest:
+        sizing = Sizing(model, wanted, raw, replace(topology, rank=heaviest), transport, kind)
+    moments = Moments(raw, sizing.pieces, torch.device("cpu"))
+    in_parts = partial(_held_in_parts, device_type=kind, world_size=world_size)
+    return Estimate(
+        kinds=sizing.kinds(moments),
+        parameters=sum(param.numel() for param in model.parameters()),
+        stage=wanted.zero_optimization.stage,
+        world_size=world_size,
+        ranks_per_node=local,
+        device=kind,
+        transport=transport,
+        start_up=sizing.start_up(partial(held_whole, device_type=kind)),
+        start_up_with_init=_with_construction(sizing.start_up(in_parts), in_parts, model),
+        gradients_in_backward=sizing.gradients_in_backward(),
+        activation_bytes=activation_bytes,
+        notes=(moments.unknown,) if moments.unknown else (),
+    )
+
+
+def default_transport(device_type: str, world_size: int, ranks_per_node: int) -> str:
+    """What ranks use who can."""
+    if device_type == "cuda":
+        return NCCL
+    return PEER_MEMORY if world_size <= ranks_per_node and peer_memory.can_be_used() else GLOO
+
+
+def planned_topology(config: Config, world_size: int, ranks_per_node: int) -> Topology:
+    """Rank 0's, without process groups. Raises TopologyError if the degrees do not divide."""
+    shard = shard_degree(config, world_size, ranks_per_node) or world_size
+    if world_size % shard:
+        raise TopologyError(
+            f"shard degree {shard} does not divide the {world_size} data-parallel ranks. "
+            f"Remedy: set zero_optimization.shard_degree to one of {divisors(world_size)}."
+        )
+    return Topology(world_size // shard, shard, 0)
+
+
+def held_whole(param: nn.Parameter, device_type: str) -> Holding:
+    """Of an ordinary module's: on the device if it is there, else in host memory."""
+    size = param.numel() * param.element_size()
+    return Holding(Bytes(size) if param.device.type == device_type else Bytes(host=size))
+
+
+def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Holding:
+    """Of a parameter that ``Init`` is going to partition. It is made where it will be used."""
+    part = -(-param.numel() // world_size) * param.element_size()
+    on_device = param.device.type == device_type or device_type == "cpu"
+    return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
+
+
+def _with_construction(peak: Peak, held: Held, model: nn.Module) -> Peak:
+    """``peak``, or that of building the model inside ``Init``: the parts of all, and one module's parameters in full."""
+    parts = sum((held(param).now for param in model.parameters()), Bytes())
+    own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in model.modules()]
+    built = parts + (Bytes(max(own)) if parts.device else Bytes(host=max(own)))
+    return Peak(max(peak.device, built.device), max(peak.host, built.host), max(peak.both, built.both))

@@ -1,0 +1,152 @@
+"""Intake: what initialize() and estimate_memory() are given, checked before anything is made of it.
+
+The configuration with all its values, and the optimizer: its parameter groups, and whether it can work on pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .config import Config, ModelFacts, load_config, resolve
+from .errors import ConfigError, ConfigProblem, ModelError
+from .optim import is_elementwise, refuse_unusable, resolve_optimizer
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class RawOptimizer:
+    """The optimizer before sharding: an instance, or the name and parameters of one to be made.
+
+    ``group_of``: id(parameter) -> index of its group. ``whole``: it must be given parameters uncut.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    groups: list[dict[str, Any]]
+    group_of: dict[int, int]
+    name: str
+    params: dict[str, Any]
+    whole: bool
+
+
+def take_in(
+    model: nn.Module,
+    config: str | Path | dict[str, Any] | None,
+    args: Any,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+    data_parallel_size: int,
+) -> tuple[Config, RawOptimizer]:
+    """The resolved configuration, and which parameters are optimized by what. Raises ConfigError or ModelError."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
+    source = config if config is not None else _config_of(args)
+    client = _client_optimizer(model, optimizer, model_parameters)
+    wanted = resolve(
+        load_config(source),
+        data_parallel_size=data_parallel_size,
+        model_facts=ModelFacts(_hidden_size(model)),
+        optimizer_given=client is not None,
+        learning_rate=client.param_groups[0]["lr"] if client else None,
+    )
+    return wanted, _raw_optimizer(model, wanted, client, model_parameters)
+
+
+def _config_of(args: Any) -> Any:
+    for name in ("config", "zerorun_config", "deepspeed_config"):
+        value = getattr(args, name, None)
+        if value is not None:
+            return value
+    raise ConfigError(
+        [
+            ConfigProblem(
+                "config",
+                None,
+                "no configuration was given.",
+                "pass config='ds.json' or a dict to initialize(), or --config ds.json to the script (args=...).",
+            )
+        ]
+    )
+
+
+def _client_optimizer(
+    model: nn.Module, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if callable(optimizer):
+        chosen = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        return optimizer([p for p in chosen if not isinstance(p, torch.Tensor) or p.requires_grad])
+    raise ModelError(f"optimizer must be a torch.optim.Optimizer or make one, got {type(optimizer).__name__}.")
+
+
+def _raw_optimizer(
+    model: nn.Module, config: Config, client: torch.optim.Optimizer | None, model_parameters: Iterable[Any] | None
+) -> RawOptimizer:
+    """Which parameters are optimized, in which groups, and by what."""
+    name, params = "", {}
+    if client is not None:
+        refuse_unusable(client)
+        _refuse_used(client)
+        groups, whole = client.param_groups, not is_elementwise(client)
+    elif config.optimizer is not None:
+        name, params = config.optimizer.type, dict(config.optimizer.params)
+        whole = not is_elementwise(resolve_optimizer(name, params)[0])
+        groups = _groups(model, model_parameters)
+    else:
+        return RawOptimizer(None, [], {}, "", {}, False)
+    known = {id(param): label for label, param in model.named_parameters()}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ModelError(
+                    f"parameter {position} of the optimizer's group {index}, of shape {tuple(param.shape)}, is not a "
+                    "parameter of the model. Remedy: make the optimizer from model.parameters() of this very model, "
+                    "after any change of its layers."
+                )
+            if id(param) in group_of:
+                raise ModelError(f"parameter {known[id(param)]!r} is in the optimizer twice. Remedy: list it once.")
+            group_of[id(param)] = index
+    if not any(param.requires_grad and id(param) in group_of for param in model.parameters()):
+        raise ModelError(
+            "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
+            "the optimizer out to use the engine for inference only."
+        )
+    return RawOptimizer(client, groups, group_of, name, params, whole)
+
+
+def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
+    chosen: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if chosen and all(isinstance(item, dict) for item in chosen):
+        return [{**group, "params": _as_list(group.get("params", []))} for group in chosen]
+    return [{"params": [param for param in chosen if param.requires_grad]}]
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """The width of a Hugging Face model, for "auto" sizes."""
+    described = getattr(model, "config", None)
+    for holder in (described, getattr(described, "text_config", None)):
+        size = getattr(holder, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+    sizes = getattr(described, "hidden_sizes", None)
+    return max(sizes) if sizes else None
+
+
+def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    if optimizer.state:
+        raise ModelError(
+            "the optimizer has been used before: it has state for whole parameters, but now works on pieces of them. "
+            "Remedy: pass a fresh optimizer to initialize()."
+        )
