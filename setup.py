@@ -79,7 +79,17 @@ setup(
         "matplotlib",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "transformers>=5,<6", "peft", "accelerate", "torchdata", "ruff", "mypy"],
+        "test": [
+            "pytest",
+            "hypothesis",
+            "transformers>=5,<6",
+            "peft",
+            "accelerate",
+            "torchdata",
+            "ruff",
+            "mypy",
+            "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",  # comes with PyTorch for CUDA only
+        ],
         "bench": ["deepspeed==0.19.8"],
         "tensorboard": ["tensorboard"],
     },

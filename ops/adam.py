@@ -1,5 +1,6 @@
 """Adam and AdamW through torch's fused kernel, with nothing around it.
 
+For GPUs that the kernel of triton_kernels.py cannot be compiled for; elsewhere single_pass.py takes its place.
 ``torch.optim`` runs the same kernel, but its first step imports the whole compiler front end: 75 MB of memory and about a
 second for every process, and it looks at every tensor again in every step. A sharded step has one tensor for a unit, and
 folds unscaling and clipping into the update.

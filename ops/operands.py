@@ -1,8 +1,9 @@
-"""The tensors of one single-pass update, and what they have to be."""
+"""The tensors of one single-pass update, and what they have to be; what can run one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class Operands:
             _check("state", state, self.weight, (torch.float32,))
         if self.out is not None:
             _check("out", self.out, self.weight, _ROUNDED)
+
+
+class Updates(Protocol):
+    """What runs updates on one kind of device: the native library, or the Triton kernels."""
+
+    def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
+        """Run ``rule``, a number of native.py. ``constants``: those fields of its ``Step`` that the rule reads."""
 
 
 def _check(name: str, tensor: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -3,7 +3,8 @@
 One pass unscales and clips the gradient (one coefficient), decays and updates the fp32 weight and its fp32 states, and
 writes the weight rounded to the dtype that the model computes in. In mixed precision with Adam that is 28 bytes per
 element, where casting up, updating and casting down takes 40. Formulas, state names and group keys are those of
-``torch.optim``. On a CPU the native library does it (native.py), elsewhere and without it torch does (torch_path.py).
+``torch.optim``. On a CPU the native library does it (native.py), on a GPU a Triton kernel (on_cuda.py); elsewhere, and
+without them, torch does (torch_path.py).
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from . import native, torch_path
-from .operands import Operands
+from . import native, on_cuda, torch_path
+from .operands import Operands, Updates
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
 # Tensors are as Operands says. ``coefficient`` multiplies the gradient, which stays as it is.
 
 
-def _library(operands: Operands) -> native.Library | None:
-    """What runs the update, if it is not torch. A kernel for another device belongs here, with the same ``update``."""
-    return native.library() if operands.weight.device.type == "cpu" else None
+def _library(operands: Operands) -> Updates | None:
+    """What runs the update, if it is not torch."""
+    device = operands.weight.device
+    if device.type == "cuda":
+        return on_cuda.kernels(device)
+    return native.library() if device.type == "cpu" else None
 
 
 @torch.no_grad()
@@ -283,6 +287,8 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
+        # A loaded count may be on a GPU, and would be waited for in every step.
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
         state["step"] += 1
         return int(state["step"])
 

@@ -1,4 +1,4 @@
-"""The updates of single_pass.py in torch's own kernels: off the CPU, and where there is no native library.
+"""The updates of single_pass.py in torch's own kernels: where there is neither the native library nor Triton.
 
 Tensors go chunk by chunk through a fp32 buffer for the gradient, so that gradients are not changed and no temporary is as
 large as a tensor. On a CPU a chunk stays in the cache. Results differ from the native ones by rounding: torch's kernels

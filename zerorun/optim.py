@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zerorun.errors import ConfigError, ConfigProblem, ModelError
 from zerorun.log import warn_once
-from zerorun.ops import single_pass
+from zerorun.ops import on_cuda, single_pass
 from zerorun.ops.adam import FusedAdam
 from zerorun.ops.lion import Lion
 from zerorun.ops.single_pass import SinglePassOptimizer
@@ -56,7 +56,7 @@ _FUSED: dict[type, tuple[str, ...]] = {
     torch.optim.Adagrad: ("cpu",),
 }
 
-# What updates tensors in host memory, and the parameters of the class that it has.
+# What updates tensors in one pass, and the parameters of the class that it has.
 _SINGLE_PASS: dict[type, tuple[type[SinglePassOptimizer], frozenset[str]]] = {
     torch.optim.Adam: (single_pass.Adam, frozenset({"lr", "betas", "eps", "weight_decay"})),
     torch.optim.AdamW: (single_pass.Adam, frozenset({"lr", "betas", "eps", "weight_decay"})),
@@ -275,13 +275,19 @@ def _tensors(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
-    """True if some tensors are in host memory, and single-pass updates have all that is asked for."""
+    """True if single-pass updates have all that is asked for, and run on the device of some tensor.
+
+    That is the CPU, and every GPU that the Triton kernels can be compiled for: on others, fused kernels of torch are better
+    than single-pass updates by torch.
+    """
     if optimizer_class not in _SINGLE_PASS:
         return False
     known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
     asked = set(kwargs).union(*groups) - {"params", "name"}
-    on_host = any(tensor.device.type == "cpu" for tensor in tensors)
-    return on_host and asked <= known and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+    if not asked <= known or any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
+        return False
+    devices = {tensor.device for tensor in tensors}
+    return any(d.type == "cpu" or (d.type == "cuda" and on_cuda.kernels(d) is not None) for d in devices)
 
 
 def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -290,9 +296,7 @@ def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     return once, {**kwargs, **(decoupled if once is single_pass.Adam else {})}
 
 
-def _fuse(
-    optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]
-) -> tuple[Any, dict[str, Any]]:
+def _fuse(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
     """The class and keywords that run the fused kernel: our thin Adam if it has all that is asked for, else torch's."""
     adam = optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
     asked = set(kwargs).union(*groups) - {"params", "name"}

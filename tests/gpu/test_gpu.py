@@ -1,4 +1,4 @@
-"""On a CUDA device: every stage equals the CPU run. Needs one GPU; two ranks share it over gloo."""
+"""On a CUDA device: every stage equals the CPU run, updates bit for bit. Needs one GPU; two ranks share it over gloo."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from updates import DTYPES, RULES, Rule, Work, random_bits, same, training
+
+from zerorun import optim
+from zerorun.ops import on_cuda, single_pass
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,6 +50,74 @@ def test_every_stage_equals_the_cpu(ranks: int, precision: str) -> None:
 def test_delays_on_side_streams_change_nothing(stage: int) -> None:
     plain, delayed = run(2, "cuda:0", stage, "fp32"), run(2, "cuda:0", stage, "fp32", delay=True)
     assert delayed["losses"] == plain["losses"]
+
+
+# -- updates in one pass -----------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_in_force() -> None:
+    assert on_cuda.kernels(torch.device("cuda", 0)) is not None, on_cuda.status(torch.device("cuda", 0))
+    param = torch.ones(4, device="cuda")
+    for name in ("AdamW", "Adam", "Adagrad", "Lion", "SGD"):
+        assert isinstance(optim.build_optimizer(name, {}, [{"params": [param]}]), single_pass.SinglePassOptimizer)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_updates_give_the_bits_of_the_cpu(rule: Rule) -> None:
+    for make in (random_bits, training):
+        for start in (0, 1):  # aligned, and not
+            for gradient_type in DTYPES:
+                for out_type in (*DTYPES, None):
+                    here = make(rule, 300_001)
+                    here.gradient, here.coefficient = here.gradient.to(gradient_type), 0.37
+                    here.out = None if out_type is None else torch.zeros(300_001, dtype=out_type)
+                    there = on_gpu(here)
+                    rule.run(part(here, start))
+                    rule.run(part(there, start))
+                    pairs = zip(here.results(), there.results(), strict=True)
+                    assert all(same(one, other.cpu()) for one, other in pairs), (start, gradient_type, out_type)
+
+
+def on_gpu(work: Work) -> Work:
+    out = None if work.out is None else work.out.cuda()
+    states = tuple(state.cuda() for state in work.states)
+    return Work(work.weight.cuda(), work.gradient.cuda(), states, out, work.coefficient)
+
+
+def part(work: Work, start: int) -> Work:
+    out = None if work.out is None else work.out[start:]
+    states = tuple(state[start:] for state in work.states)
+    return Work(work.weight[start:], work.gradient[start:], states, out, work.coefficient)
+
+
+def test_more_elements_than_32_bits_count() -> None:
+    numel = 2**31 + 4321
+    if torch.cuda.mem_get_info()[0] < 8 * numel:
+        pytest.skip(f"needs {8 * numel / 2**30:.0f} GiB of free device memory")
+    weight, gradient = torch.zeros(numel, device="cuda"), torch.ones(numel, dtype=torch.bfloat16, device="cuda")
+    single_pass.sgd(weight, gradient, lr=0.5)
+    assert weight.min() == weight.max() == -0.5
+
+
+def test_updates_do_not_wait_for_the_device() -> None:
+    param = torch.zeros(1000, device="cuda", requires_grad=True)
+    param.grad = torch.ones_like(param)
+    optimizer = single_pass.Adam([param])
+    optimizer.step()
+    torch.cuda._sleep(10**9)
+    slept = torch.cuda.Event()
+    slept.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not slept.query()
+
+
+# -- in the trained processes ------------------------------------------------------------------------------------------
 
 
 def delayed_collectives(engine: Any) -> None:

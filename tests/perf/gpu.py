@@ -1,155 +1,247 @@
-"""One GPU: what the engine costs beside the bare loop, for the 1B OLMo shape in bf16 with fused AdamW.
+"""One GPU, one call, under 8 minutes: what the engine costs, how well it uses the GPU, what offload costs, and what fits.
 
     python tests/perf/gpu.py --json tests/perf/results/gpu.json
+    python tests/perf/gpu.py --device cpu --tiny        # the same code on small models, to see that it works
 
-rho = step of a hand-written loop (bf16 weights, fp32 masters, fused AdamW) / step under the engine, medians of interleaved
-rounds. Also counts, in the engine's steady state, allocator segments made and host synchronisations.
+    machine    bandwidths of the device, the host link and host memory, and the best matmul: what the rest is divided by
+    optimizer  one mixed-precision AdamW update at 28 bytes per element, beside a device copy and torch's fused AdamW
+    runtime    1B OLMo shape: step of a hand-written loop / step under the engine (rho), for every stage; MFU; and what
+               the steady state allocates and waits for; FSDP2 and DeepSpeed, if it is installed, beside the same loop
+    7B         the 7B OLMo shape with full activation checkpointing, resident if it fits, else with a part offloaded: MFU
+    offload    1B with the optimizer in host memory, beside the resident step, and its lower bound
+    largest    most layers of the 7B shape's width that train, by bisection: resident and offloaded
+
+MFU is with causal attention, without the embedding but with the head, without what is computed again: of the data sheet's
+peak and of the best matmul measured here. Every part runs in a process of its own, and has a time limit: one that fails or
+takes too long leaves its reason in the result, and the others their time.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import multiprocessing
+import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from compare_peers import versions
+from gpu_models import SHAPES, Shape
+from gpu_parts import GIB, fits, host_bytes, host_room, largest, machine, offload_bound, optimizer, steps
 
-import zerorun
-
-WIDTH, LAYERS, HEADS, VOCABULARY, HIDDEN = 2048, 16, 16, 50304, 8192
-
-
-class Block(nn.Module):
-    """OLMo's: pre-norm without parameters, fused QKV, SwiGLU, no biases."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN, bias=False), nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(F.layer_norm(x, (WIDTH,))).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.out(attended)
-        gate, up = self.up(F.layer_norm(x, (WIDTH,))).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
+Found = dict[str, Any]
 
 
-class Olmo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+class Runner:
+    """Runs parts in processes of their own until the time is up. Fork: torch is imported once, and CUDA not in this one."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(F.layer_norm(x, (WIDTH,)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    def __init__(self, device: str, limit_s: float) -> None:
+        self.device, self.deadline = torch.device(device), time.monotonic() + limit_s
 
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
 
-def bare_step() -> Callable[[torch.Tensor], None]:
-    model = Olmo().cuda()
-    masters = [param.detach().clone() for param in model.parameters()]
-    model.bfloat16()
-    params = list(model.parameters())
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, weight_decay=0.0, fused=True)
-
-    def step(ids: torch.Tensor) -> None:
-        model(ids).backward()
-        for master, param in zip(masters, params, strict=True):
-            master.grad = param.grad.float()
-            param.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, 1.0)
-        optimizer.step()
-        torch._foreach_copy_([param.data for param in params], masters)
-
-    return step
+    def __call__(self, limit_s: float, part: Callable[..., Found], **arguments: Any) -> Found:
+        """What ``part`` found, or ``error``; with ``seconds``."""
+        begun, limit_s = time.monotonic(), min(limit_s, self.left_s)
+        if limit_s < 1:
+            return {"error": "no time left"}
+        context = multiprocessing.get_context("fork")
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(sender, part, self.device, arguments))
+        process.start()
+        sender.close()
+        found: Found = {"error": f"not done after {limit_s:.0f} s"}
+        try:
+            if receiver.poll(limit_s):
+                found = receiver.recv()
+        except EOFError:
+            process.join()
+            found = {"error": f"the process ended with exit code {process.exitcode}"}
+        process.kill()
+        process.join()
+        return {**found, "seconds": round(time.monotonic() - begun, 1)}
 
 
-def engine_step(stage: int) -> Callable[[torch.Tensor], None]:
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": stage},
-    }
-    engine = zerorun.initialize(Olmo(), config)
-
-    def step(ids: torch.Tensor) -> None:
-        engine.backward(engine(ids))
-        engine.step()
-
-    return step
+def _child(sender: Connection, part: Callable[..., Found], device: torch.device, arguments: Found) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # DeepSpeed's log
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device.index or 0)
+            device = torch.device("cuda", torch.cuda.current_device())
+        found = part(device, **arguments)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {str(error).strip()[:300]}"}
+    sender.send(found)
+    sender.close()
+    os._exit(0)  # some peers abort while the interpreter ends
 
 
-def measure(step: Callable[[torch.Tensor], None], ids: torch.Tensor, steps: int) -> float:
-    torch.cuda.synchronize()
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step(ids)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / steps
+# -- the parts -----------------------------------------------------------------------------------------------------------
 
 
-def count_steady_state(step: Callable[[torch.Tensor], None], ids: torch.Tensor) -> dict[str, int]:
-    """Allocator segments made and host synchronisations (as torch warns of them) in three steps."""
-    before = torch.cuda.memory_stats()["segment.all.allocated"]
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            step(ids)
-    torch.cuda.set_sync_debug_mode("default")
-    synchronisations = sum("synchroniz" in str(entry.message) for entry in caught)
-    segments = torch.cuda.memory_stats()["segment.all.allocated"] - before
-    return {"segments": int(segments), "synchronisations": synchronisations}
+def measure(run: Runner, args: argparse.Namespace) -> Found:
+    tiny = args.tiny
+    one, seven = (SHAPES[f"tiny {name}" if tiny else name] for name in ("1B", "7B"))
+    usual: Found = {"shape": one, "context": 32 if tiny else 2048, "rounds": 1 if tiny else 3, "repeat": 1 if tiny else 6}
+    usual["batch"] = 2 if tiny else args.batch
+    found: Found = {"machine": run(60, machine, tiny=tiny), "optimizer": run(60, optimizer, tiny=tiny)}
+    found["runtime"] = run(150, steps, names=[f"zerorun-{stage}" for stage in range(4)], base="bare", **usual)
+    for peer in args.peers:
+        found[f"runtime, {peer}"] = run(60, steps, names=[_stage(peer, 2)], base="bare", **usual)
+    found["offload"] = offload(run, args, {**usual, "batch": 2 * usual["batch"], "rounds": 1 if tiny else 2, "repeat": 2})
+    found["7B"] = seven_b(run, args, {**usual, "shape": seven, "base": None, "rounds": 1, "repeat": 1 if tiny else 3})
+    found["largest"] = largest_models(run, args, seven, found["machine"])
+    return found
+
+
+def _stage(peer: str, stage: int) -> str:
+    return f"{peer}-{stage}" if peer == "deepspeed" else peer
+
+
+def offload(run: Runner, args: argparse.Namespace, usual: Found) -> Found:
+    names = ["zerorun-3+offload", "zerorun-3+offload-all"]
+    found = run(100, steps, names=names, base="zerorun-3", **usual)
+    for peer in args.peers:
+        found[peer] = run(45, steps, names=[f"{_stage(peer, 2)}+offload"], base=None, **{**usual, "rounds": 1})
+    return found
+
+
+def seven_b(run: Runner, args: argparse.Namespace, usual: Found) -> Found:
+    """Resident; where it is too large, with 0.3 of the optimizer in host memory."""
+    found: Found = {}
+    for name in ("zerorun-3+ckpt", "zerorun-3+ckpt+offload-part"):
+        found[name] = run(75, steps, names=[name], **usual)
+        if "step_s" in found[name].get("found", {}).get(name, {}):
+            break
+    for peer in args.peers:
+        name = f"{_stage(peer, 3)}+ckpt"
+        found[name] = run(45, steps, names=[name], **usual)
+    return found
+
+
+def largest_models(run: Runner, args: argparse.Namespace, shape: Shape, machine: Found) -> Found:
+    """Billions of parameters by contender, with what each try said. A size that the host has no room for is not tried."""
+    peers = [_stage(peer, 3) for peer in args.peers]
+    names = [f"{name}+ckpt{where}" for where in ("", "+offload-all") for name in ("zerorun-3", *peers)]
+    limit = 16 * shape.with_layers(2).numel if args.tiny else None  # bytes: more than 2 tiny layers do not fit
+    found: Found = {}
+    for index, name in enumerate(names):
+        tries: list[Found] = []
+        until = time.monotonic() + run.left_s / (len(names) - index)
+
+        def tried(candidate: Shape, name: str = name, tries: list[Found] = tries, until: float = until) -> bool:
+            answer = _try(run, name, candidate, limit, until, 32 if args.tiny else 1024)
+            tries.append({"layers": candidate.layers, **answer})
+            return "step_s" in answer
+
+        first, most = (3, 4) if args.tiny else _span(name, shape, machine)
+        layers = largest(tried, shape, first, most)
+        billions = shape.with_layers(layers).numel / 1e9 if layers else 0.0
+        found[name] = {"billions": billions, "layers": layers, "at_most": most, "tries": tries}
+    return found
+
+
+def _span(name: str, shape: Shape, machine: Found) -> tuple[int, int]:
+    """Layers to try first, and at most: 20 and 14 bytes per parameter on the device; with offload, what the host allows."""
+    if host_bytes(name):
+        most = max(1, int(host_room() / host_bytes(name) / shape.block_numel) - 2)
+        return most, most
+    blocks = machine.get("device_gib", 80) * GIB / shape.block_numel
+    return int(blocks / 20), int(blocks / 14)
+
+
+def _try(run: Runner, name: str, shape: Shape, limit: int | None, until: float, context: int) -> Found:
+    needed = host_bytes(name) * shape.numel
+    if needed > host_room():
+        return {"error": f"needs about {needed / GIB:.0f} GiB of host memory, there are {host_room() / GIB:.0f}"}
+    left = min(40.0, until - time.monotonic())
+    return run(left, fits, name=name, shape=shape, context=context, limit_bytes=limit)
+
+
+# -- what it comes to ------------------------------------------------------------------------------------------------------
+
+
+def rows(found: Any) -> Any:
+    """Every measured step in ``found``, at any depth: (name, figures)."""
+    for name, value in found.items() if isinstance(found, dict) else ():
+        if isinstance(value, dict) and "tflops" in value:
+            yield name, value
+        else:
+            yield from rows(value)
+
+
+def conclude(found: Found) -> None:
+    """Add MFU to every step, and the lower bound to the offloaded ones."""
+    machine = found["machine"]
+    for _, row in rows(found):
+        for key, peak in (("mfu_datasheet", "datasheet_tflops"), ("mfu_matmul", "matmul_tflops")):
+            if machine.get(peak):
+                row[key] = row["tflops"] / machine[peak]
+    part = found["offload"]
+    for row in part.get("found", {}).values():
+        if "base_s" in row and "host_triad_gb_s" in machine:
+            row["bound"] = offload_bound(machine, {"step_s": row["base_s"]}, part["numel"])
+            row["of_resident"] = 1 / row.pop("rho")
+            row["of_bound"] = row["step_s"] / row["bound"]["bound_s"]
+
+
+def table(found: Found) -> str:
+    keys = ("rho", "mfu_datasheet", "mfu_matmul", "of_resident", "of_bound", "peak_gib", "segments", "synchronisations")
+    lines = [f"machine: {found['machine']}"]
+    for name, row in found["optimizer"].get("found", {}).items():
+        lines.append(f"optimizer: {name:30} {row['ms']:9.3f} ms {row['gb_s']:8.1f} GB/s {row['of_copy']:6.1%} of the copy")
+    for part in found:
+        for name, row in rows({part: found[part]}):
+            figures = "  ".join(f"{key} {row[key]:.3g}" for key in keys if key in row)
+            lines.append(f"{part}: {name:30} {1e3 * row['step_s']:9.1f} ms  {figures}")
+    for name, row in found["largest"].items():
+        lines.append(f"largest: {name:30} {row['billions']:.3g} billion parameters, {row['layers']} layers")
+    lines += [f"without a result: {name}: {reason}" for name, reason in errors(found) if "largest" not in name]
+    return "\n".join(lines)
+
+
+def errors(found: Any, name: str = "") -> Any:
+    """(where, reason) of everything that has none."""
+    if isinstance(found, dict):
+        if "error" in found:
+            yield name, found["error"]
+        for key, value in found.items():
+            yield from errors(value, f"{name}/{key}" if name else key)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="models of a few thousand parameters")
+    parser.add_argument("--batch", type=int, default=4, help="samples of 2048 tokens for the 1B and 7B shapes")
+    parser.add_argument("--peers", nargs="*", default=["fsdp2", "deepspeed"], choices=["fsdp2", "deepspeed"])
+    parser.add_argument("--limit", type=float, default=460.0, help="seconds for everything")
+    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
-    ids = torch.randint(0, VOCABULARY, (args.batch, args.context), device="cuda")
-    contenders = {"bare": bare_step(), **{f"zerorun-{stage}": engine_step(stage) for stage in range(4)}}
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for step in contenders.values():
-        measure(step, ids, 3)
-    for _ in range(args.rounds):
-        for name, step in contenders.items():
-            times[name].append(measure(step, ids, args.steps))
-    bare = statistics.median(times["bare"])
-    found: dict[str, Any] = {}
-    for name, step in contenders.items():
-        median = statistics.median(times[name])
-        found[name] = {"step_s": median, "rho": bare / median, **count_steady_state(step, ids)}
-        print(name, found[name])
+    args.peers = [peer for peer in args.peers if peer == "fsdp2" or importlib.util.find_spec(peer)]
+    if args.device == "cpu":
+        os.environ.update(ZERORUN_DEVICE="cpu", CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+    begun = time.monotonic()
+    found = measure(Runner(args.device, args.limit), args)
+    conclude(found)
+    print(table(found))
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
         record = {
-            "hardware": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            "commit": commit,
             "command": " ".join(sys.argv),
+            "commit": commit,
+            "versions": {**versions(), "platform": platform.platform()},
+            "seconds": round(time.monotonic() - begun),
             "found": found,
         }
         Path(args.json).write_text(json.dumps(record, indent=1))

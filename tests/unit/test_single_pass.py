@@ -1,8 +1,6 @@
 """Single-pass updates: every instruction set and torch's path against float64 and ``torch.optim``, and the optimizers.
 
-Errors are measured in units of fp32's epsilon, relative to the sum of the sizes of the terms that are added: where terms
-cancel, no fp32 arithmetic does better. Each output is checked given those before it: the weight, given the stored states.
-Every operation rounds by up to half a unit, and every constant, too. So 3 units bound Adam's five operations in a row.
+updates.py has the rules, and says how errors are measured.
 """
 
 from __future__ import annotations
@@ -10,124 +8,19 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from updates import DTYPES, EPSILON, RULES, TINIEST, Rule, Work, expect, lion_reference, random_bits, same, training
 
 from zerorun.ops import native, single_pass
 from zerorun.ops.single_pass import SGD, Adagrad, Adam, Lion, SinglePassOptimizer
 
-EPSILON = 2.0**-23
-TINIEST = 2.0**-149
 PATHS = (*native.ISAS, "torch")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MANY = 1_000_000
-
-
-@dataclass
-class Work:
-    """The tensors of one update: ``states`` as many as the rule has."""
-
-    weight: Tensor
-    gradient: Tensor
-    states: tuple[Tensor, ...]
-    out: Tensor | None = None
-    coefficient: float = 1.0
-
-    def copy(self) -> Work:
-        out = None if self.out is None else self.out.clone()
-        return replace(self, weight=self.weight.clone(), states=tuple(s.clone() for s in self.states), out=out)
-
-    def results(self) -> list[Tensor]:
-        return [self.weight, *self.states, *([] if self.out is None else [self.out])]
-
-
-Expected = tuple[Tensor, Tensor]  # a value, and the size of its terms; float64
-# (weight, gradient times coefficient, states, new states, hyperparameters), all float64 -> states, then the weight
-Reference = Callable[[Tensor, Tensor, list[Tensor], list[Tensor], dict[str, Any]], Iterator[Expected]]
-
-
-def coarse(eps: float) -> float:
-    """As the size of a quotient: what its dividend, denormal and so rounded to a multiple of TINIEST, can be wrong by."""
-    return TINIEST / eps / EPSILON
-
-
-def adam_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
-    (m, v), (beta1, beta2), t, decay = old, k["betas"], k["step"], k["weight_decay"]
-    decoupled = k["decoupled"]
-    size = g.abs() if decoupled else g.abs() + decay * w.abs()
-    g = g if decoupled else g + decay * w
-    yield torch.lerp(m, g, 1 - beta1), m.abs() + size
-    yield beta2 * v + (1 - beta2) * g * g, beta2 * v.abs() + (1 - beta2) * size**2
-    step = k["lr"] / (1 - beta1**t) * new[0] / ((new[1] / (1 - beta2**t)).sqrt() + k["eps"])
-    kept = w * (1 - k["lr"] * decay) if decoupled else w
-    yield kept - step, kept.abs() + step.abs() + coarse(k["eps"])
-
-
-def adagrad_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
-    size, g = g.abs() + k["weight_decay"] * w.abs(), g + k["weight_decay"] * w if k["weight_decay"] else g
-    yield old[0] + g * g, old[0].abs() + size**2
-    rate = k["lr"] / (1 + (k["step"] - 1) * k["lr_decay"])
-    denominator = new[0].sqrt() + k["eps"]
-    yield w - rate * g / denominator, w.abs() + rate * size / denominator + coarse(k["eps"])
-
-
-def lion_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
-    beta1, beta2 = k["betas"]
-    yield beta2 * old[0] + (1 - beta2) * g, old[0].abs() + g.abs()
-    direction = beta1 * old[0] + (1 - beta1) * g
-    unsure = direction.abs() < 4 * EPSILON * (old[0].abs() + g.abs()) + TINIEST  # its sign is a matter of rounding
-    kept = w * (1 - k["lr"] * k["weight_decay"])
-    yield kept - k["lr"] * direction.sign(), kept.abs() + k["lr"] + unsure * 2 / EPSILON
-
-
-def sgd_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
-    size, g = g.abs() + k["weight_decay"] * w.abs(), g + k["weight_decay"] * w if k["weight_decay"] else g
-    direction = g
-    if old:
-        blend = 1 - k["dampening"]
-        yield k["momentum"] * old[0] + blend * g, old[0].abs() + size
-        direction, size = new[0], new[0].abs()
-        if k["nesterov"]:
-            direction, size = g + k["momentum"] * new[0], g.abs() + k["weight_decay"] * w.abs() + new[0].abs()
-    yield w - k["lr"] * direction, w.abs() + k["lr"] * size
-
-
-@dataclass(frozen=True)
-class Rule:
-    function: Callable[..., None]
-    reference: Reference
-    states: int
-    hyper: dict[str, Any]
-
-    def run(self, work: Work) -> None:
-        self.function(work.weight, work.gradient, *work.states, out=work.out, coefficient=work.coefficient, **self.hyper)
-
-
-ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
-PLAIN_SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False}
-MOMENTUM = {**PLAIN_SGD, "momentum": 0.9, "dampening": 0.1}
-RULES = {
-    "adamw": Rule(single_pass.adam, adam_reference, 2, ADAMW),
-    "adam": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "decoupled": False}),
-    "adam, small betas": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "betas": (0.3, 0.4), "weight_decay": 0.0}),
-    "adam, no betas": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "betas": (0.0, 0.0)}),
-    "adagrad": Rule(
-        single_pass.adagrad,
-        adagrad_reference,
-        1,
-        {"step": 3, "lr": 0.01, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
-    ),
-    "lion": Rule(single_pass.lion, lion_reference, 1, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
-    "sgd": Rule(single_pass.sgd, sgd_reference, 0, PLAIN_SGD),
-    "sgd, no decay": Rule(single_pass.sgd, sgd_reference, 0, {**PLAIN_SGD, "weight_decay": 0.0}),
-    "sgd, momentum": Rule(single_pass.sgd, sgd_reference, 1, MOMENTUM),
-    "sgd, nesterov": Rule(single_pass.sgd, sgd_reference, 1, {**MOMENTUM, "dampening": 0.0, "nesterov": True}),
-}
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -148,45 +41,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-def training(rule: Rule, numel: int, seed: int = 0) -> Work:
-    """Sizes as in training: moments like gradients, and their squares."""
-    generator = torch.Generator().manual_seed(seed)
-    weight, gradient, first, second = (torch.randn(numel, generator=generator) * size for size in (0.05, 0.01, 0.01, 0.01))
-    states = (first**2,) if rule.function is single_pass.adagrad else (first, second**2)[: rule.states]
-    return Work(weight, gradient, states)
-
-
-def random_bits(rule: Rule, seed: int = 1) -> Work:
-    """Every fp32 bit pattern is as likely as any other; as far as a rule goes: sums of squares are not below 0."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [
-        torch.randint(-(2**31), 2**31, (MANY,), generator=generator, dtype=torch.int64).to(torch.int32).view(torch.float32)
-        for _ in range(4)
-    ]
-    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), TINIEST, -TINIEST, 2.0**-126, 1.0])
-    grid = torch.cartesian_prod(special, special, special, special)  # each with each
-    for place, tensor in enumerate(tensors):
-        tensor[: len(grid)] = grid[:, place]
-    weight, gradient, first, second = tensors
-    states = (first.abs(),) if rule.function is single_pass.adagrad else (first, second.abs())[: rule.states]
-    return Work(weight, gradient, states)
-
-
-def expect(rule: Rule, before: Work, after: Work) -> Iterator[tuple[Tensor, Expected]]:
-    """(result, what it should be) of each state, then of the weight."""
-    scaled = before.gradient.float() * before.coefficient  # rounded to fp32 once: that is what the update starts from
-    doubles = [[state.double() for state in work.states] for work in (before, after)]
-    found = rule.reference(before.weight.double(), scaled.double(), *doubles, rule.hyper)
-    return zip((*after.states, after.weight), found, strict=True)
-
-
-def same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, but every NaN is like every other, and 0 like -0 only with the same sign."""
-    integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
-    equal = one.view(integers) == other.view(integers)
-    return bool((equal | (one.isnan() & other.isnan())).all())
-
-
 # -- one update --------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +57,7 @@ def test_close_to_float64(rule: Rule, path: str, coefficient: float) -> None:
 @ALL_RULES
 def test_any_bits(rule: Rule, path: str) -> None:
     """NaN and infinities are where float64 has them, unless a term on the way is beyond fp32; the rest is close."""
-    before = random_bits(rule)
+    before = random_bits(rule, MANY)
     after = before.copy()
     rule.run(after)
     for result, (value, size) in expect(rule, before, after):
@@ -219,7 +73,7 @@ def test_any_bits(rule: Rule, path: str) -> None:
 @ALL_RULES
 def test_instruction_sets_give_the_same_bits(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     for gradient_type, out_type in ((torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)):
-        start = replace(random_bits(rule), out=torch.zeros(MANY, dtype=out_type), coefficient=0.3)
+        start = replace(random_bits(rule, MANY), out=torch.zeros(MANY, dtype=out_type), coefficient=0.3)
         start.gradient = start.gradient.to(gradient_type)
         done = []
         for isa in native.library().isas if native.library() else ():
@@ -262,7 +116,7 @@ def test_outputs_are_rounded_to_nearest_even(dtype: torch.dtype, path: str) -> N
     middle = ((numbers.double() + following.double()) / 2).float()
     infinity = torch.tensor(float("inf"))
     edges = [numbers, middle, torch.nextafter(middle, infinity), torch.nextafter(middle, -infinity)]
-    weight = torch.cat([*edges, random_bits(RULES["sgd"]).weight])
+    weight = torch.cat([*edges, random_bits(RULES["sgd"], MANY).weight])
     out = torch.zeros_like(weight, dtype=dtype)
     single_pass.sgd(weight, torch.zeros_like(weight), out=out, lr=0.0)
     assert same(out, weight.to(dtype))

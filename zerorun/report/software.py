@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerorun.ops import aio, native
+from zerorun.ops import aio, native, on_cuda
 from zerorun.ops.adam import FusedAdam
 from zerorun.peer_memory import PeerMemory
 
@@ -100,6 +100,8 @@ def _native_ops() -> list[dict[str, Any]]:
 def _native_optimizer() -> dict[str, Any]:
     status = native.status()
     why = status.reason if status.isa is None else f"{status.source}, {status.isa}: {status.reason}"
+    if torch.cuda.is_available():
+        why += f"; on CUDA: {on_cuda.status(torch.device('cuda', torch.cuda.current_device()))}"
     return {"name": "native optimizer", "in_force": status.isa is not None, "why": why}
 
 

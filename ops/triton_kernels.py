@@ -1,0 +1,198 @@
+"""The single-pass updates on GPUs: one Triton kernel, which computes what csrc/optimizer.cpp does.
+
+Importing this file imports Triton; on_cuda.py does so when the first CUDA tensor is updated. With ``TRITON_INTERPRET=1`` at
+that time, the same code runs on CPU tensors, in numpy.
+
+The kernel gives the bits of the native library (signs and payloads of NaN aside): nothing is contracted to fused
+multiply-adds, divisions and square roots are rounded correctly, and the conversion to bf16 is the same integer arithmetic.
+Constants that change from step to step are plain arguments, so that nothing is compiled again. Nothing waits for the GPU.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# (Triton takes the annotations of a kernel for its own.)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import native
+from .operands import Operands
+
+_ADAM, _ADAGRAD, _LION = tl.constexpr(native.ADAM), tl.constexpr(native.ADAGRAD), tl.constexpr(native.LION)
+_BLOCK = 1024  # elements of a program: with 4 warps, 8 for a thread, which accesses 4 of them at a time
+_CONSTANTS = ("decay", "rate", "momentum", "blend", "second_keep", "second_blend", "correction", "eps")
+
+
+class Kernels:
+    """The counterpart of :class:`native.Library` for tensors on GPUs."""
+
+    def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
+        """Queue ``rule`` on the current stream. ``constants``: as :meth:`native.Library.update` gets them."""
+        weight, out = operands.weight, operands.out
+        first, second = (*operands.states, None, None)[:2]
+        nesterov = bool(constants.get("nesterov"))
+        floats = {name: float(constants.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
+        floats |= {"keep": float(constants.get("keep", 1.0)), "coefficient": float(operands.coefficient)}
+        if weight.numel():
+            with torch.cuda.device_of(weight):
+                _update[(triton.cdiv(weight.numel(), _BLOCK),)](
+                    weight,
+                    _bits(operands.gradient),
+                    first,
+                    second,
+                    None if out is None else _bits(out),
+                    weight.numel(),
+                    **floats,
+                    RULE=rule,
+                    NESTEROV=nesterov,
+                    BLOCK=_BLOCK,
+                    num_warps=4,
+                    enable_fp_fusion=False,
+                )
+        # Autograd must notice that these have changed, although torch did not do it.
+        torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """bf16 as integers, which the kernel converts itself."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+# -- one program: BLOCK elements ---------------------------------------------------------------------------------------
+#
+# The arguments from ``coefficient`` to ``eps`` are fields of struct Step in optimizer.cpp, which says what they mean. Whole
+# blocks go without a mask, so that accesses are 16 bytes wide whatever the length of the tensor is.
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _update(
+    weight,
+    gradient,
+    first,
+    second,
+    out,
+    numel,
+    coefficient,
+    keep,
+    decay,
+    rate,
+    momentum,
+    blend,
+    second_keep,
+    second_blend,
+    correction,
+    eps,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
+    at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, alike for all dtypes
+    constants = (keep, decay, rate, momentum, blend, second_keep, second_blend, correction, eps)
+    if start + BLOCK <= numel:
+        _elements(weight, gradient, first, second, out, at, None, coefficient, constants, RULE, NESTEROV)
+    else:
+        _elements(weight, gradient, first, second, out, at, at < numel, coefficient, constants, RULE, NESTEROV)
+
+
+@triton.jit
+def _elements(
+    weight, gradient, first, second, out, at, mask, coefficient, constants, RULE: tl.constexpr, NESTEROV: tl.constexpr
+):
+    keep, decay, rate, momentum, blend, second_keep, second_blend, correction, eps = constants
+    w, g, m, v = _load(weight, gradient, first, second, at, mask, coefficient)
+    if RULE == _ADAM:
+        w, m, v = _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, correction, eps)
+    elif RULE == _ADAGRAD:
+        w, m = _adagrad(w, g, m, decay, rate, eps)
+    elif RULE == _LION:
+        w, m = _lion(w, g, m, keep, rate, momentum, blend, second_keep, second_blend)
+    elif first is None:
+        w = w - rate * _decayed(w, g, decay)
+    else:
+        w, m = _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV)
+    _store(weight, first, second, out, at, mask, w, m, v)
+
+
+@triton.jit
+def _load(weight, gradient, first, second, at, mask, coefficient):
+    """Weight, scaled gradient and states, fp32; in place of a state that there is not, the weight."""
+    w = tl.load(weight + at, mask=mask)
+    g = _to_fp32(tl.load(gradient + at, mask=mask))
+    m = w
+    v = w
+    if first is not None:
+        m = tl.load(first + at, mask=mask)
+    if second is not None:
+        v = tl.load(second + at, mask=mask)
+    return w, g * coefficient, m, v
+
+
+@triton.jit
+def _store(weight, first, second, out, at, mask, w, m, v):
+    tl.store(weight + at, w, mask=mask)
+    if first is not None:
+        tl.store(first + at, m, mask=mask)
+    if second is not None:
+        tl.store(second + at, v, mask=mask)
+    if out is not None:
+        if out.dtype.element_ty == tl.int16:
+            tl.store(out + at, _to_bf16(w), mask=mask)
+        else:
+            tl.store(out + at, w.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _to_fp32(value):
+    if value.dtype == tl.int16:  # a bf16
+        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def _to_bf16(value):
+    """Rounded to nearest even, as the bits of a bf16."""
+    bits = value.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    quiet = (bits >> 16) | 0x40  # rounding could carry a NaN's mantissa away
+    return tl.where(value != value, quiet, rounded).to(tl.int16)
+
+
+# -- the rules: new weight and states of elements, from weight, gradient and states ------------------------------------
+
+
+@triton.jit
+def _decayed(w, g, decay):
+    return tl.where(decay != 0.0, g + decay * w, g)
+
+
+@triton.jit
+def _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, correction, eps):
+    g = _decayed(w, g, decay)
+    m = tl.where(blend > 0.0, m, g) + blend * (g - m)
+    v = second_keep * v + (second_blend * g) * g
+    return keep * w - tl.div_rn(rate * m, tl.sqrt_rn(v) * correction + eps), m, v
+
+
+@triton.jit
+def _adagrad(w, g, m, decay, rate, eps):
+    g = _decayed(w, g, decay)
+    m = m + g * g
+    return w - tl.div_rn(rate * g, tl.sqrt_rn(m) + eps), m
+
+
+@triton.jit
+def _lion(w, g, m, keep, rate, momentum, blend, second_keep, second_blend):
+    direction = momentum * m + blend * g
+    sign_rate = tl.where(direction > 0.0, rate, 0.0) - tl.where(direction < 0.0, rate, 0.0)
+    return keep * w - sign_rate, second_keep * m + second_blend * g
+
+
+@triton.jit
+def _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV: tl.constexpr):
+    g = _decayed(w, g, decay)
+    m = momentum * m + blend * g
+    ahead = g + momentum * m if NESTEROV else m
+    return w - rate * ahead, m

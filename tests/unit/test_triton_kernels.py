@@ -1,0 +1,288 @@
+"""The Triton kernel without a GPU: in Triton's interpreter, bit for bit beside the native library, and compiled for GPUs.
+
+The interpreter computes with numpy, so the arithmetic is tested, and not what a compiler makes of it. That is what the
+machine code is looked at for: no operation may be fused, approximate or flush denormals, and accesses must be wide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from updates import DTYPES, EPSILON, RULES, TINIEST, Rule, Work, expect, random_bits, same, training
+
+from zerorun import optim
+from zerorun.ops import native, on_cuda, single_pass
+from zerorun.report import software
+
+triton = pytest.importorskip("triton")
+
+from zerorun.ops import triton_kernels  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every overflow and NaN
+ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+SIZES = (1, 2, 15, 1023, 1024, 1025, 2500)
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Any:
+    """A copy of the module with kernels for the interpreter: when one is defined, this is decided for good."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec = importlib.util.spec_from_file_location("zerorun.ops.interpreted", triton_kernels.__file__)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return module.Kernels()
+
+
+@pytest.fixture
+def on_cpu(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the kernel update CPU tensors."""
+    monkeypatch.setattr(native, "library", lambda: interpreted)
+    return interpreted
+
+
+def both(rule: Rule, start: Work, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any]]:
+    """(result of the native library, result of the kernel) of each tensor."""
+    if native.library() is None:
+        pytest.skip("there is no native library to compare with; the comparison with float64 does without")
+    here, there = start.copy(), start.copy()
+    rule.run(here)
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "library", lambda: kernels)
+        rule.run(there)
+    yield from zip(here.results(), there.results(), strict=True)
+
+
+@ALL_RULES
+@pytest.mark.parametrize("coefficient", [1.0, 0.37])
+def test_close_to_float64(rule: Rule, coefficient: float, on_cpu: Any) -> None:
+    before = replace(training(rule, 5000), coefficient=coefficient)
+    after = before.copy()
+    rule.run(after)
+    for result, (value, size) in expect(rule, before, after):
+        assert ((result.double() - value).abs() / (size * EPSILON + TINIEST)).max() <= 3
+
+
+@ALL_RULES
+def test_bits_of_the_native_library(rule: Rule, interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any bits in, with denormals, infinities and NaN; all dtypes."""
+    for kind in (random_bits(rule, 6561), training(rule, 6561)):
+        for number, gradient_type in enumerate(DTYPES):
+            for out_type in (DTYPES[number], None):
+                start = replace(kind, gradient=kind.gradient.to(gradient_type), coefficient=0.37)
+                start.out = None if out_type is None else torch.zeros(6561, dtype=out_type)
+                for one, other in both(rule, start, interpreted, monkeypatch):
+                    if rule is RULES["adam, no betas"]:  # Triton's interpreter before 3.7 takes a constant -0.0 for 0.0
+                        one, other = one + 0.0, other + 0.0
+                    assert same(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_gradient_is_converted_exactly(dtype: torch.dtype, on_cpu: Any) -> None:
+    gradient = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    weight = torch.zeros(2**16)
+    single_pass.sgd(weight, gradient, lr=1.0)
+    assert same(weight, 0.0 - gradient.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_are_rounded_to_nearest_even(dtype: torch.dtype, on_cpu: Any) -> None:
+    """Every number of the type, and halfway to the next one, and one fp32 unit to either side of that."""
+    integers = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    numbers, following = (integers.add(more).to(torch.int16).view(dtype).float() for more in (0, 1))
+    middle = ((numbers.double() + following.double()) / 2).float()
+    infinity = torch.tensor(float("inf"))
+    weight = torch.cat([numbers, middle, torch.nextafter(middle, infinity), torch.nextafter(middle, -infinity)])
+    out = torch.zeros_like(weight, dtype=dtype)
+    single_pass.sgd(weight, torch.zeros_like(weight), out=out, lr=0.0)
+    assert same(out, weight.to(dtype))
+
+
+@ALL_RULES
+def test_every_length_and_any_start(rule: Rule, on_cpu: Any) -> None:
+    """Nothing outside is touched, and a place in a tensor makes no difference."""
+    whole = replace(training(rule, 3000), out=torch.zeros(3000, dtype=torch.bfloat16))
+    whole.gradient = whole.gradient.bfloat16()
+    done = whole.copy()
+    rule.run(done)
+    for numel, start in [(0, 0), *((numel, start) for numel in SIZES for start in (0, 1, 3))]:
+        inner, part = slice(start, start + numel), whole.copy()
+        assert part.out is not None
+        rule.run(
+            Work(part.weight[inner], part.gradient[inner], tuple(state[inner] for state in part.states), part.out[inner])
+        )
+        for result, all_done, untouched in zip(part.results(), done.results(), whole.results(), strict=True):
+            assert torch.equal(result[:start], untouched[:start])
+            assert torch.equal(result[start + numel :], untouched[start + numel :])
+            assert same(result[inner], all_done[inner])
+
+
+def test_autograd_notices_an_update(on_cpu: Any) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    product = (weight * weight).sum()
+    single_pass.sgd(weight, torch.ones(3), lr=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# -- machine code ------------------------------------------------------------------------------------------------------
+
+
+def compiled(rule: int, states: int, gradient: str, out: str | None, capability: int, *, aligned: bool = True) -> Any:
+    """The kernel for a GPU that need not be there. ``gradient``, ``out``: Triton's names of pointers."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = triton_kernels._update
+    signature = dict.fromkeys(kernel.arg_names, "fp32")
+    signature |= {"weight": "*fp32", "gradient": gradient, "first": "*fp32", "second": "*fp32", "numel": "i64"}
+    constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "BLOCK": 1024}
+    constants |= dict.fromkeys(("first", "second")[states:]) | ({} if out else {"out": None})
+    signature |= {"out": out or ""} | dict.fromkeys(constants, "constexpr")
+    pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    attributes = {(place,): [["tt.divisibility", 16]] for place in pointers if aligned}
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options=OPTIONS,
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_machine_code_rounds_as_the_source_says(capability: int, cache: None) -> None:
+    for rule, states in ((native.ADAM, 2), (native.ADAGRAD, 1), (native.LION, 1), (native.SGD, 1), (native.SGD, 0)):
+        for types in (("*i16", "*i16"), ("*fp16", "*fp16"), ("*fp32", None)):
+            ptx = compiled(rule, states, *types, capability).asm["ptx"]
+            assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full", ptx)
+            assert ("div.rn.f32" in ptx and "sqrt.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD))
+
+
+def test_machine_code_accesses_16_bytes_at_a_time(cache: None) -> None:
+    """Of each of four fp32 tensors in whole blocks, and through no other memory; single elements if unaligned."""
+    ptx = compiled(native.ADAM, 2, "*i16", "*i16", 90).asm["ptx"]
+    wide = [len(re.findall(rf"{access}\.global\.v4\.b32", ptx)) for access in ("ld", "st")]
+    assert wide == [6, 6] and ".shared" not in ptx
+    unaligned = compiled(native.ADAM, 2, "*i16", "*i16", 90, aligned=False).asm["ptx"]
+    assert not re.findall(r"global\.v[24]", unaligned)
+
+
+def test_places_are_counted_in_64_bits(cache: None) -> None:
+    code = compiled(native.SGD, 0, "*i16", "*i16", 90).asm["ttir"]
+    assert re.search(r"muli .* : i64", code) and not re.search(r"muli .* : (tensor<\d+x)?i32", code)
+
+
+def test_constants_are_not_compiled_in(interpreted: Any) -> None:
+    """Steps of any learning rate and length use one kernel: what makes another is in the arguments' types alone."""
+    kernel = triton_kernels._update
+    compiled_in = {name for name, param in zip(kernel.arg_names, kernel.params, strict=True) if param.is_constexpr}
+    assert compiled_in == {"RULE", "NESTEROV", "BLOCK"}
+    (numel,) = (param for param in kernel.params if param.name == "numel")
+    assert numel.do_not_specialize
+    calls: list[dict[str, Any]] = []
+
+    class Grid:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **kwargs: calls.append(kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_kernels, "_update", Grid())
+        patch.setattr(native, "library", lambda: triton_kernels.Kernels())
+        for rule in RULES.values():
+            rule.run(training(rule, 8))
+    others = ("RULE", "NESTEROV", "BLOCK", "num_warps", "enable_fp_fusion")
+    assert all(type(value) is float for call in calls for key, value in call.items() if key not in others)
+    assert all({key: call[key] for key in OPTIONS} == OPTIONS for call in calls)  # as it is compiled above
+
+
+# -- which is used -----------------------------------------------------------------------------------------------------
+
+
+class Placed(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    device = CUDA  # type: ignore[assignment]
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    on_cuda._outcome.cache_clear()
+    on_cuda._warn.cache_clear()
+    yield
+    on_cuda._outcome.cache_clear()
+    on_cuda._warn.cache_clear()
+
+
+def test_kernels_are_tried_before_use(interpreted: Any) -> None:
+    on_cuda._try(interpreted, torch.device("cpu"))
+
+    class Wrong:
+        def update(self, rule: int, operands: Any, constants: dict[str, float]) -> None:
+            operands.weight.fill_(3.0)
+
+    with pytest.raises(RuntimeError, match="went to"):
+        on_cuda._try(Wrong(), torch.device("cpu"))
+
+
+def test_without_kernels_torch_is_used_and_one_warning_says_so(
+    forgetful: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(found: Any, device: torch.device) -> None:
+        raise RuntimeError("no compiler\nand more")
+
+    monkeypatch.setattr(on_cuda, "_try", fail)
+    with caplog.at_level(logging.WARNING, "zerorun"):
+        threads = [threading.Thread(target=on_cuda.kernels, args=(torch.device("cuda", i % 2),)) for i in range(6)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert on_cuda.kernels(CUDA) is None and "RuntimeError: no compiler)" in on_cuda.status(CUDA)
+    assert len(caplog.records) == 1 and "no compiler. torch's" in caplog.records[0].getMessage()
+    built = optim.build_optimizer("AdamW", {"lr": 0.1}, [{"params": [torch.ones(4).as_subclass(Placed)]}])
+    assert isinstance(built, optim.FusedAdam)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "Adagrad", "Lion", "SGD"])
+def test_gpu_tensors_are_updated_in_one_pass(
+    name: str, forgetful: None, interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_cuda, "kernels", lambda device: interpreted)
+    tensor = torch.ones(4).as_subclass(Placed)
+    assert isinstance(optim.build_optimizer(name, {}, [{"params": [tensor]}]), single_pass.SinglePassOptimizer)
+    if name != "Lion":
+        built = optim.build_optimizer(name, {"maximize": True}, [{"params": [tensor]}])
+        assert not isinstance(built, single_pass.SinglePassOptimizer)
+
+
+def test_step_counts_stay_on_the_host(on_cpu: Any) -> None:
+    """Also those of older checkpoints, which may be numbers."""
+    param = torch.ones(3, requires_grad=True)
+    optimizer = single_pass.Adam([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state[param]["step"] = 4
+    optimizer.step()
+    assert optimizer.state[param]["step"].device.type == "cpu" and float(optimizer.state[param]["step"]) == 5.0
+
+
+def test_the_report_says_what_runs_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    (without,) = (op for op in software._native_ops() if op["name"] == "native optimizer")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(on_cuda, "status", lambda device: f"one kernel, tried on {device}")
+    assert software._native_optimizer()["why"] == f"{without['why']}; on CUDA: one kernel, tried on cuda:0"
