@@ -274,6 +274,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         panel.stackplot(seconds, *rows, [n / MIB for n in kept], labels=[*kinds, "activations"], step="post")
         panel.plot(seconds, [n / MIB for n in held], color="black", linewidth=1, label="resident set of the process")
         panel.set(title=title, xlabel="seconds into the step", ylabel="MiB")
+        panel.set_ylim(top=1.45 * max(held) / MIB)
         panel.legend(fontsize=7, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -14,6 +14,8 @@ second run of a forward repeats the first one's operations, and so their positio
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +23,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from .host import Group, Stored
 
 KEPT_SHARE = 0.4
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in torch's registry
+
+
+@functools.cache
+def _flop_counter() -> Any:
+    """torch's module, when it is needed: it imports triton where that is installed, 80 MB for every process."""
+    return importlib.import_module("torch.utils.flop_counter")
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -43,7 +50,7 @@ def counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     A kept attention with dropout would leave the generator where it was, and every later dropout would differ.
     """
     packet = getattr(func, "overloadpacket", None)  # a higher-order operator has none
-    if packet not in flop_registry and packet is not _CPU_ATTENTION:
+    if packet not in _flop_counter().flop_registry and packet is not _CPU_ATTENTION:
         return False
     return not any(
         value for argument, value in zip(func._schema.arguments, args, strict=False) if argument.name == "dropout_p"
@@ -52,8 +59,8 @@ def counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     if func.overloadpacket is _CPU_ATTENTION:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
-    return int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
+        return int(_flop_counter().sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+    return int(_flop_counter().flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
 
 
 @dataclass
