@@ -531,6 +531,8 @@ class Engine:
     def zero_grad(self) -> None:
         """Gradients are forgotten by step(); this drops those that are not stepped yet."""
         self.runtime.finish_reductions()
+        if self.sharded is not None:
+            self.sharded.drain()
         self._forget_gradients()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

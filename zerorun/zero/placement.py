@@ -17,9 +17,9 @@ can look at old values: those of units that share slots (stage 3). Units whose p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -115,6 +115,23 @@ class Arrival:
         """Let later work of the current stream wait for it."""
         if self.event is not None:
             self.event.wait()
+
+
+class _Later(Generic[Result]):
+    """Work that is done when it is first waited for. Afterwards it gives the same result, or raises the same error."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work: Callable[[], Result] | None = work
+        self._outcome: Future[Result] = Future()
+
+    def __call__(self) -> Result:
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                self._outcome.set_result(work())
+            except BaseException as error:
+                self._outcome.set_exception(error)
+        return self._outcome.result()
 
 
 class HostLink:
@@ -218,9 +235,7 @@ class HostLink:
 
     def begin(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Begin ``work``, after all that was begun before. What is returned waits for its result, or raises its error."""
-        if self._worker is None:
-            return work
-        return self._worker.submit(work).result
+        return _Later(work) if self._worker is None else self._worker.submit(work).result
 
     def rounding_place(self, numel: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
         """Where an update writes rounded weights that go to the device: (number, [numel]). ``send`` must follow."""

@@ -57,20 +57,20 @@ class ShardedOptimizer:
         ``wishes``: what else ranks want to know of each other; as many on every rank.
         """
         runtime.finish_reductions()
-        self._drain()
+        self.drain()
         unused = any(False in segment.used for segment in self._segments)
         values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight, *wishes]
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             late = self.comm.control_objects(runtime.late)
             runtime.settle(set().union(*late))
-            self._drain()
+            self.drain()
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
         square_sum, _, unused_sum, bad, weights, *wished = total.tolist()
         counts = tuple(int(count) for count in wished)
         return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0, counts)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
         for unit in self.units:
             if unit.link is not None:

@@ -356,8 +356,8 @@ class Unit:
     def updated(self) -> None:
         """Wait for the update that is going on, if any: host gradients and shards are free then."""
         if self._updating is not None:
-            wait, self._updating = self._updating, None
-            wait()
+            self._updating()  # after an error it stays, and fails again: half of an update must not pass for a whole one
+            self._updating = None
 
 
 def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
