@@ -54,10 +54,11 @@ def begin_updates(
     for unit in units:
         assert unit.link is not None
         found = [(segment, jobs[id(segment)]) for segment in unit.trainable if id(segment) in jobs]
-        work: Callable[[], list[Arrival]] = partial(_update, unit.link, found)
+        work: Callable[[], list[Arrival]] = partial(_update, unit, unit.link, found)
         if unit.placement.states_on_disk:
             assert unit.link.store is not None
-            work = partial(_update_on_disk, unit.link, unit.link.store, found, on_disk[on_disk.index(unit.index) :])
+            following = on_disk[on_disk.index(unit.index) + 1 :][:1]
+            work = partial(_update_on_disk, unit, unit.link, unit.link.store, found, following)
         unit.update_by(partial(_let_wait, unit.link.begin(work)))
 
 
@@ -80,34 +81,34 @@ def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
         arrival.wait()
 
 
-@torch.inference_mode(False)  # the forward that waits for it may be in that mode; the optimizer's state must not be
 def _update_on_disk(
-    link: HostLink, store: StateFile, segments: list[tuple[Segment, list[_Job]]], order: list[int]
+    unit: Unit, link: HostLink, store: StateFile, segments: list[tuple[Segment, list[_Job]]], following: list[int]
 ) -> list[Arrival]:
-    """``_update`` of unit ``order[0]`` in a buffer, while the next one in ``order`` is read."""
-    where = store.open(order[0])
-    for following in order[1:2]:
-        store.prefetch(following)
-    arrivals = _update(link, segments, where)
+    """``_update`` in a buffer, while the next unit, if there is one in ``following``, is read."""
+    where = store.open(unit.index)
+    for key in following:
+        store.prefetch(key)
+    arrivals = _update(unit, link, segments, where)
     for arrival in arrivals:
         arrival.synchronize()  # a master that is sent as it is lies in the buffer
-    store.release(order[0])
+    store.release(unit.index)
     return arrivals
 
 
-@torch.inference_mode(False)  # as below
 def _begin_disk(store: StateFile, first: int) -> None:
     store.begin()
     store.prefetch(first)
 
 
+@torch.inference_mode(False)  # the forward that waits for it may be in that mode; what it writes must not be
 def _update(
-    link: HostLink, segments: list[tuple[Segment, list[_Job]]], where: Where | None = None
+    unit: Unit, link: HostLink, segments: list[tuple[Segment, list[_Job]]], where: Where | None = None
 ) -> list[Arrival]:
     """Update ``segments`` and begin to send what has to be sent."""
+    weights_on_host = not link.apart or (unit.placement.params and not unit.resident)
     arrivals: list[Arrival] = []
     for segment, jobs in segments:
-        if segment.master_is_weight or (beside_master(segment) and not link.apart):
+        if segment.master_is_weight or (beside_master(segment) and weights_on_host):
             for job in jobs:
                 job.run(None if segment.master_is_weight else weight_of(job.piece), where)
         elif segment.dtype in _ROUNDED and segment.dtype != torch.float32:
