@@ -15,6 +15,7 @@ from zerorun.ops.lion import Lion
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # eps keeps Adam from magnifying the rounding of gradients that are nearly zero.
     "AdamW": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}),
+    "Adam": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-4}),  # whose weight decay is decoupled, as DeepSpeed's is
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-4}),
     "Lion": (Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),

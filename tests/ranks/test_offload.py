@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -105,22 +106,26 @@ SMALL = Case("mlp", lambda: Gpt(3, Mlp, tied=True))
 PLANTED = [False, True, False, False, True, True, False, False]  # by step: rank 1's loss is infinite times too large
 
 
-def train_with_overflows(stage: int, places: list[dict[str, Any]]) -> list[tuple[list[float], list[bool], dict[str, Any]]]:
-    """For each placement: (loss scales, steps skipped, weights)."""
+Overflows = tuple[list[float], list[bool], list[float], dict[str, Any]]  # loss scales, steps skipped, losses, weights
+
+
+def train_with_overflows(stage: int, places: list[dict[str, Any]], options: dict[str, Any]) -> list[Overflows]:
+    """For each placement."""
     found = []
     for place in places:
-        config = make_config(stage, clip=1.0, precision="fp16", accumulation=2, zero_optimization=place)
+        config = make_config(stage, **options, zero_optimization=place)
         engine = make_engine(SMALL, config)
-        scales, skipped = [], []
+        scales, skipped, losses = [], [], []
         for step, planted in enumerate(PLANTED):
-            for micro in range(2):
+            for micro in range(engine.gradient_accumulation_steps()):
                 loss = SMALL.loss(engine, Place(dist.get_rank(), step, micro))
-                bad = planted and micro == 0 and dist.get_rank() == 1
+                losses.append(loss.item())
+                bad = planted and micro == 0 and dist.get_rank() == 1 and engine.compute_dtype == torch.float16
                 engine.backward(loss * (1e30 if bad else 1.0))
                 engine.step()
             scales.append(engine.loss_scale)
             skipped.append(not engine.was_step_applied())
-        found.append((scales, skipped, engine.state_dict()))
+        found.append((scales, skipped, losses, engine.state_dict()))
         engine.destroy()
     return found
 
@@ -128,12 +133,30 @@ def train_with_overflows(stage: int, places: list[dict[str, Any]]) -> list[tuple
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_planted_overflows(stage: int) -> None:
     places = [{}, *(PLACES[name] for name in ("optimizer", "ratio 0.3", "disk")), *([PLACES["both"]] if stage == 3 else [])]
-    for found in run_ranks(2, train_with_overflows, stage, places):
-        scales, skipped, weights = found[0]
-        assert skipped == PLANTED
-        for other_scales, other_skipped, other_weights in found[1:]:
-            assert (other_scales, other_skipped) == (scales, skipped)
-            assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+    for found in run_ranks(2, train_with_overflows, stage, places, {"clip": 1.0, "precision": "fp16", "accumulation": 2}):
+        assert found[0][1] == PLANTED
+        for other in found[1:]:
+            assert_same(other, found[0])
+
+
+def assert_same(one: Overflows, other: Overflows) -> None:
+    assert one[:3] == other[:3]
+    assert all(torch.equal(value, other[3][name]) for name, value in one[3].items())
+
+
+def every_combination(stage: int, rows: list[dict[str, Any]]) -> list[list[Overflows]]:
+    return [train_with_overflows(stage, [{}, PLACES["optimizer"]], row) for row in rows]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_combination(stage: int) -> None:
+    """Accumulation x clipping x optimizer x {bf16, fp16 with planted overflows}: the same bits with and without offload."""
+    values = itertools.product((1, 2), (0.0, 1.0), ("Adam", "AdamW", "Lion", "Adagrad", "SGD"), ("bf16", "fp16"))
+    rows = [dict(zip(("accumulation", "clip", "optimizer", "precision"), row, strict=True)) for row in values]
+    for found in run_ranks(2, every_combination, stage, rows):
+        for row, (resident, placed) in zip(rows, found, strict=True):
+            assert resident[1] == (PLANTED if row["precision"] == "fp16" else [False] * len(PLANTED)), row
+            assert_same(placed, resident)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------
