@@ -55,6 +55,8 @@ def main() -> None:
         found[title] = run_child(args, name, args.memory_cap if capped else None)
         report(found[title])
     resident, _, offloaded = found.values()
+    if "refused" in offloaded:
+        raise SystemExit("the cap is too small for the offloaded run, too")
     print(f"\nstep time offloaded / resident: {offloaded['step_s'] / resident['step_s']:.2f}")
     print(f"losses are the same: {offloaded['losses'] == resident['losses']}")
     draw({title: result for title, result in found.items() if "samples" in result}, folder / "offload.png")
@@ -83,7 +85,10 @@ class Size(int):
 
 def size(text: str) -> Size:
     factors = {"K": 1 << 10, "M": MIB, "G": 1 << 30}
-    return Size(float(text.rstrip("KMGiB")) * factors.get(text.rstrip("iB")[-1:], 1))
+    found = Size(float(text.rstrip("KMGiB")) * factors.get(text.rstrip("iB")[-1:], 1))
+    if found < MIB:
+        raise argparse.ArgumentTypeError(f"{text} is {int(found)} bytes; write {text}M for MiB")
+    return found
 
 
 # -- one run -------------------------------------------------------------------------------------------------------

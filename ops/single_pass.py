@@ -9,6 +9,7 @@ without them, torch does (torch_path.py).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, cast, overload
 
@@ -186,8 +187,22 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self.__setstate__({})
 
+    @property
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:  # type: ignore[override]
+        """Parameter -> its state, once ``before_access`` has returned."""
+        self.before_access()
+        return self._held
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, dict[str, Any]]) -> None:
+        self._held = state
+
+    before_access: Callable[[], None] = staticmethod(lambda: None)  # waits for updates that go on in the background
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if "state" in state:
+            self.state = state["state"]
         self.coefficient: float = getattr(self, "coefficient", 1.0)
         self.gradients: dict[Tensor, Tensor] = getattr(self, "gradients", {})
         self.outputs: dict[Tensor, Tensor] = getattr(self, "outputs", {})
@@ -236,8 +251,8 @@ class SinglePassOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{variant} is set, which {name} has not; use torch.optim.{name}")
         first = False
         for number, (key, start) in enumerate(self._states(group).items()):
-            if self.state[param].get(key) is None:
-                self.state[param][key] = made = self.state_home(param, number)
+            if self._held[param].get(key) is None:
+                self._held[param][key] = made = self.state_home(param, number)
                 if start:
                     made.fill_(start)
                 first = True
@@ -284,7 +299,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     def _count(self, param: Tensor) -> int:
         """Count a step of ``param``, and give its number."""
-        state = self.state[param]
+        state = self._held[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
         # A loaded count may be on a GPU, and would be waited for in every step.
@@ -342,8 +357,8 @@ class Adam(SinglePassOptimizer):
         adam(
             where(param),
             gradient,
-            where(self.state[param]["exp_avg"]),
-            where(self.state[param]["exp_avg_sq"]),
+            where(self._held[param]["exp_avg"]),
+            where(self._held[param]["exp_avg_sq"]),
             out,
             step=self._count(param),
             lr=settings["lr"],
@@ -385,7 +400,7 @@ class Adagrad(SinglePassOptimizer):
         adagrad(
             where(param),
             gradient,
-            where(self.state[param]["sum"]),
+            where(self._held[param]["sum"]),
             out,
             step=self._count(param),
             lr=settings["lr"],
@@ -419,7 +434,7 @@ class Lion(SinglePassOptimizer):
         lion(
             where(param),
             gradient,
-            where(self.state[param]["exp_avg"]),
+            where(self._held[param]["exp_avg"]),
             out,
             lr=settings["lr"],
             betas=settings["betas"],
@@ -460,7 +475,7 @@ class SGD(SinglePassOptimizer):
         sgd(
             where(param),
             gradient,
-            where(self.state[param]["momentum_buffer"]) if settings["momentum"] else None,
+            where(self._held[param]["momentum_buffer"]) if settings["momentum"] else None,
             out,
             lr=settings["lr"],
             momentum=settings["momentum"],

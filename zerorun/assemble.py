@@ -33,7 +33,7 @@ from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
 from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
-from .zero.access import Registry, guard_state_dict
+from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime
@@ -92,7 +92,7 @@ def initialize(
     runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
-    runtime._handles.append(guard_state_dict(model, runtime))
+    runtime._handles += [guard_state_dict(model, runtime), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)
     engine = Engine(
         model,

@@ -67,12 +67,9 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
         ("offload_param", zero.offload_param, (3,)),
     ):
         key = f"zero_optimization.{name}.device"
-        if section.device == "nvme" and not section.nvme_path:
+        if section.device == "nvme" and not (section.nvme_path or "").strip():
             reason = "needs a folder on a local disk."
             yield ConfigProblem(key, "nvme", reason, f'Set zero_optimization.{name}.nvme_path, or device to "cpu".')
-        elif section.device != "nvme" and section.nvme_path:
-            reason = f"says where to offload to, but device is {section.device!r}."
-            yield ConfigProblem(f"{key[:-6]}nvme_path", section.nvme_path, reason, 'Set device to "nvme", or remove it.')
         if section.device != "none" and zero.stage not in stages:
             reason = f"needs stage {' or '.join(map(str, stages))}; at stage {zero.stage} there is no shard to move."
             remedy = f'Remove {name}, or set its device to "none", or set zero_optimization.stage to 3.'
@@ -126,7 +123,8 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     """One note for each key of the file that changes nothing in this run, with the reason."""
     written = _written(config)
     notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
-    for rule in (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes):
+    rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes, _disk_notes)
+    for rule in rules:
         notes += rule(config)
     return tuple(notes)
 
@@ -178,6 +176,14 @@ def _clipping_note(config: Config) -> Iterator[ConfigNote]:
     if config.sources.get("gradient_clipping") == "default":
         value = config.gradient_clipping
         yield ConfigNote("gradient_clipping", f"not given; {value} as in DeepSpeed since 2026-06. 0 switches it off.")
+
+
+def _disk_notes(config: Config) -> Iterator[ConfigNote]:
+    zero = config.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if section.nvme_path and section.device != "nvme":
+            reason = f"nothing goes there, since device is {section.device!r}."
+            yield ConfigNote(f"zero_optimization.{name}.nvme_path", reason)
 
 
 def _unit_notes(config: Config) -> Iterator[ConfigNote]:

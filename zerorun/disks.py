@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from .config import Config
 from .errors import ConfigError, ConfigProblem
 from .intake import RawOptimizer
+from .log import info_once
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer
 from .plan import Plan
@@ -40,7 +40,12 @@ def open_disk(plan: Plan, config: Config, raw: RawOptimizer, agree: Agree[Disk |
         wants[0].require()
 
     agree(ask)
-    return agree(wants[0].open)
+    disk = agree(wants[0].open)
+    for folder in dict.fromkeys((wants[0].states_folder, wants[0].params_folder)):
+        if folder is not None:
+            size = wants[0].bytes_in(folder) / 2**20
+            info_once(f"offload to files without names in {folder.absolute()}: {size:.1f} MiB of each rank")
+    return disk
 
 
 @dataclass
@@ -53,16 +58,17 @@ class _Wants:
     params_folder: Path | None
     params: int
 
+    def bytes_in(self, folder: Path) -> int:
+        """That this rank puts there."""
+        states = file_bytes(self.units, self.states) if folder == self.states_folder else 0
+        return states + (self.params if folder == self.params_folder else 0)
+
     def require(self) -> None:
         """Raise SwapError if the ranks of this node do not find room together."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        needed: defaultdict[Path, int] = defaultdict(int)
-        if self.states_folder is not None:
-            needed[self.states_folder] += ranks * file_bytes(self.units, self.states)
-        if self.params_folder is not None:
-            needed[self.params_folder] += ranks * self.params
-        for folder, size in needed.items():
-            require_room(folder, size)
+        for folder in dict.fromkeys((self.states_folder, self.params_folder)):
+            if folder is not None:
+                require_room(folder, ranks * self.bytes_in(folder))
 
     def open(self) -> Disk:
         """Make the files."""
@@ -82,11 +88,15 @@ def _wants(plan: Plan, config: Config, raw: RawOptimizer) -> _Wants:
     states_folder = params_folder = None
     states = params = 0
     if optimizer.device == "nvme" and raw.groups:
-        states_folder, states = Path(optimizer.nvme_path or ""), state_count(raw)
+        states_folder, states = _folder(optimizer.nvme_path), state_count(raw)
         units = plan.builder.disk_units(plan.specs)
     if param.device == "nvme":
-        params_folder, params = Path(param.nvme_path or ""), plan.builder.disk_params(plan.specs)
+        params_folder, params = _folder(param.nvme_path), plan.builder.disk_params(plan.specs)
     return _Wants(states_folder, units, states, params_folder, params)
+
+
+def _folder(path: str | None) -> Path:
+    return Path(path or "").expanduser()
 
 
 def state_count(raw: RawOptimizer) -> int:
@@ -97,10 +107,8 @@ def state_count(raw: RawOptimizer) -> int:
         tried = build_optimizer(raw.name, raw.params, tiny)
     if isinstance(tried, SinglePassOptimizer):
         return tried.state_count()
-    problem = ConfigProblem(
-        "zero_optimization.offload_optimizer.device",
-        "nvme",
-        f"{type(tried).__name__} has no update that works unit by unit on what a disk holds.",
-        'Name Adam, AdamW, Adagrad, Lion or SGD as optimizer.type in the configuration, or set device to "cpu".',
-    )
-    raise ConfigError([problem])
+    name, key = type(tried).__name__, "zero_optimization.offload_optimizer.device"
+    what = f"{name} as optimizer.type" if raw.optimizer is None else f"the {name} that was passed to initialize()"
+    reason = f"{what} has no update that works unit by unit on what a disk holds."
+    remedy = 'Name Adam, AdamW, Adagrad, Lion or SGD as optimizer.type in the configuration, or set device to "cpu".'
+    raise ConfigError([ConfigProblem(key, "nvme", reason, remedy)])

@@ -21,6 +21,7 @@ from .config import Config
 from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
 from .log import info_once, logger, warn_once
+from .ops.single_pass import SinglePassOptimizer
 from .precision import DTYPES, LossScaler, cast_floats
 from .topology import Topology
 from .zero.access import Registry, find_released_use, full_state_dict, restore_module
@@ -72,7 +73,10 @@ class Engine:
         self._checkpointer: Checkpointer | None = None
         if sharded is not None:
             sharded.optimizer.register_step_pre_hook(self._refuse_direct_step)
+            sharded.own_hooks = 1
             sharded.optimizer.register_state_dict_pre_hook(lambda _: runtime.finish_updates())
+            if isinstance(sharded.optimizer, SinglePassOptimizer):
+                sharded.optimizer.before_access = runtime.finish_updates
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
@@ -566,9 +570,12 @@ class Engine:
         if self.routine is not None:
             self.routine.unwatch()
         self.runtime.finish_reductions()
-        restore_module(self.module, self.units, self.runtime)
-        for link in {unit.link for unit in self.units if unit.link is not None}:
-            link.close()
+        try:
+            restore_module(self.module, self.units, self.runtime)
+        finally:  # a failed update must not keep memory, hooks and files
+            self.runtime.remove_hooks()
+            for link in {unit.link for unit in self.units if unit.link is not None}:
+                link.close()
         self.sharded = self._checkpointer = self.routine = None
         self.units.clear()
         if self.owns_topology:

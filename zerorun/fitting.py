@@ -8,7 +8,6 @@ memory in use). Pinned memory is not held against RLIMIT_MEMLOCK: the driver of 
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +22,7 @@ from .disks import state_count
 from .errors import ConfigError, DoesNotFitError, TopologyError
 from .estimate import held_whole, planned_topology, show
 from .intake import RawOptimizer
-from .limits import Limit, cgroup_path, host_limits
+from .limits import Limit, cgroup_path, host_limits, node_name
 from .moments import Moments
 from .sizing import Bytes, Holding, Sizing, heaviest_rank
 from .topology import Topology
@@ -87,7 +86,7 @@ class Fitting:
         if self._device.type == "cuda":
             name = str(getattr(torch.cuda.get_device_properties(self._device), "uuid", name))
         needed = self._demand_of(self._sizing)
-        return replace(needed, node=socket.gethostname(), cgroup=cgroup_path(), device_name=name)
+        return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name)
 
     def _demand_of(self, sizing: Sizing) -> Demand:
         kinds = sizing.kinds(self._moments(sizing))

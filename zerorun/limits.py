@@ -7,6 +7,7 @@ counts as free, and so does swap space.
 from __future__ import annotations
 
 import resource
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,12 @@ def host_limits(root: Path = Path("/")) -> list[Limit]:
     return [*_node(root, swap), *_cgroups(root, swap), *_process(root)]
 
 
+def node_name(root: Path = Path("/")) -> str:
+    """The host's name, which several may have, and the beginning of the number that its kernel drew at boot."""
+    boot = _text(root / "proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} ({boot[:8]})" if boot else socket.gethostname()
+
+
 def cgroup_path(root: Path = Path("/")) -> str:
     """The control group of this process that may limit its memory; "/" if there is none."""
     return _memory_cgroup(root)[1]
@@ -47,7 +54,8 @@ def _cgroups(root: Path, swap: int) -> Iterator[Limit]:
     version, path = _memory_cgroup(root)
     base = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
     most, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
-    cache = ("total_inactive_file", "total_active_file") if version == 1 else ("inactive_file", "active_file")
+    v1 = ("total_inactive_file", "total_active_file")
+    cache = v1 if version == 1 else ("inactive_file", "active_file", "slab_reclaimable")
     for group in (Path(path), *Path(path).parents):
         folder = base / group.relative_to("/")
         limit, usage = _number(folder / most), _number(folder / used)

@@ -168,7 +168,7 @@ class Sizing:
 
 def _disk_buffers(plan: Plan, raw: RawOptimizer) -> int:
     """Bytes of the buffers in which what is on a disk is updated."""
-    units = plan.builder.disk_units(plan.specs)
+    units = plan.builder.disk_units(plan.specs) if raw.groups else {}
     return buffer_bytes(units, state_count(raw)) if units else 0
 
 

@@ -364,8 +364,8 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
             "zero_optimization.offload_param.device",
         ),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/disk"}}},
-            "zero_optimization.offload_param.nvme_path",
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": " "}}},
+            "zero_optimization.offload_param.device",
         ),
         (
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},

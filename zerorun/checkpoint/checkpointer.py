@@ -196,6 +196,7 @@ class Checkpointer:
         """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
         self.wait()
         path, ranks = _directory(directory), self._meet("load_checkpoint()")
+        self.subject.runtime.finish_updates()  # else they would change what is loaded
         if tag is not None:
             return self._load_one(path, folder.check_tag(str(tag)), wanted)
         names = candidates(ranks, path)

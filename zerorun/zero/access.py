@@ -120,6 +120,19 @@ def guard_state_dict(module: nn.Module, runtime: Runtime) -> Any:
     return module.register_state_dict_pre_hook(before)
 
 
+def adopt_loaded_weights(module: nn.Module, runtime: Runtime) -> Any:
+    """Let ``module.load_state_dict()`` set masters, too, where they are not the weights. Returns the hook's handle."""
+
+    def after(module: nn.Module, incompatible: Any) -> None:
+        runtime.finish_updates()
+        for unit in runtime.units:
+            for segment in unit.trainable if unit.resident else ():
+                if segment.master is not None and not segment.master_is_weight:
+                    segment.master.copy_(segment.weight)
+
+    return module.register_load_state_dict_post_hook(after)
+
+
 def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> None:
     """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
     for unit in units:

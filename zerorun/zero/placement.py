@@ -16,9 +16,13 @@ can look at old values: those of units that share slots (stage 3). Units whose p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Generic, TypeVar
 
 import torch
@@ -127,11 +131,29 @@ class _Later(Generic[Result]):
     def __call__(self) -> Result:
         work, self._work = self._work, None
         if work is not None:
-            try:
-                self._outcome.set_result(work())
-            except BaseException as error:
-                self._outcome.set_exception(error)
+            with _interrupts_later():  # half of an update could be neither saved nor gone on from
+                try:
+                    self._outcome.set_result(work())
+                except BaseException as error:
+                    self._outcome.set_exception(error)
         return self._outcome.result()
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """SIGINT (Ctrl-C) is handled after the body, if this is the thread that gets it."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for number, frame in came[:1]:
+            before(number, frame)
 
 
 class HostLink:

@@ -397,6 +397,7 @@ class Runtime:
             unit.start_gather(self.comm, "as asked")
             self.param_slots.occupant[unit.param_slot] = unit.index
             return
+        unit.updated()
         for segment in unit.segments:  # other ranks need our shard; what we receive goes to scratch
             scratch = torch.empty_like(segment.full)
             label = f"{unit.name}: all-gather as asked"

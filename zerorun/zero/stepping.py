@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..comm import Communicator
 from ..errors import StepError
@@ -48,6 +49,7 @@ class ShardedOptimizer:
     ) -> None:
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
         self._split = split
+        self.own_hooks = 0  # of the engine, on the optimizer's step
         self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._segments = [segment for unit in units for segment in unit.trainable]
 
@@ -104,13 +106,20 @@ class ShardedOptimizer:
             self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
         moving = [p for p in self.pieces if any((id(p.segment), run.entry) not in left_out for run in p.runs)]
         once = isinstance(self.optimizer, SinglePassOptimizer)
-        behind = [unit for unit in order if once and unit.placement.optimizer and unit.trainable]
+        alone = once and not self._has_hooks()  # which look at gradients before the step, or change masters after it
+        behind = [unit for unit in order if alone and unit.placement.optimizer and unit.trainable]
         apart = {id(segment) for unit in behind for segment in unit.trainable}
         self._update_now([piece for piece in moving if id(piece.segment) not in apart], coefficient)
-        unwritten = [s for s in self._segments if not (id(s) in apart or (once and beside_master(s)))]
+        unwritten = [s for s in self._segments if not (id(s) in apart or (alone and beside_master(s)))]
         self.write_back(only=unwritten)
         if isinstance(self.optimizer, SinglePassOptimizer):
             begin_updates(behind, [p for p in moving if id(p.segment) in apart], self.optimizer, coefficient)
+
+    def _has_hooks(self) -> bool:
+        """True if somebody besides the engine wants to know of the optimizer's steps."""
+        before = len(self.optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
+        after = len(self.optimizer._optimizer_step_post_hooks) + len(_global_optimizer_post_hooks)
+        return before + after > self.own_hooks
 
     def _update_now(self, pieces: list[OptimizerPiece], coefficient: float) -> None:
         for piece in pieces:

@@ -76,7 +76,7 @@ def require_room(folder: Path, node_bytes: int) -> None:
     For before anything is allocated: no rank may make its :class:`StateFile` until all have asked.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -181,7 +181,7 @@ class StateFile:
 
     def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
         """A state of zeros for ``param``: in the file if ``param`` is, else in memory. As optimizers want it."""
-        if not (param.numel() and self._map is not None and 0 <= self._offset(param) < self.file_bytes):
+        if not self.holds(param):
             return torch.zeros_like(param, memory_format=torch.contiguous_format)
         state = self.state(param, number)
         whole = bisect_right(self._starts, self._offset(param)), number
@@ -189,6 +189,10 @@ class StateFile:
             state.zero_()
         self._given.add(whole)
         return state
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies over the mapping: states that somebody replaced do not."""
+        return tensor.numel() > 0 and self._map is not None and 0 <= self._offset(tensor) < self.file_bytes
 
     def state(self, master: torch.Tensor, number: int) -> torch.Tensor:
         """The ``number``-th state of ``master``, which may be any contiguous part of a master; in its shape."""
@@ -236,7 +240,10 @@ class StateFile:
         self._read_wanted()
 
     def open(self, key: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What is returned gives, for a tensor over the mapping, the one in the buffer. ``release`` must follow."""
+        """What is returned gives, for a tensor over the mapping, the one in the buffer, and others as they are.
+
+        ``release`` must follow.
+        """
         self._check()
         buffer = self._holding(key)
         if buffer is None:
@@ -251,7 +258,7 @@ class StateFile:
         memory, start = buffer.memory, self._extents[key].offset
 
         def in_buffer(tensor: torch.Tensor) -> torch.Tensor:
-            if not tensor.numel():
+            if not self.holds(tensor):
                 return tensor
             low = self._offset(tensor) - start
             return memory[low : low + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -360,7 +367,7 @@ def _blocks(nbytes: int) -> int:
 
 def _open_without_name(folder: Path) -> AsyncFile:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f"zerorun-rank-{os.environ.get('RANK', '0')}-", dir=folder)
         try:
             os.close(descriptor)
@@ -388,19 +395,22 @@ def _size(nbytes: int) -> str:
 
 
 def _unusable(folder: Path, error: OSError) -> SwapError:
+    if isinstance(error, FileNotFoundError) and not folder.parent.exists():
+        reason = f"there is no folder {str(folder.parent)!r}. Is the disk mounted?"
+    else:
+        reason = f"a file cannot be made there: {'it is no folder' if folder.is_file() else error.strerror}."
     return SwapError(
-        f"zero_optimization.offload_optimizer.nvme_path = {str(folder)!r}: a file for the optimizer states cannot be made "
-        f"there: {error.strerror}. Remedy: a folder that all ranks of this machine can write to."
+        f"nvme_path = {str(folder)!r}: {reason} Remedy: a folder on a local disk that all ranks of this machine can write "
+        "to; its last part is made if it is not there."
     )
 
 
 def _too_small(folder: Path, node_bytes: int, free: int, rank_bytes: int | None = None) -> SwapError:
     own = "" if rank_bytes is None else f", {_size(rank_bytes)} of them for this one"
     return SwapError(
-        f"zero_optimization.offload_optimizer.nvme_path = {str(folder)!r}: the disk is too small. The optimizer states of "
-        f"all ranks of this machine take {_size(node_bytes)} ({node_bytes} bytes){own}; {_size(free)} ({free} bytes) are "
-        "free. Remedy: nvme_path on a larger disk, a smaller offload_optimizer.ratio, more ranks on more machines, or a "
-        "stage from 1 on, which gives each rank only its share."
+        f"nvme_path = {str(folder)!r}: the disk is too small. All ranks of this machine together take {_size(node_bytes)} "
+        f"({node_bytes} bytes){own}; {_size(free)} ({free} bytes) are free. Remedy: nvme_path on a larger disk, more ranks "
+        "on more machines, or less on it: offload_param to the CPU, or a smaller offload_optimizer.ratio."
     )
 
 

@@ -365,5 +365,6 @@ def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torc
     if param.dtype.is_floating_point or param.dtype.is_complex:
         value: float = float("nan")
     else:
-        value = torch.iinfo(param.dtype).max
-    return torch.full((1,), value, dtype=param.dtype, device=device or param.device).expand(param.shape)
+        value = True if param.dtype == torch.bool else torch.iinfo(param.dtype).max
+    shape = (1,) if param.dim() else ()
+    return torch.full(shape, value, dtype=param.dtype, device=device or param.device).expand(param.shape)
