@@ -2,7 +2,8 @@
 
 Errors are measured in units of fp32's epsilon, relative to the sum of the sizes of the terms that are added: where terms
 cancel, no fp32 arithmetic does better. Each output is checked given those before it: the weight, given the stored states.
-Every operation rounds by up to half a unit, and every constant, too. So 3 units bound Adam's five operations in a row.
+Every fp32 operation rounds by up to half a unit, and every fp32 constant, too. Adam's and Adagrad's weight has four of them
+in a row (root, sum, quotient or inverse, result; the rest is in double), so UNITS bounds it; torch has more of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from zerorun.ops import single_pass
 
 EPSILON = 2.0**-23
 TINIEST = 2.0**-149
+HUGE = 2.0**120  # terms beyond it are near enough to fp32's end that one on the way may be infinite
+UNITS = {"torch": 4.0}  # largest errors by path, of torch's kernels
+MOST = 2.0  # and of ours
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -47,6 +51,11 @@ Reference = Callable[[Tensor, Tensor, list[Tensor], list[Tensor], dict[str, Any]
 def coarse(eps: float) -> float:
     """As the size of a quotient: what its dividend, denormal and so rounded to a multiple of TINIEST, can be wrong by."""
     return TINIEST / eps / EPSILON
+
+
+def beyond(term: Tensor) -> Tensor:
+    """As a size: infinite where ``term`` is too large for fp32."""
+    return torch.where(term.abs() > HUGE, torch.inf, 0.0)
 
 
 def adam_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
