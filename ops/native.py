@@ -39,10 +39,23 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "gradient", "first", "second", "out")),
         ("numel", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("gradient_type", "out_type", "rule", "isa", "threads")),
-        *((name, ctypes.c_float) for name in ("coefficient", "keep", "decay", "rate", "momentum", "blend")),
-        *((name, ctypes.c_float) for name in ("second_keep", "second_blend", "correction", "eps")),
+        *((name, ctypes.c_float) for name in ("coefficient", "keep", "keep_low", "decay", "decay_low", "rate", "rate_low")),
+        *((name, ctypes.c_float) for name in ("momentum", "blend", "second_keep", "second_blend", "eps")),
         ("nesterov", ctypes.c_int32),
     )
+
+
+def in_two_parts(constants: dict[str, float]) -> dict[str, float]:
+    """``constants`` with ``keep``, ``decay`` and ``rate`` as two fp32 numbers each; missing ones are 0, but ``keep`` is 1.
+
+    An fp32 constant alone would be half a unit of the error that updates may have.
+    """
+    parts = dict(constants)
+    for name, missing in (("keep", 1.0), ("decay", 0.0), ("rate", 0.0)):
+        value = constants.get(name, missing)
+        parts[name] = ctypes.c_float(value).value
+        parts[f"{name}_low"] = value - parts[name]
+    return parts
 
 
 class Library:
@@ -67,7 +80,7 @@ class Library:
             raise ValueError(f"ZERORUN_ISA is {self.isa!r}; on this machine it can be {', '.join(self.isas)}, or unset")
 
     def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
-        """Run ``rule`` on CPU tensors. ``constants``: fields of :class:`Step`; missing ones are 0, but ``keep`` is 1."""
+        """Run ``rule`` on CPU tensors. ``constants``: fields of :class:`Step`, see :func:`in_two_parts`."""
         weight, gradient, out = operands.weight, operands.gradient, operands.out
         step = Step(
             weight=weight.data_ptr(),
@@ -78,7 +91,7 @@ class Library:
             isa=ISAS.index(self.isa),
             threads=torch.get_num_threads(),
             coefficient=operands.coefficient,
-            **{"keep": 1.0, **constants},
+            **in_two_parts(constants),
         )
         for field, state in zip(("first", "second"), operands.states, strict=False):
             setattr(step, field, state.data_ptr())

@@ -37,7 +37,10 @@ class Updates(Protocol):
     """What runs updates on one kind of device: the native library, or the Triton kernels."""
 
     def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
-        """Run ``rule``, a number of native.py. ``constants``: those fields of its ``Step`` that the rule reads."""
+        """Run ``rule``, a number of native.py. ``constants``: those fields of its ``Step`` that the rule reads.
+
+        ``keep``, ``decay`` and ``rate`` are given whole, and divided into their two parts here.
+        """
 
 
 def _check(name: str, tensor: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

@@ -58,15 +58,15 @@ def adam(
         how = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         torch_path.adam(operands, step=step, decoupled=decoupled, **how)
         return
+    correction = (1 - beta2**step) ** 0.5
     constants = {
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
         "decay": 0.0 if decoupled else weight_decay,
-        "rate": lr / (1 - beta1**step),
+        "rate": lr * correction / (1 - beta1**step),
         "blend": 1 - beta1 if beta1 > 0.5 else -beta1,
         "second_keep": beta2,
         "second_blend": 1 - beta2,
-        "correction": (1 - beta2**step) ** -0.5,
-        "eps": eps,
+        "eps": eps * correction,
     }
     library.update(native.ADAM, operands, constants)
 

@@ -22,7 +22,8 @@ from .operands import Operands
 
 _ADAM, _ADAGRAD, _LION = tl.constexpr(native.ADAM), tl.constexpr(native.ADAGRAD), tl.constexpr(native.LION)
 _BLOCK = 1024  # elements of a program: with 4 warps, 8 for a thread, which accesses 4 of them at a time
-_CONSTANTS = ("decay", "rate", "momentum", "blend", "second_keep", "second_blend", "correction", "eps")
+_PARTS = ("keep", "keep_low", "decay", "decay_low", "rate", "rate_low")
+_CONSTANTS = (*_PARTS, "momentum", "blend", "second_keep", "second_blend", "eps")
 
 
 class Kernels:
@@ -33,8 +34,9 @@ class Kernels:
         weight, out = operands.weight, operands.out
         first, second = (*operands.states, None, None)[:2]
         nesterov = bool(constants.get("nesterov"))
-        floats = {name: float(constants.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
-        floats |= {"keep": float(constants.get("keep", 1.0)), "coefficient": float(operands.coefficient)}
+        parts = native.in_two_parts(constants)
+        floats = {name: float(parts.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
+        floats["coefficient"] = float(operands.coefficient)
         if weight.numel():
             with torch.cuda.device_of(weight):
                 _update[(triton.cdiv(weight.numel(), _BLOCK),)](
@@ -47,6 +49,7 @@ class Kernels:
                     **floats,
                     RULE=rule,
                     NESTEROV=nesterov,
+                    COUPLED=floats["decay"] != 0.0,
                     BLOCK=_BLOCK,
                     num_warps=4,
                     enable_fp_fusion=False,
@@ -76,43 +79,62 @@ def _update(
     numel,
     coefficient,
     keep,
+    keep_low,
     decay,
+    decay_low,
     rate,
+    rate_low,
     momentum,
     blend,
     second_keep,
     second_blend,
-    correction,
     eps,
     RULE: tl.constexpr,
     NESTEROV: tl.constexpr,
+    COUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
     at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, alike for all dtypes
-    constants = (keep, decay, rate, momentum, blend, second_keep, second_blend, correction, eps)
+    parts = (keep, keep_low, decay, decay_low, rate, rate_low)
+    constants = (momentum, blend, second_keep, second_blend, eps)
     if start + BLOCK <= numel:
-        _elements(weight, gradient, first, second, out, at, None, coefficient, constants, RULE, NESTEROV)
+        _elements(weight, gradient, first, second, out, at, None, coefficient, parts, constants, RULE, NESTEROV, COUPLED)
     else:
-        _elements(weight, gradient, first, second, out, at, at < numel, coefficient, constants, RULE, NESTEROV)
+        mask = at < numel
+        _elements(weight, gradient, first, second, out, at, mask, coefficient, parts, constants, RULE, NESTEROV, COUPLED)
 
 
 @triton.jit
 def _elements(
-    weight, gradient, first, second, out, at, mask, coefficient, constants, RULE: tl.constexpr, NESTEROV: tl.constexpr
+    weight,
+    gradient,
+    first,
+    second,
+    out,
+    at,
+    mask,
+    coefficient,
+    parts,
+    constants,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    COUPLED: tl.constexpr,
 ):
-    keep, decay, rate, momentum, blend, second_keep, second_blend, correction, eps = constants
+    keep, keep_low, decay, decay_low, rate, rate_low = parts
+    momentum, blend, second_keep, second_blend, eps = constants
     w, g, m, v = _load(weight, gradient, first, second, at, mask, coefficient)
     if RULE == _ADAM:
-        w, m, v = _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, correction, eps)
+        k, d, r = _whole(keep, keep_low), _whole(decay, decay_low), _whole(rate, rate_low)
+        w, m, v = _adam(w, g, m, v, k, d, r, blend, second_keep, second_blend, eps, COUPLED)
     elif RULE == _ADAGRAD:
-        w, m = _adagrad(w, g, m, decay, rate, eps)
+        w, m = _adagrad(w, g, m, _whole(decay, decay_low), _whole(rate, rate_low), eps, COUPLED)
     elif RULE == _LION:
         w, m = _lion(w, g, m, keep, rate, momentum, blend, second_keep, second_blend)
     elif first is None:
-        w = w - rate * _decayed(w, g, decay)
+        w = w - rate * _decayed(w, g, decay, COUPLED)
     else:
-        w, m = _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV)
+        w, m = _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV, COUPLED)
     _store(weight, first, second, out, at, mask, w, m, v)
 
 
@@ -164,23 +186,42 @@ def _to_bf16(value):
 
 
 @triton.jit
-def _decayed(w, g, decay):
-    return tl.where(decay != 0.0, g + decay * w, g)
+def _double(constant):
+    return tl.cast(constant, tl.float32).to(tl.float64)  # in the interpreter it is a Python number, not rounded yet
 
 
 @triton.jit
-def _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, correction, eps):
-    g = _decayed(w, g, decay)
+def _whole(high, low):
+    return _double(high) + _double(low)
+
+
+@triton.jit
+def _decayed(w, g, decay, COUPLED: tl.constexpr):
+    return g + decay * w if COUPLED else g
+
+
+@triton.jit
+def _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, eps, COUPLED: tl.constexpr):
+    wide = w.to(tl.float64)
+    if COUPLED:
+        decayed = g.to(tl.float64) + decay * wide
+        g = decayed.to(tl.float32)
+        kept = _double(second_keep) * v.to(tl.float64)
+        v = (kept + _double(second_blend) * (decayed * decayed)).to(tl.float32)
+    else:
+        v = second_keep * v + (second_blend * g) * g
     m = tl.where(blend > 0.0, m, g) + blend * (g - m)
-    v = second_keep * v + (second_blend * g) * g
-    return keep * w - tl.div_rn(rate * m, tl.sqrt_rn(v) * correction + eps), m, v
+    quotient = tl.div_rn(m, tl.sqrt_rn(v) + eps)
+    return (keep * wide - rate * quotient.to(tl.float64)).to(tl.float32), m, v
 
 
 @triton.jit
-def _adagrad(w, g, m, decay, rate, eps):
-    g = _decayed(w, g, decay)
-    m = m + g * g
-    return w - tl.div_rn(rate * g, tl.sqrt_rn(m) + eps), m
+def _adagrad(w, g, m, decay, rate, eps, COUPLED: tl.constexpr):
+    wide = w.to(tl.float64)
+    g = _decayed(wide, g.to(tl.float64), decay, COUPLED)
+    m = (m.to(tl.float64) + g * g).to(tl.float32)
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(m) + eps)
+    return (wide - rate * g * inverse.to(tl.float64)).to(tl.float32), m
 
 
 @triton.jit
@@ -191,8 +232,8 @@ def _lion(w, g, m, keep, rate, momentum, blend, second_keep, second_blend):
 
 
 @triton.jit
-def _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV: tl.constexpr):
-    g = _decayed(w, g, decay)
+def _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV: tl.constexpr, COUPLED: tl.constexpr):
+    g = _decayed(w, g, decay, COUPLED)
     m = momentum * m + blend * g
     ahead = g + momentum * m if NESTEROV else m
     return w - rate * ahead, m

@@ -8,13 +8,26 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from updates import DTYPES, EPSILON, RULES, TINIEST, Rule, Work, expect, lion_reference, random_bits, same, training
+from updates import (
+    DTYPES,
+    RULES,
+    TINIEST,
+    TORCH_UNITS,
+    UNITS,
+    Rule,
+    Work,
+    assert_close_to_float64,
+    random_bits,
+    same,
+    training,
+)
 
 from zerorun.ops import native, single_pass
 from zerorun.ops.single_pass import SGD, Adagrad, Adam, Lion, SinglePassOptimizer
@@ -45,29 +58,16 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @ALL_RULES
+@pytest.mark.parametrize("kind", [training, random_bits])
 @pytest.mark.parametrize("coefficient", [1.0, 0.37])
-def test_close_to_float64(rule: Rule, path: str, coefficient: float) -> None:
-    before = replace(training(rule, MANY), coefficient=coefficient)
+def test_close_to_float64(rule: Rule, kind: Callable[..., Work], coefficient: float, path: str) -> None:
+    before = replace(kind(rule, MANY), coefficient=coefficient)
     after = before.copy()
     rule.run(after)
-    for result, (value, size) in expect(rule, before, after):
-        assert ((result.double() - value).abs() / (size * EPSILON + TINIEST)).max() <= 3
-
-
-@ALL_RULES
-def test_any_bits(rule: Rule, path: str) -> None:
-    """NaN and infinities are where float64 has them, unless a term on the way is beyond fp32; the rest is close."""
-    before = random_bits(rule, MANY)
-    after = before.copy()
-    rule.run(after)
-    for result, (value, size) in expect(rule, before, after):
-        inside = ~((size > 2.0**120) & size.isfinite())
-        wanted = value.float()
-        assert torch.equal(result.isnan() & inside, wanted.isnan() & inside)
-        assert same(torch.where(inside & wanted.isinf(), result, 0.0), torch.where(inside & wanted.isinf(), wanted, 0.0))
-        finite = inside & size.isfinite() & wanted.isfinite()
-        error = (result.double() - value).abs() / (size * EPSILON + 2 * TINIEST)
-        assert error[finite].max() <= 4
+    if path == "torch":  # a dividend may be denormal, and so be rounded to a multiple of TINIEST
+        assert_close_to_float64(rule, before, after, TORCH_UNITS, TORCH_UNITS * TINIEST / rule.hyper.get("eps", 1.0))
+    else:
+        assert_close_to_float64(rule, before, after, UNITS)
 
 
 @ALL_RULES
@@ -173,9 +173,9 @@ def test_torch_gives_the_same_numbers(rule: Rule, monkeypatch: pytest.MonkeyPatc
     use("torch", monkeypatch)
     rule.run(there)
     for one, other in zip(here.results(), there.results(), strict=True):
-        # Where terms cancel, roundings of single terms remain; Lion's direction there is a matter of rounding.
+        # Where terms cancel, roundings of single terms remain: torch's, and Lion's direction is a matter of rounding there.
         wrong = (one - other).abs() > 1e-6 * other.abs() + 1e-8
-        assert wrong.float().mean() <= (1e-6 if rule.reference is lion_reference else 0)
+        assert wrong.sum() <= 5
 
 
 def test_what_is_refused() -> None:

@@ -10,14 +10,14 @@ import importlib.util
 import logging
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from updates import DTYPES, EPSILON, RULES, TINIEST, Rule, Work, expect, random_bits, same, training
+from updates import DTYPES, RULES, UNITS, Rule, Work, assert_close_to_float64, random_bits, same, training
 
 from zerorun import optim
 from zerorun.ops import native, on_cuda, single_pass
@@ -66,13 +66,13 @@ def both(rule: Rule, start: Work, kernels: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 @ALL_RULES
+@pytest.mark.parametrize("kind", [training, random_bits])
 @pytest.mark.parametrize("coefficient", [1.0, 0.37])
-def test_close_to_float64(rule: Rule, coefficient: float, on_cpu: Any) -> None:
-    before = replace(training(rule, 5000), coefficient=coefficient)
+def test_close_to_float64(rule: Rule, kind: Callable[..., Work], coefficient: float, on_cpu: Any) -> None:
+    before = replace(kind(rule, 100_000), coefficient=coefficient)
     after = before.copy()
     rule.run(after)
-    for result, (value, size) in expect(rule, before, after):
-        assert ((result.double() - value).abs() / (size * EPSILON + TINIEST)).max() <= 3
+    assert_close_to_float64(rule, before, after, UNITS)
 
 
 @ALL_RULES
@@ -140,7 +140,9 @@ def test_autograd_notices_an_update(on_cpu: Any) -> None:
 # -- machine code ------------------------------------------------------------------------------------------------------
 
 
-def compiled(rule: int, states: int, gradient: str, out: str | None, capability: int, *, aligned: bool = True) -> Any:
+def compiled(
+    rule: int, states: int, gradient: str, out: str | None, capability: int, *, aligned: bool = True, coupled: bool = False
+) -> Any:
     """The kernel for a GPU that need not be there. ``gradient``, ``out``: Triton's names of pointers."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -148,7 +150,7 @@ def compiled(rule: int, states: int, gradient: str, out: str | None, capability:
     kernel = triton_kernels._update
     signature = dict.fromkeys(kernel.arg_names, "fp32")
     signature |= {"weight": "*fp32", "gradient": gradient, "first": "*fp32", "second": "*fp32", "numel": "i64"}
-    constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "BLOCK": 1024}
+    constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "COUPLED": coupled, "BLOCK": 1024}
     constants |= dict.fromkeys(("first", "second")[states:]) | ({} if out else {"out": None})
     signature |= {"out": out or ""} | dict.fromkeys(constants, "constexpr")
     pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
@@ -166,11 +168,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_machine_code_rounds_as_the_source_says(capability: int, cache: None) -> None:
+@pytest.mark.parametrize("coupled", [False, True])
+def test_machine_code_rounds_as_the_source_says(capability: int, coupled: bool, cache: None) -> None:
     for rule, states in ((native.ADAM, 2), (native.ADAGRAD, 1), (native.LION, 1), (native.SGD, 1), (native.SGD, 0)):
         for types in (("*i16", "*i16"), ("*fp16", "*fp16"), ("*fp32", None)):
-            ptx = compiled(rule, states, *types, capability).asm["ptx"]
-            assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full", ptx)
+            ptx = compiled(rule, states, *types, capability, coupled=coupled).asm["ptx"]
+            assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full|(mul|add|sub)\.f(32|64)", ptx)
             assert ("div.rn.f32" in ptx and "sqrt.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD))
 
 
@@ -192,7 +195,7 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
     """Steps of any learning rate and length use one kernel: what makes another is in the arguments' types alone."""
     kernel = triton_kernels._update
     compiled_in = {name for name, param in zip(kernel.arg_names, kernel.params, strict=True) if param.is_constexpr}
-    assert compiled_in == {"RULE", "NESTEROV", "BLOCK"}
+    assert compiled_in == {"RULE", "NESTEROV", "COUPLED", "BLOCK"}
     (numel,) = (param for param in kernel.params if param.name == "numel")
     assert numel.do_not_specialize
     calls: list[dict[str, Any]] = []
@@ -206,7 +209,7 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
         patch.setattr(native, "library", lambda: triton_kernels.Kernels())
         for rule in RULES.values():
             rule.run(training(rule, 8))
-    others = ("RULE", "NESTEROV", "BLOCK", "num_warps", "enable_fp_fusion")
+    others = ("RULE", "NESTEROV", "COUPLED", "BLOCK", "num_warps", "enable_fp_fusion")
     assert all(type(value) is float for call in calls for key, value in call.items() if key not in others)
     assert all({key: call[key] for key in OPTIONS} == OPTIONS for call in calls)  # as it is compiled above
 
