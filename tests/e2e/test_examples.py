@@ -93,3 +93,13 @@ def test_train_hf(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert "step 3/3: loss " in out
     trained, total = (int(word.replace(",", "")) for word in out.splitlines()[0].split() if word[0].isdigit())
     assert (trained < total / 2) == bool(options)
+
+
+def test_offload(tmp_path: Path) -> None:
+    """A cap that all runs keep to; what is refused under a lower one is in tests/ranks/test_memory_check.py."""
+    script = str(ROOT / "examples" / "offload.py")
+    tiny = ("--layers", "2", "--width", "64", "--steps", "3", "--memory-cap", "8G", "--disk", str(tmp_path), "--out", "out")
+    out = run(script, *tiny, folder=tmp_path)
+    assert "losses are the same: True" in out
+    assert "disk master" in out
+    assert (tmp_path / "out" / "offload.png").stat().st_size > 10_000
