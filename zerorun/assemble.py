@@ -38,7 +38,7 @@ from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime
 from .zero.stepping import ShardedOptimizer
-from .zero.unit import Unit
+from .zero.unit import Unit, links_of
 
 T = TypeVar("T")
 
@@ -244,7 +244,7 @@ def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -
             {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
         ]
         optimizer = build_optimizer(raw.name, raw.params, groups)
-    store = next((unit.link.store for unit in units if unit.link is not None), None)
+    store = next((link.store for link in links_of(units)), None)
     if store is not None and isinstance(optimizer, SinglePassOptimizer):
         optimizer.state_home = store.home
     return ShardedOptimizer(optimizer, pieces, units, comm, split_state)

@@ -41,10 +41,9 @@ def open_disk(plan: Plan, config: Config, raw: RawOptimizer, agree: Agree[Disk |
 
     agree(ask)
     disk = agree(wants[0].open)
-    for folder in dict.fromkeys((wants[0].states_folder, wants[0].params_folder)):
-        if folder is not None:
-            size = wants[0].bytes_in(folder) / 2**20
-            info_once(f"offload to files without names in {folder.absolute()}: {size:.1f} MiB of each rank")
+    for folder in wants[0].folders:
+        size = wants[0].bytes_in(folder) / 2**20
+        info_once(f"offload to files without names in {folder.absolute()}: {size:.1f} MiB of each rank")
     return disk
 
 
@@ -63,19 +62,21 @@ class _Wants:
         states = file_bytes(self.units, self.states) if folder == self.states_folder else 0
         return states + (self.params if folder == self.params_folder else 0)
 
+    @property
+    def folders(self) -> list[Path]:
+        """All that something goes to, each once."""
+        return [folder for folder in dict.fromkeys((self.states_folder, self.params_folder)) if folder is not None]
+
     def require(self) -> None:
         """Raise SwapError if the ranks of this node do not find room together."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        for folder in dict.fromkeys((self.states_folder, self.params_folder)):
-            if folder is not None:
-                require_room(folder, ranks * self.bytes_in(folder))
+        for folder in self.folders:
+            require_room(folder, _local_ranks() * self.bytes_in(folder))
 
     def open(self) -> Disk:
         """Make the files."""
         states = params = None
         if self.states_folder is not None:
-            ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            node = ranks * file_bytes(self.units, self.states)
+            node = _local_ranks() * file_bytes(self.units, self.states)
             states = StateFile(self.states_folder, self.units, self.states, node_bytes=node)
         if self.params_folder is not None:
             params = mapped_file(self.params_folder, self.params) if self.params else torch.empty(0, dtype=torch.uint8)
@@ -93,6 +94,10 @@ def _wants(plan: Plan, config: Config, raw: RawOptimizer) -> _Wants:
     if param.device == "nvme":
         params_folder, params = _folder(param.nvme_path), plan.builder.disk_params(plan.specs)
     return _Wants(states_folder, units, states, params_folder, params)
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _folder(path: str | None) -> Path:

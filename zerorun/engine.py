@@ -28,7 +28,7 @@ from .zero.access import Registry, find_released_use, full_state_dict, restore_m
 from .zero.report import memory_by_kind
 from .zero.runtime import Runtime, released_parameter, tensors_in
 from .zero.stepping import ShardedOptimizer, Summary
-from .zero.unit import Unit
+from .zero.unit import Unit, links_of
 
 
 class Engine:
@@ -574,7 +574,7 @@ class Engine:
             restore_module(self.module, self.units, self.runtime)
         finally:  # a failed update must not keep memory, hooks and files
             self.runtime.remove_hooks()
-            for link in {unit.link for unit in self.units if unit.link is not None}:
+            for link in links_of(self.units):
                 link.close()
         self.sharded = self._checkpointer = self.routine = None
         self.units.clear()

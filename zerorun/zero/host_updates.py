@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..ops.single_pass import SinglePassOptimizer, Where
 from .pieces import OptimizerPiece
 from .placement import Arrival, HostLink
 from .swap import StateFile
-from .unit import Segment, Unit
+from .unit import Segment, Unit, links_of
 
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # what updates can write
 
@@ -46,8 +47,8 @@ def begin_updates(
     for piece, taken in zip(pieces, settings, strict=True):
         jobs.setdefault(id(piece.segment), []).append(_Job(piece, optimizer, taken, coefficient))
     on_disk = [unit.index for unit in units if unit.placement.states_on_disk]
-    for link in dict.fromkeys(unit.link for unit in units):
-        assert link is not None
+    following = dict(pairwise(on_disk))
+    for link in links_of(units):
         link.open()
         if link.store is not None and on_disk:
             link.begin(partial(_begin_disk, link.store, on_disk[0]))
@@ -57,8 +58,7 @@ def begin_updates(
         work: Callable[[], list[Arrival]] = partial(_update, unit, unit.link, found)
         if unit.placement.states_on_disk:
             assert unit.link.store is not None
-            following = on_disk[on_disk.index(unit.index) + 1 :][:1]
-            work = partial(_update_on_disk, unit, unit.link, unit.link.store, found, following)
+            work = partial(_update_on_disk, unit, unit.link, unit.link.store, found, following.get(unit.index))
         unit.update_by(partial(_let_wait, unit.link.begin(work)))
 
 
@@ -82,12 +82,12 @@ def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
 
 
 def _update_on_disk(
-    unit: Unit, link: HostLink, store: StateFile, segments: list[tuple[Segment, list[_Job]]], following: list[int]
+    unit: Unit, link: HostLink, store: StateFile, segments: list[tuple[Segment, list[_Job]]], following: int | None
 ) -> list[Arrival]:
-    """``_update`` in a buffer, while the next unit, if there is one in ``following``, is read."""
+    """``_update`` in a buffer, while unit ``following`` is read, if there is one."""
     where = store.open(unit.index)
-    for key in following:
-        store.prefetch(key)
+    if following is not None:
+        store.prefetch(following)
     arrivals = _update(unit, link, segments, where)
     for arrival in arrivals:
         arrival.synchronize()  # a master that is sent as it is lies in the buffer

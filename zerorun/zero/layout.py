@@ -117,3 +117,8 @@ def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree
                 offset += _align(prod(shapes[index]))
         bounds.append(offset)
     return Layout(tuple(entries), tuple(bounds))
+
+
+def aligned_bytes(size: int) -> int:
+    """``size`` rounded up to 64 bytes: a cache line, and the widest vector."""
+    return -(-size // 64) * 64

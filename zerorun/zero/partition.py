@@ -20,10 +20,10 @@ from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..topology import Topology
 from .init import forget_part, whole_value
-from .layout import build_layout
+from .layout import aligned_bytes, build_layout
 from .placement import Disk, HostLink, Placement
 from .policy import Policy
-from .unit import Segment, SlotPool, Unit, aligned_bytes, placeholder
+from .unit import Segment, SlotPool, Unit, placeholder
 
 ROOT = "root"
 # Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
@@ -209,19 +209,15 @@ class UnitBuilder:
         """Bytes of the shards that this rank keeps on a disk."""
         total = 0
         for spec, placement in zip(specs, self.placements, strict=bool(self.placements)):
-            if placement.params_on_disk and self._shares(spec):
+            if placement.params_on_disk and self.policy.share_param_slots and _may_share(spec):
                 segments = self._segments(spec)
                 total += sum(aligned_bytes((s.high - s.low) * self._dtype(s.params[0]).itemsize) for s in segments)
         return total
 
-    def _shares(self, spec: UnitSpec) -> bool:
-        """True if the unit has no parameter slot of its own."""
-        return self.policy.share_param_slots and spec.shares_slots and spec.name != ROOT
-
     def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
         """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
         units = [Unit(index, spec.name, spec.modules, self._segments(spec)) for index, spec in enumerate(specs)]
-        sharing = [unit for unit, spec in zip(units, specs, strict=True) if spec.shares_slots and unit.name != ROOT]
+        sharing = [unit for unit, spec in zip(units, specs, strict=True) if _may_share(spec)]
         share_params, share_grads = self.policy.share_param_slots, self.policy.share_grad_slots
         for unit, placement in zip(units, self.placements, strict=bool(self.placements)):
             unit.placement = placement
@@ -381,6 +377,11 @@ class UnitBuilder:
                 segment.grad_shard = slot[segment.low : segment.high]
             if on_host:
                 segment.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
+
+
+def _may_share(spec: UnitSpec) -> bool:
+    """True if the unit needs no slots of its own, where the policy has shared ones."""
+    return spec.shares_slots and spec.name != ROOT
 
 
 def _give_back_freed() -> None:

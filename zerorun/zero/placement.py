@@ -27,6 +27,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from .layout import aligned_bytes
 from .swap import StateFile
 
 Result = TypeVar("Result")
@@ -75,7 +76,7 @@ class Disk:
         assert self._params is not None
         size = numel * dtype.itemsize
         part = self._params[self._taken : self._taken + size].view(dtype)
-        self._taken += -(-size // 64) * 64
+        self._taken += aligned_bytes(size)
         return part
 
 

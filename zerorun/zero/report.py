@@ -11,7 +11,7 @@ from torch import nn
 from .policy import Policy
 from .runtime import Runtime
 from .stepping import ShardedOptimizer
-from .unit import Segment, Unit
+from .unit import Segment, Unit, links_of
 
 # The kinds of memory on the device. Those in host memory are named "host ...", and those in files "disk ..."; they come up
 # only where there is any.
@@ -25,9 +25,8 @@ def memory_by_kind(
     a unit with a slot of its own holds beyond its shard). Padding of flat buffers is inside the kinds. What is placed in
     host memory is apart, as "host master" and so on, and what is in files as "disk master", where there is any."""
     shared = runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.pool.bytes
-    links = {unit.link for unit in units if unit.link is not None}
     moments = _live_moments(sharded) if sharded is not None else ()
-    return count_bytes(module, units, runtime.policy, shared, moments, sum(link.bytes for link in links))
+    return count_bytes(module, units, runtime.policy, shared, moments, sum(link.bytes for link in links_of(units)))
 
 
 def count_bytes(

@@ -33,7 +33,7 @@ from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..log import warn_once
 from .order import Walk, merge_orders
 from .policy import Policy
-from .unit import SlotPool, Unit
+from .unit import SlotPool, Unit, links_of
 
 # Seconds that a rank which left the agreed order waits for the others to ask as well. See order.py.
 _ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
@@ -486,7 +486,7 @@ class Runtime:
         """Wait for the updates that go on behind the program: masters, moments and weights may be used by anybody then."""
         for unit in self.units:
             unit.updated()
-        for link in {unit.link for unit in self.units if unit.link is not None}:
+        for link in links_of(self.units):
             link.settle()
 
     def publish(self) -> None:

@@ -16,7 +16,7 @@ from ..ops.single_pass import SinglePassOptimizer
 from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, split_lengths, split_piece
 from .runtime import Runtime
-from .unit import Segment, Unit
+from .unit import Segment, Unit, links_of
 
 Splitter = Callable[[torch.optim.Optimizer, torch.Tensor, list[int]], list[torch.Tensor]]
 
@@ -74,9 +74,8 @@ class ShardedOptimizer:
 
     def drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
-        for unit in self.units:
-            if unit.link is not None:
-                unit.link.drain()
+        for link in links_of(self.units):
+            link.drain()
 
     def _square_sum(self) -> float:
         """Of this rank's reduced gradient shards. NaN or inf if any element is.

@@ -29,8 +29,8 @@ import torch
 
 from ..errors import SwapError
 from ..ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
+from .layout import aligned_bytes
 
-_ALIGNMENT = 64  # bytes, of arrays in an extent: a cache line, and the widest vector
 _ITEM = torch.float32.itemsize
 BUFFERS = 3
 
@@ -108,7 +108,7 @@ def _extents(units: Mapping[int, Sequence[int]], states: int) -> dict[int, _Exte
     for key, numels in units.items():
         masters, start = [], offset
         for numel in numels:
-            stride = -(-numel * _ITEM // _ALIGNMENT) * _ALIGNMENT
+            stride = aligned_bytes(numel * _ITEM)
             masters.append(_Array(start, numel, stride))
             start += (1 + states) * stride
         room = _blocks(start - offset)
@@ -142,7 +142,7 @@ class StateFile:
             raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
         self._folder, self._failure = folder, None
         self._extents = _extents(units, states)
-        self.file_bytes = file_bytes(units, states)
+        self.file_bytes = sum(extent.room for extent in self._extents.values())
         self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
         self._starts = [array.start for array in self._arrays]
         self._given: set[tuple[int, int]] = set()  # (array, state) that may not be zero any more

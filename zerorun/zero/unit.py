@@ -38,7 +38,7 @@ import torch
 from torch import nn
 
 from ..comm import Communicator, Pending
-from .layout import Layout
+from .layout import Layout, aligned_bytes
 from .norm import square_sum
 from .placement import HostLink, Placement
 
@@ -64,11 +64,6 @@ class SlotPool:
             views.append(self.buffers[index][offset : offset + size].view(dtype))
             offset += aligned_bytes(size)
         return views
-
-
-def aligned_bytes(size: int) -> int:
-    """``size`` rounded up to 64 bytes."""
-    return -(-size // 64) * 64
 
 
 class Segment:
@@ -358,6 +353,11 @@ class Unit:
         if self._updating is not None:
             self._updating()  # after an error it stays, and fails again: half of an update must not pass for a whole one
             self._updating = None
+
+
+def links_of(units: Sequence[Unit]) -> list[HostLink]:
+    """The links of ``units`` to the host, each once."""
+    return list(dict.fromkeys(unit.link for unit in units if unit.link is not None))
 
 
 def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
