@@ -281,20 +281,21 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
         ``where``: gives, for ``param`` and its states, the tensors that stand for them now.
         """
-        out = None if out is None else _flat("output", out)
-        place = _own if where is None else where
-        self._apply(param, _flat("gradient", gradient), out, settings, coefficient, lambda t: _flat("tensor", place(t)))
+        held = [param, *(self._held[param][key] for key in self._states(settings))]
+        weight, *states = (_flat("tensor", tensor if where is None else where(tensor)) for tensor in held)
+        self._function(
+            weight,
+            _flat("gradient", gradient),
+            *states,
+            out=None if out is None else _flat("output", out),
+            coefficient=coefficient,
+            **self._options(param, settings),
+        )
 
-    def _apply(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        out: Tensor | None,
-        settings: dict[str, Any],
-        coefficient: float,
-        where: Where,
-    ) -> None:
-        """One update of ``param``; ``gradient`` and ``out`` are flat."""
+    _function: Callable[..., None]  # of those above; takes weight, gradient and states
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        """What ``_function`` wants to know for this step of ``param``."""
         raise NotImplementedError
 
     def _count(self, param: Tensor) -> int:
@@ -306,10 +307,6 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
         state["step"] += 1
         return int(state["step"])
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _zeros(param: Tensor, number: int) -> Tensor:
@@ -345,29 +342,12 @@ class Adam(SinglePassOptimizer):
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
-    def _apply(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        out: Tensor | None,
-        settings: dict[str, Any],
-        coefficient: float,
-        where: Where,
-    ) -> None:
-        adam(
-            where(param),
-            gradient,
-            where(self._held[param]["exp_avg"]),
-            where(self._held[param]["exp_avg_sq"]),
-            out,
-            step=self._count(param),
-            lr=settings["lr"],
-            betas=settings["betas"],
-            eps=settings["eps"],
-            weight_decay=settings["weight_decay"],
-            decoupled=settings["decoupled_weight_decay"],
-            coefficient=coefficient,
-        )
+    _function = staticmethod(adam)
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "betas", "eps", "weight_decay")
+        kept = {name: settings[name] for name in names}
+        return {**kept, "decoupled": settings["decoupled_weight_decay"], "step": self._count(param)}
 
 
 class Adagrad(SinglePassOptimizer):
@@ -388,27 +368,11 @@ class Adagrad(SinglePassOptimizer):
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"sum": group["initial_accumulator_value"]}
 
-    def _apply(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        out: Tensor | None,
-        settings: dict[str, Any],
-        coefficient: float,
-        where: Where,
-    ) -> None:
-        adagrad(
-            where(param),
-            gradient,
-            where(self._held[param]["sum"]),
-            out,
-            step=self._count(param),
-            lr=settings["lr"],
-            lr_decay=settings["lr_decay"],
-            eps=settings["eps"],
-            weight_decay=settings["weight_decay"],
-            coefficient=coefficient,
-        )
+    _function = staticmethod(adagrad)
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "lr_decay", "eps", "weight_decay")
+        return {**{name: settings[name] for name in names}, "step": self._count(param)}
 
 
 class Lion(SinglePassOptimizer):
@@ -422,25 +386,10 @@ class Lion(SinglePassOptimizer):
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0}
 
-    def _apply(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        out: Tensor | None,
-        settings: dict[str, Any],
-        coefficient: float,
-        where: Where,
-    ) -> None:
-        lion(
-            where(param),
-            gradient,
-            where(self._held[param]["exp_avg"]),
-            out,
-            lr=settings["lr"],
-            betas=settings["betas"],
-            weight_decay=settings["weight_decay"],
-            coefficient=coefficient,
-        )
+    _function = staticmethod(lion)
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: settings[name] for name in ("lr", "betas", "weight_decay")}
 
 
 class SGD(SinglePassOptimizer):
@@ -463,25 +412,8 @@ class SGD(SinglePassOptimizer):
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
-    def _apply(
-        self,
-        param: Tensor,
-        gradient: Tensor,
-        out: Tensor | None,
-        settings: dict[str, Any],
-        coefficient: float,
-        where: Where,
-    ) -> None:
-        sgd(
-            where(param),
-            gradient,
-            where(self._held[param]["momentum_buffer"]) if settings["momentum"] else None,
-            out,
-            lr=settings["lr"],
-            momentum=settings["momentum"],
-            dampening=settings["dampening"],
-            weight_decay=settings["weight_decay"],
-            nesterov=settings["nesterov"],
-            first=settings["first"],
-            coefficient=coefficient,
-        )
+    _function = staticmethod(sgd)
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "first")
+        return {name: settings[name] for name in names}
