@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from . import peer_memory
-from .comm import GLOO, NCCL, PEER_MEMORY, default_device
+from .channel import GLOO, NCCL, PEER_MEMORY
+from .comm import default_device
 from .config import Config
 from .errors import TopologyError
 from .intake import OptimizerLike, take_in

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .comm import GLOO, PEER_MEMORY
+from .channel import GLOO, PEER_MEMORY
 from .config import Config
 from .disks import state_count
 from .errors import ConfigError, DoesNotFitError, TopologyError

@@ -31,6 +31,7 @@ import secrets
 import select
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -110,9 +111,8 @@ class Exchange:
 class PeerMemory:
     """The boards of one group. ``connect`` makes one, or says that this group must use the network."""
 
-    def __init__(self, rank: int, size: int, together: list[PeerMemory]) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self.rank, self._size = rank, size
-        self._together = together  # all groups of this process: who waits in one serves all
         self._board = (ctypes.c_int64 * (SLOTS * (_ENTRY + size)))()
         self._token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self._peers = [peer for peer in range(size) if peer != rank]
@@ -126,15 +126,12 @@ class PeerMemory:
         self._word = (ctypes.c_int64 * _ENTRY)()
 
     @classmethod
-    def connect(
-        cls, gather: Callable[[Any], list[Any]], rank: int, size: int, together: list[PeerMemory]
-    ) -> PeerMemory | None:
+    def connect(cls, gather: Callable[[Any], list[Any]], rank: int, size: int) -> PeerMemory | None:
         """Boards of a group if all its ranks can read one another, else None. All its ranks must call it.
 
-        ``gather`` gives every rank's value to all of them. What is made is added to ``together``: the groups that this
-        process serves while it waits in any of them.
+        ``gather`` gives every rank's value to all of them.
         """
-        memory = cls(rank, size, together)
+        memory = cls(rank, size)
         library, card = _readable(), None
         if library is not None and os.environ.get("ZERORUN_PEER_MEMORY", "1") != "0":
             library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # else Yama lets only ancestors read
@@ -143,7 +140,7 @@ class PeerMemory:
         cards = gather(card)
         if not all(gather(all(cards) and memory._open(cards))):
             return None
-        together.append(memory)
+        _served.append(weakref.ref(memory, _served.remove))
         return memory
 
     def _open(self, cards: list[Any]) -> bool:
@@ -198,19 +195,11 @@ class PeerMemory:
             self._reading.append(made)
         return made
 
-    def serve(self) -> None:
-        """Take whatever can be taken, in any group: others may wait for it."""
-        for memory in self._together:
-            for exchange in list(memory._reading):
-                if not exchange.progress():
-                    break
-            memory.forget_finished()
-
     def finish(self, timeout: timedelta | None = None) -> None:
         """Return when every exchange is taken, and given to all others: buffers may change."""
 
         def finished() -> bool:
-            self.serve()
+            serve()
             return not self._reading and not self._offered
 
         self.wait_until(finished, timeout)
@@ -228,7 +217,7 @@ class PeerMemory:
         limit_s = timeout.total_seconds() if timeout is not None else _PATIENCE_S
         next_check = begun + _CHECK_S
         while not done():
-            self.serve()
+            serve()
             now = time.monotonic()
             if now > next_check:
                 next_check = now + _CHECK_S
@@ -297,6 +286,22 @@ class PeerMemory:
         except OSError:
             return False
         return True
+
+
+# All groups of this process: who waits in one serves all.
+_served: list[weakref.ref[PeerMemory]] = []
+
+
+def serve() -> None:
+    """Take whatever can be taken, in any group: others may wait for it."""
+    for served in tuple(_served):
+        memory = served()
+        if memory is None:
+            continue
+        for exchange in list(memory._reading):
+            if not exchange.progress():
+                break
+        memory.forget_finished()
 
 
 def can_be_used() -> bool:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from .comm import STRETCH, BufferPool
+from .channel import STRETCH, BufferPool
 from .topology import Topology
 from .zero.runtime import MAX_REDUCING
 from .zero.unit import Segment, Unit

@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from .comm import NCCL, PEER_MEMORY
+from .channel import NCCL, PEER_MEMORY
 from .config import Config
 from .disks import state_count
 from .intake import RawOptimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,7 +21,10 @@ class Topology:
     replicate: int
     shard: int
     rank: int
+    pipe: int = 1
+    tensor: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+    shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # made once for all its engines
 
     @property
     def world_size(self) -> int:
@@ -29,6 +33,18 @@ class Topology:
     @property
     def data_parallel_size(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def tensor_rank(self) -> int:
+        return 0
+
+    @property
+    def pipe_rank(self) -> int:
+        return 0
+
+    def ranks_along(self, axis: str) -> tuple[int, ...]:
+        base = self.rank - self.shard_rank
+        return tuple(range(base, base + self.shard))
 
     @property
     def shard_rank(self) -> int:
@@ -40,6 +56,8 @@ class Topology:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of this rank along ``axis``: "shard" or "replicate"."""
+        if axis == "data":
+            return dist.group.WORLD  # type: ignore[return-value]
         if self.mesh is None:
             raise TopologyError("this Topology was made without process groups; use Topology.create().")
         return self.mesh.get_group(axis)
@@ -61,7 +79,7 @@ class Topology:
                 f"Remedy: set zero_optimization.shard_degree to one of {divisors(world_size)}."
             )
         mesh = init_device_mesh(device_type, (world_size // shard, shard), mesh_dim_names=("replicate", "shard"))
-        return cls(world_size // shard, shard, rank, mesh)
+        return cls(world_size // shard, shard, rank, mesh=mesh)
 
 
 def divisors(number: int) -> list[int]:

@@ -36,7 +36,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def connect() -> PeerMemory:
-    memory = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size(), [])
+    memory = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size())
     assert memory is not None
     return memory
 
@@ -94,7 +94,7 @@ def connected(variable: str) -> tuple[bool, bool]:
     engine.destroy()
     before = os.environ.pop(variable, "1")
     os.environ[variable] = "0" if dist.get_rank() == 1 else before
-    refused = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size(), [])
+    refused = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size())
     os.environ[variable] = before
     return usual, refused is not None
 

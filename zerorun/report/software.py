@@ -177,7 +177,7 @@ def _boards_can_be_read() -> bool:
             barrier.wait(_BOARD_SECONDS)
             return found
 
-        made[rank] = PeerMemory.connect(gather, rank, 2, []) is not None
+        made[rank] = PeerMemory.connect(gather, rank, 2) is not None
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(2)]
     for thread in threads:

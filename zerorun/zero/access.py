@@ -289,7 +289,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None or found[1].segment.grad_shard is None:
         return None
     registry, home = found
-    late = registry.runtime.comm.control_objects(registry.runtime.late)
+    late = registry.runtime.comm.data_objects(registry.runtime.late)
     registry.runtime.settle(set().union(*late))
     if home.unit.link is not None:
         home.unit.link.drain()
@@ -309,7 +309,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
         return None
     registry, home = found
     flat, known = _owned_state(registry, home.segment, key)
-    if not any(registry.runtime.comm.control_objects(known)):
+    if not any(registry.runtime.comm.data_objects(known)):
         return None
     return _entry_view(home, _gathered(registry, home.segment, flat, home.unit.name)).clone()
 

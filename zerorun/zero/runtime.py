@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ..comm import Communicator, Pending
+from ..channel import Pending
+from ..comm import Communicator
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..log import warn_once
 from .order import Walk, merge_orders
@@ -379,7 +380,7 @@ class Runtime:
         need = unit.index if unit is not None else _END
         message = torch.tensor([self._phases, walk.issued, need], dtype=torch.int64)
         try:
-            answers = [tuple(answer.tolist()) for answer in self.comm.control_gather(message, _ORDER_TIMEOUT_S)]
+            answers = [tuple(answer.tolist()) for answer in self.comm.data_gather(message, _ORDER_TIMEOUT_S)]
         except OrderError as error:
             raise OrderError(self._unanswered(walk, unit)) from error
         if len({(phase, issued) for phase, issued, _ in answers}) > 1:
@@ -413,7 +414,7 @@ class Runtime:
         """Merge what the ranks visited into the plan of this kind of pass."""
         if walk.key in self.plans and self.plans[walk.key] is None:
             return
-        merged = merge_orders(self.comm.control_objects(walk.visits), universe)
+        merged = merge_orders(self.comm.data_objects(walk.visits), universe)
         if merged is None:
             warn_once(
                 "ranks run their units in contradictory orders: results are right, but nothing is prefetched, and "

@@ -64,7 +64,7 @@ class ShardedOptimizer:
         values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight, *wishes]
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
-            late = self.comm.control_objects(runtime.late)
+            late = self.comm.data_objects(runtime.late)
             runtime.settle(set().union(*late))
             self.drain()
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
@@ -141,7 +141,7 @@ class ShardedOptimizer:
     def _unused_everywhere(self) -> set[tuple[int, int]]:
         """(id of segment, entry) of the parameters without a gradient on any rank since the last step."""
         flags = [float(used) for segment in self._segments for used in segment.used]
-        totals = iter(self.comm.control_sum(torch.tensor(flags, dtype=torch.float32)).tolist())
+        totals = iter(self.comm.data_sum(torch.tensor(flags, dtype=torch.float32)).tolist())
         return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
 
     def _name_unused(self, left_out: set[tuple[int, int]]) -> str:

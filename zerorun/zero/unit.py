@@ -37,7 +37,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..comm import Communicator, Pending
+from ..channel import Pending
+from ..comm import Communicator
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
 from .placement import HostLink, Placement

@@ -1,0 +1,166 @@
+"""The conjugate collectives of tensor parallelism, as differentiable functions, and the region between them.
+
+[Note: four pairs]
+Activations are *whole* on every tensor rank outside a region, or, with sequence parallelism, divided along the sequence;
+inside they are divided by columns (heads, hidden units). What is done forwards and what backwards belong together
+(Shoeybi et al. 2019, arXiv:1909.08053, figure 3; Korthikanti et al. 2022, arXiv:2205.05198, figure 5):
+
+    enter   forward nothing          backward all-reduce         with sequence parallelism: all-gather / reduce-scatter
+    leave   forward all-reduce       backward nothing            with sequence parallelism: reduce-scatter / all-gather
+    gather  forward all-gather       backward take own part      (columns to whole)
+    split   forward take own part    backward all-gather         (whole to columns, and whole to sequence)
+
+[Note: one entry for several layers]
+Query, key and value, or gate and up, are separate layers that get the same tensor. Each enters the region by itself, but
+the entry of one tensor is made once and remembered until the region is left: its gradient is complete when all of them
+have added to it, and is then summed over ranks once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .axis import Axis
+from .random import Streams
+from .share import Share, even_bounds
+
+SEQUENCE = -2  # the dimension of the sequence: activations are [..., sequence, width]
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.axis.all_reduce(grad, "tensor: all-reduce backward"), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return axis.all_reduce(x, "tensor: all-reduce forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """``summed``: ranks use what they get differently, so that gradients are summands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, bounds: Sequence[int], summed: bool) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.bounds, ctx.summed = axis, dim, bounds, summed
+        return axis.all_gather(x, dim, bounds, "tensor: all-gather forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.summed:
+            own = ctx.axis.reduce_scatter(grad, ctx.dim, ctx.bounds, "tensor: reduce-scatter backward")
+        else:
+            own = _own(grad, ctx.axis, ctx.dim, ctx.bounds).contiguous()
+        return own, None, None, None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """``summed``: what comes in is a summand on each rank; else it is whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, bounds: Sequence[int], summed: bool) -> torch.Tensor:
+        ctx.axis, ctx.dim, ctx.bounds = axis, dim, bounds
+        if summed:
+            return axis.reduce_scatter(x, dim, bounds, "tensor: reduce-scatter forward")
+        return _own(x, axis, dim, bounds).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole = ctx.axis.all_gather(grad, ctx.dim, ctx.bounds, "tensor: all-gather backward")
+        return whole, None, None, None, None
+
+
+def _own(x: torch.Tensor, axis: Axis, dim: int, bounds: Sequence[int]) -> torch.Tensor:
+    low, high = bounds[axis.rank], bounds[axis.rank + 1]
+    return x.narrow(dim, low, high - low)
+
+
+def gather_columns(x: torch.Tensor, axis: Axis, bounds: Sequence[int]) -> torch.Tensor:
+    """Columns [..., own] -> whole [..., bounds[-1]] on every rank."""
+    return _Gather.apply(x, axis, -1, bounds, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split_columns(x: torch.Tensor, axis: Axis, bounds: Sequence[int]) -> torch.Tensor:
+    """Whole [..., bounds[-1]] -> this rank's columns."""
+    return _Scatter.apply(x, axis, -1, bounds, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Whole [..., sequence, width] -> this rank's part of the sequence."""
+    bounds = even_bounds(x.shape[SEQUENCE], axis.size)
+    return _Scatter.apply(x, axis, SEQUENCE, bounds, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_sequence(x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
+    """This rank's part of the sequence -> whole [..., length, width], which all ranks use alike."""
+    return _Gather.apply(x, axis, SEQUENCE, even_bounds(length, axis.size), False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Region:
+    """Where a tensor rank is: inside a region or outside. One for the layers of a model that belong to one axis."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self.streams = Streams(axis.rank)
+        self.divided: MutableMapping[torch.Tensor, Share] = WeakIdKeyDictionary()  # parameters
+        self.sequence_length: int | None = None  # of the whole, while activations outside are divided along it
+        self._outside: weakref.ref[torch.Tensor] | None = None
+        self._inside: torch.Tensor | None = None
+        self._version = -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        return self
+
+    def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
+        """``x`` as the layers inside may use it. The same tensor enters once."""
+        if training:
+            self.streams.enter(x.device)
+        known = self._outside() if self._outside is not None else None
+        if known is x and self._version == x._version and self._inside is not None and self._fits(x):
+            return self._inside
+        if self.sequence_length is None:
+            entered = _Enter.apply(x, self.axis)  # type: ignore[no-untyped-call]
+        else:
+            bounds = even_bounds(self.sequence_length, self.axis.size)
+            entered = _Gather.apply(x, self.axis, SEQUENCE, bounds, True)  # type: ignore[no-untyped-call]
+        self._outside, self._inside, self._version = weakref.ref(x), entered, x._version
+        return entered  # type: ignore[no-any-return]
+
+    def forget(self) -> None:
+        """Nothing is inside any more, without a sum."""
+        self._outside = self._inside = None
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        """False if what is remembered was made in another grad mode."""
+        assert self._inside is not None
+        return self._inside.requires_grad == (x.requires_grad and torch.is_grad_enabled())
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of the summands ``x``; with sequence parallelism, this rank's part of it."""
+        self.streams.leave()
+        self.forget()
+        if self.sequence_length is None:
+            return _Leave.apply(x, self.axis)  # type: ignore[no-any-return, no-untyped-call]
+        bounds = even_bounds(self.sequence_length, self.axis.size)
+        return _Scatter.apply(x, self.axis, SEQUENCE, bounds, True)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,267 @@
+"""Layers whose weights are divided over the tensor axis: column- and row-parallel linear, vocabulary-parallel embedding.
+
+[Note: made or converted]
+A layer is made like the one of torch that it stands for, with the region; it draws the whole initial weight, as torch's
+would, and keeps its part. Or an existing layer is converted in place: it gets a class that is a subclass of its own, so
+that its name, hooks and ``isinstance`` stay. ``restore`` gives it its class and its whole weight back. A Hugging Face
+``Conv1D`` is a linear layer with a transposed weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import ModelError
+from .axis import Axis
+from .collectives import Region, gather_columns, split_columns
+from .share import Ranges, Share, even_bounds, even_range
+
+
+class Parallel:
+    """What the layers of this file have in common. ``region``: of the axis; layers of one model share it."""
+
+    region: Region
+    tensor_shares: dict[str, Share]
+    partial_gradients: tuple[str, ...]
+    ordinary: type[nn.Module]  # the class that a converted layer had
+    whole_sizes: dict[str, int]  # attributes that were made smaller
+
+    @property
+    def axis(self) -> Axis:
+        return self.region.axis
+
+
+class ColumnParallelLinear(Parallel, nn.Linear):
+    """y = x W^T + b with the rows of W, the columns of y, divided over the axis.
+
+    x [..., in_features] is whole; y is [..., own columns], or whole with ``gather_output``.
+    """
+
+    enters = True  # False: somebody before it has entered the region
+    gather_output = False
+    used: tuple[int, int] | None = None  # the weight is whole, and these rows of it are used
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        region: Region,
+        gather_output: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        own = even_range(out_features, region.axis.rank, region.axis.size)
+        make_column_parallel(self, region, (own,), gather_output=gather_output)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.enters:
+            x = self.region.enter(x, training=self.training and not self.gather_output)
+        y = _product(self, x, *self._weights())
+        if self.gather_output:
+            self.region.forget()
+            y = gather_columns(y, self.axis, even_bounds(self.whole_sizes["out_features"], self.axis.size))
+        return y
+
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.used is None:
+            return self.weight, self.bias
+        dim, (low, high) = 1 if _is_transposed(self) else 0, self.used
+        bias = None if self.bias is None else self.bias[low:high]
+        return self.weight.narrow(dim, low, high - low), bias
+
+
+class RowParallelLinear(Parallel, nn.Linear):
+    """y = x W^T + b with the columns of W, those of x, divided over the axis.
+
+    x is [..., own columns], or whole with ``split_input``; y [..., out_features] is whole.
+    """
+
+    split_input = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        region: Region,
+        split_input: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        own = even_range(in_features, region.axis.rank, region.axis.size)
+        make_row_parallel(self, region, (own,), split_input=split_input)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.split_input:
+            x = split_columns(x, self.axis, even_bounds(self.whole_sizes["in_features"], self.axis.size))
+        y = self.region.leave(_product(self, x, self.weight, None))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(Parallel, nn.Embedding):
+    """An embedding with the rows of its table divided over the axis. Indices and result are whole."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        region: Region,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        nn.Embedding.__init__(self, num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        make_vocab_parallel(self, region)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        low, high = self.tensor_shares["weight"].ranges[0]
+        elsewhere = (indices < low) | (indices >= high)
+        own = (indices - low).masked_fill(elsewhere, 0)
+        padding = self.padding_idx - low if self.padding_idx is not None and low <= self.padding_idx < high else None
+        found = functional.embedding(own, self.weight, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        return self.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+
+# -- conversion --------------------------------------------------------------------------------------------------
+
+
+def make_column_parallel(layer: nn.Module, region: Region, own: Ranges, *, gather_output: bool = False) -> None:
+    """Let a linear ``layer`` keep the output columns ``own``. Raises ModelError if it is none."""
+    dim = _output_dim(layer)
+    _convert(layer, ColumnParallelLinear, region, {"weight": (dim, own), "bias": (0, own)}, ("out_features", "nf"))
+    layer.gather_output = gather_output  # type: ignore[assignment]
+
+
+def use_columns(layer: nn.Module, region: Region, used: tuple[int, int]) -> None:
+    """Let a linear ``layer`` keep its whole weight and compute only the output columns ``used``, which ranks may share."""
+    _output_dim(layer)
+    _convert(layer, ColumnParallelLinear, region, {}, ())
+    layer.used = used  # type: ignore[assignment]
+    layer.partial_gradients = ("weight", "bias")  # type: ignore[assignment]
+
+
+def make_row_parallel(layer: nn.Module, region: Region, own: Ranges, *, split_input: bool = False) -> None:
+    """Let a linear ``layer`` keep the input columns ``own``. Raises ModelError if it is none."""
+    _convert(layer, RowParallelLinear, region, {"weight": (1 - _output_dim(layer), own)}, ("in_features", "nx"))
+    layer.split_input = split_input  # type: ignore[assignment]
+
+
+def make_vocab_parallel(layer: nn.Module, region: Region) -> None:
+    """Let an embedding keep its part of the table. Raises ModelError if it is none, or is normalised on use."""
+    if not isinstance(layer, nn.Embedding):
+        raise ModelError(f"an nn.Embedding is needed for a vocabulary-parallel embedding, got {type(layer).__name__}.")
+    if layer.max_norm is not None or layer.sparse:
+        raise ModelError(
+            "an embedding with max_norm, or with sparse gradients, cannot be divided over tensor-parallel ranks. "
+            "Remedy: leave it out of the plan, or make it without max_norm and with sparse=False."
+        )
+    own = (even_range(layer.num_embeddings, region.axis.rank, region.axis.size),)
+    _convert(layer, VocabParallelEmbedding, region, {"weight": (0, own)}, ("num_embeddings",))
+
+
+def restore(layer: nn.Module) -> None:
+    """Let a layer of this file be the ordinary one again, with whole weights. All tensor ranks must call it."""
+    assert isinstance(layer, Parallel)
+    for name, share in layer.tensor_shares.items():
+        param = layer._parameters.get(name)
+        if param is not None:
+            param.data = whole_of(param.data, share, layer.axis)
+    for name, size in layer.whole_sizes.items():
+        setattr(layer, name, size)
+    layer.__class__ = layer.ordinary  # type: ignore[assignment]
+    for name in ("region", "tensor_shares", "partial_gradients", "ordinary", "whole_sizes", "used", "gather_output"):
+        layer.__dict__.pop(name, None)
+    for name in ("split_input", "enters"):
+        layer.__dict__.pop(name, None)
+
+
+def whole_of(part: torch.Tensor, share: Share, axis: Axis) -> torch.Tensor:
+    """The whole tensor, of which each rank has a ``part``. All tensor ranks must call it."""
+    summand = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
+    share.put(part, summand)
+    return axis.all_reduce(summand, "tensor: whole weights")
+
+
+def _convert(
+    layer: nn.Module,
+    kind: type[nn.Module],
+    region: Region,
+    divided: dict[str, tuple[int, Ranges]],
+    sizes: tuple[str, ...],
+) -> None:
+    """Give ``layer`` the class ``kind`` and its part of the parameters ``divided`` (dimension, ranges).
+
+    A parameter that another layer has divided already, because the two are tied, is not divided again.
+    """
+    converted: Any = layer
+    converted.region, converted.partial_gradients = region, ()
+    converted.whole_sizes = {name: getattr(layer, name) for name in sizes if hasattr(layer, name)}
+    converted.tensor_shares = {}
+    for name, (dim, own) in divided.items():
+        param = layer._parameters.get(name)
+        if param is not None:
+            converted.tensor_shares[name] = _divide(param, dim, own, region)
+    length = sum(high - low for low, high in next(iter(divided.values()), (0, ()))[1])
+    for name in converted.whole_sizes:
+        setattr(layer, name, length)
+    if not isinstance(layer, kind):
+        converted.ordinary = type(layer)
+        converted.__class__ = _subclass(type(layer), kind)
+    else:
+        converted.ordinary = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
+
+
+def _divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
+    known = region.divided.get(param)
+    if known is None:
+        known = region.divided[param] = Share(tuple(param.shape), dim, own)
+        param.data = known.cut(param.data)
+    elif (known.dim, known.ranges) != (dim, own):
+        raise ModelError(
+            f"two layers share a parameter of shape {known.shape}, and the plan divides it in two ways. Remedy: let the "
+            "plan divide both along the same dimension, or untie them."
+        )
+    return known
+
+
+def _subclass(ordinary: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
+    """A class that computes as ``kind`` does and is an ``ordinary`` one for everybody who asks."""
+    if ordinary in (nn.Linear, nn.Embedding):
+        return kind
+    members = {name: value for base in (Parallel, kind) for name, value in vars(base).items() if name not in _NOT_COPIED}
+    return type(f"{kind.__name__}{ordinary.__name__}", (Parallel, ordinary), members)
+
+
+_NOT_COPIED = ("__init__", "__dict__", "__weakref__", "__module__", "__doc__", "__annotations__")
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """True for a Hugging Face Conv1D: its weight is [in, out]."""
+    return any(kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(layer).__mro__)
+
+
+def _output_dim(layer: nn.Module) -> int:
+    """The dimension of the weight that belongs to the output. Raises ModelError for what is not a linear layer."""
+    if _is_transposed(layer):
+        return 1
+    if isinstance(layer, nn.Linear):
+        return 0
+    raise ModelError(f"an nn.Linear or Conv1D is needed, got {type(layer).__name__}.")
+
+
+def _product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if not _is_transposed(layer):
+        return functional.linear(x, weight, bias)
+    if bias is None:
+        return x @ weight
+    return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])

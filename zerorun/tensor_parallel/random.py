@@ -1,0 +1,58 @@
+"""Random numbers in tensor-parallel regions: a stream of its own for each rank inside, the common one outside.
+
+[Note: streams]
+Outside a region all tensor ranks hold the same activations, and must draw the same numbers: the default generators, which
+initialize() makes equal. Inside a region each rank has other heads or columns and must draw its own. So on entry one number
+is drawn from the default generator, the same on all ranks; that and the rank give the seed of the region, and on leaving
+the default generator is put back to where it was after that draw. Everything follows from the state of the default
+generator on entry, so whatever restores that state for a recomputation restores the region's numbers, too, and checkpoints
+need to know of nothing else.
+
+A recomputation may stop half-way and never leave. Whoever started it has put back the generator, which then does not have
+the region's seed any more: that is how ``enter`` knows that it is not inside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MULTIPLIER, _MODULUS = 6364136223846793005, 2**63 - 1
+
+
+class Streams:
+    """The streams of one tensor rank, on one device."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._seed: int | None = None
+        self._outside: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    @property
+    def inside(self) -> bool:
+        """True between ``enter`` and ``leave``."""
+        return self._seed is not None and torch.default_generator.initial_seed() == self._seed
+
+    def enter(self, device: torch.device) -> None:
+        """Draw from this rank's own stream from here on. Inside already: goes on."""
+        if self.inside:
+            return
+        drawn = int(torch.randint(_MODULUS, (), dtype=torch.int64))
+        self._seed = region_seed(drawn, self._rank)
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            generators.append(torch.cuda.default_generators[device.index or 0])
+        self._outside = [(generator, generator.get_state()) for generator in generators]
+        for generator in generators:
+            generator.manual_seed(self._seed)
+
+    def leave(self) -> None:
+        """Go on with the common stream."""
+        if self.inside:
+            for generator, state in self._outside:
+                generator.set_state(state)
+        self._seed, self._outside = None, []
+
+
+def region_seed(drawn: int, rank: int) -> int:
+    """The seed of a region for tensor rank ``rank``. ``drawn``: from the common stream on entry."""
+    return (drawn * _MULTIPLIER + rank + 1) % _MODULUS

@@ -1,0 +1,81 @@
+"""Ranks of a tensor axis that are threads of one process: to try out a plan, and to test layers without processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class _Meeting:
+    """Where the threads leave tensors for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.left: list[Any] = [None] * size
+
+
+class ThreadAxis:
+    """Rank ``rank`` of ``size`` threads, with the methods of ``axis.Axis``. ``sent``: bytes by label, as over a network."""
+
+    def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
+        self.rank, self.size = rank, size
+        self.sent: dict[str, int] = {}
+        self._meeting = meeting
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadAxis:
+        return self
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._meeting.left[self.rank] = tensor.detach()
+        self._meeting.barrier.wait()
+        found = list(self._meeting.left)
+        self._meeting.barrier.wait()
+        return found
+
+    def _count(self, label: str, elements: int, tensor: torch.Tensor) -> None:
+        self.sent[label] = self.sent.get(label, 0) + elements * tensor.element_size()
+
+    def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        self._count(label, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
+        total = torch.stack(self._exchange(tensor)).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
+        return total.to(tensor.dtype)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
+        self._count(label, tensor.numel() * (self.size - 1), tensor)
+        return torch.cat(self._exchange(tensor), dim)
+
+    def reduce_scatter(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
+        low, high = list(pairwise(bounds))[self.rank]
+        self._count(label, tensor.numel() * (bounds[-1] - high + low) // max(bounds[-1], 1), tensor)
+        total = torch.stack(self._exchange(tensor)).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
+        return total.to(tensor.dtype).narrow(dim, low, high - low).contiguous()
+
+
+def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
+    """``work(axis)`` on ``size`` threads that are the ranks of one axis; their results by rank, or the first error."""
+    meeting = _Meeting(size)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadAxis(rank, size, meeting))
+        except BaseException as error:
+            if not isinstance(error, threading.BrokenBarrierError):
+                errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
