@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +121,7 @@ def test_layers_that_are_made_have_the_values_of_ordinary_ones(size: int) -> Non
     expected = second(functional.gelu(first(table(indices))))
     weights = [table.weight, first.weight, first.bias, second.weight, second.bias]
     expected_gradients = torch.autograd.grad(expected.square().sum(), weights)
-    lock = __import__("threading").Lock()
+    lock = threading.Lock()
 
     def work(axis: ThreadAxis) -> Any:
         region = Region(axis)
@@ -151,10 +152,8 @@ def test_gathered_output_and_split_input() -> None:
         make_column_parallel(pair[0], region, own, gather_output=True)
         make_row_parallel(pair[1], region, own, split_input=True)
         out = pair(own_x)
-        return out, [own_x.grad, *whole(pair, gradients(pair, out.square().sum()), axis).values()] and [
-            own_x.grad,
-            *whole(pair, {n: p.grad for n, p in pair.named_parameters()}, axis).values(),
-        ]
+        found = whole(pair, gradients(pair, out.square().sum()), axis)
+        return out, [own_x.grad, *found.values()]
 
     for out, found in on_threads(3, work):
         torch.testing.assert_close(out, expected)
@@ -215,13 +214,13 @@ def test_cross_entropy_equals_torch(reduction: str, size: int) -> None:
     targets[0, 0], logits[1, 1, 4] = -100, 300.0
     wanted = logits.clone().requires_grad_()
     expected = functional.cross_entropy(wanted.flatten(0, 1), targets.flatten(), reduction=reduction)
-    expected.square().sum().backward()
+    (expected * 0.7).sum().backward()
 
     def work(axis: ThreadAxis) -> Any:
         low, high = even_range(10, axis.rank, size)
         own = logits[..., low:high].clone().requires_grad_()
         loss = vocab_parallel_cross_entropy(own, targets, axis, 10, reduction=reduction)
-        loss.square().sum().backward()
+        (loss * 0.7).sum().backward()
         return loss, own.grad, (low, high), axis.sent
 
     for loss, grad, (low, high), sent in on_threads(size, work):
