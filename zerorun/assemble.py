@@ -29,6 +29,7 @@ from .intake import OptimizerLike, RawOptimizer, take_in
 from .log import info_once, logger, setup_logging
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer, split_state
+from .parallel import Divided, divide
 from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
 from .precision import LossScaler
 from .schedules import build_schedule
@@ -69,29 +70,32 @@ def initialize(
     setup_logging()
     device = default_device()
     init_distributed(device)
-    ranks = topology.data_parallel_size if topology else dist.get_world_size()
-    wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, ranks))
+    wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
     _compare_ranks(model, wanted)
     settings = wanted.zero_optimization
     owns_topology = topology is None
     topology = topology or _topology(wanted, device)
-    comm = Communicator(topology, device, wire_dtype(wanted))
+    divided = Divided()
     try:
+        divided = divide(model, wanted, topology, device)
+        comm = Communicator(topology, device, wire_dtype(wanted), divided.beyond)
         _check_memory(model, wanted, raw, comm)
     except ZerorunError:
+        divided.undo()
         if owns_topology:
             topology.close()
         raise
     _move_buffers(model, device, comm)
     exchange = Exchange(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
+    plan.builder.spread_of = divided.spread_of
     plan.builder.disk = open_disk(plan, wanted, raw, _agree)
     units, param_slots, grad_slots = plan.builder.build(plan.specs)
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
     runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
-    registry = Registry(runtime, sharded, lambda: engine.gradient_factor())
+    registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
     runtime._handles += [guard_state_dict(model, runtime), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)
     engine = Engine(
@@ -108,7 +112,7 @@ def initialize(
         compute_dtype(wanted),
     )
     engine.registry = registry
-    engine.owns_topology = owns_topology
+    engine.owns_topology, engine.divided = owns_topology, divided
     engine.checkpointer  # noqa: B018  it remembers the model as it is now
     reduce_now.append(engine._reduce_in_this_backward)
     if sharded is not None:
@@ -186,8 +190,17 @@ def _explain_difference(lines: list[str], rank: int, what: str) -> None:
 def _topology(config: Config, device: torch.device) -> Topology:
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    degree = shard_degree(config, world_size, local)
-    return Topology.create(world_size, dist.get_rank(), shard_degree=degree, device_type=device.type)
+    tensor, pipe = config.tensor_parallel.size, config.pipeline.stages
+    degree = shard_degree(config, world_size // (tensor * pipe), max(local // tensor, 1))
+    return Topology.create(
+        world_size,
+        dist.get_rank(),
+        shard_degree=degree,
+        device_type=device.type,
+        pipe=pipe,
+        tensor=tensor,
+        ranks_per_host=local,
+    )
 
 
 def _scaler(config: Config) -> LossScaler:

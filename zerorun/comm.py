@@ -139,7 +139,7 @@ class Communicator:
 
     ``traffic`` counts calls and bytes sent by label. ``pool`` holds the receive buffers of reductions. Data flows between
     *data-parallel ranks*, those that have the same part of the model; decisions are made by all ranks of the world.
-    ``tensor``: the channel of the tensor axis, if there is one.
+    ``beyond``: channels of other axes, by name: over them ranks sum gradients that are summands on each.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Communicator:
         topology: Topology,
         device: torch.device,
         wire_dtype: torch.dtype = torch.float32,
-        tensor: Channel | None = None,
+        beyond: dict[str, Channel] | None = None,
     ) -> None:
         self.topology, self.device, self.wire_dtype = topology, device, wire_dtype
         self.books = Books()
@@ -156,7 +156,7 @@ class Communicator:
         self._data = topology.group("data") if topology.data_parallel_size > 1 else None
         self._shard = self._channel("shard", topology.shard_rank, topology.shard)
         self._replicate = self._channel("replicate", topology.replicate_rank, topology.replicate)
-        self._tensor = tensor
+        self.beyond = beyond or {}
         _live.add(self)
 
     def _channel(self, axis: str, rank: int, size: int) -> Channel:
@@ -172,29 +172,18 @@ class Communicator:
         return self._shard.all_gather(full, bounds, label, source)
 
     def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        out: torch.Tensor,
-        label: str,
-        *,
-        accumulate: bool,
-        over_tensor: bool = False,
+        self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, *, accumulate: bool
     ) -> Pending:
         """Sum ``full`` over all data-parallel ranks; this rank's shard goes into ``out``, or is added to it.
 
-        Reduce-scatter over the shard axis, then all-reduce over the replicate axis and, if ``over_tensor``, over the
-        tensor axis. ``full`` and ``out`` are fp32; ``out`` may be this rank's part of ``full`` if not ``accumulate``.
-        What is sent has dtype ``wire_dtype``.
+        Reduce-scatter over the shard axis, then all-reduce over the replicate axis. ``full`` and ``out`` are fp32;
+        ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``.
         """
-        beyond = [self._replicate] if self.topology.replicate > 1 else []
-        if over_tensor and self._tensor is not None:
-            beyond.append(self._tensor)
         if self._shard.nccl:
-            return self._nccl_reduce_scatter(full, bounds, out, label, accumulate, beyond)
+            return self._nccl_reduce_scatter(full, bounds, out, label, accumulate)
         if full.is_cuda:
-            return self._host_reduce_scatter(full, bounds, out, label, accumulate, over_tensor)
-        return self._p2p_reduce_scatter(full, bounds, out, label, accumulate, beyond)
+            return self._host_reduce_scatter(full, bounds, out, label, accumulate)
+        return self._p2p_reduce_scatter(full, bounds, out, label, accumulate)
 
     def sum_parts(
         self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
@@ -287,8 +276,8 @@ class Communicator:
             raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
 
     def _memories(self) -> list[PeerMemory]:
-        channels = (self._shard, self._replicate, self._tensor)
-        return [channel.memory for channel in channels if channel is not None and channel.memory is not None]
+        channels = (self._shard, self._replicate, *self.beyond.values())
+        return [channel.memory for channel in channels if channel.memory is not None]
 
     def quiesce(self) -> None:
         """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
@@ -311,20 +300,21 @@ class Communicator:
 
     # -- sums over several axes ----------------------------------------------------------------------------------
 
+    def sum_beyond(self, parts: Sequence[torch.Tensor], axis: str) -> None:
+        """Sum fp32 tensors [numel] over the ranks of ``beyond[axis]``, in place and in one message."""
+        channel = self.beyond[axis]
+        flat = torch.cat(list(parts))
+        total = channel.sum_of(flat, f"gradients over {channel.axis}").split([part.numel() for part in parts])
+        torch._foreach_copy_(list(parts), list(total))
+
     def _p2p_reduce_scatter(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        out: torch.Tensor,
-        label: str,
-        accumulate: bool,
-        beyond: list[Channel],
+        self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
     ) -> Pending:
-        if self._shard.size == 1 and not beyond:
+        if self.topology.data_parallel_size == 1:
             store(full, out, accumulate)
             return Pending(self.books, label, [], None)
         start = partial(self._shard.start_sum, full, bounds, label=label, wire_dtype=self.wire_dtype)
-        if not beyond:
+        if self.topology.replicate == 1:
             works, finish = start(out=out, accumulate=accumulate)
             return Pending(self.books, label, works, finish)
         own = self.pool.take(out.numel(), torch.float32)
@@ -334,29 +324,22 @@ class Communicator:
             own.copy_(full)
             works, finish = [], nothing
 
-        def finish_beyond() -> None:
+        def finish_over_replicas() -> None:
             finish()
-            for channel in beyond:
-                channel.all_reduce(own, _over(label, channel), self.wire_dtype)
+            self._replicate.all_reduce(own, f"{label} over replicas", self.wire_dtype)
             store(own, out, accumulate)
             self.pool.give(own)
 
-        return Pending(self.books, label, works, finish_beyond)
+        return Pending(self.books, label, works, finish_over_replicas)
 
     def _host_reduce_scatter(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        out: torch.Tensor,
-        label: str,
-        accumulate: bool,
-        over_tensor: bool,
+        self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
     ) -> Pending:
         """Two ranks on one GPU: through host memory."""
         rank = self._shard.rank
         host = full.to("cpu")
         own = host[bounds[rank] : bounds[rank + 1]]
-        inner = self.reduce_scatter(host, bounds, own, label, accumulate=False, over_tensor=over_tensor)
+        inner = self._p2p_reduce_scatter(host, bounds, own, label, False)
 
         def finish() -> None:
             inner.wait()
@@ -365,13 +348,7 @@ class Communicator:
         return Pending(self.books, label, [], finish)
 
     def _nccl_reduce_scatter(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        out: torch.Tensor,
-        label: str,
-        accumulate: bool,
-        beyond: list[Channel],
+        self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
     ) -> Pending:
         wire = full if self.wire_dtype == full.dtype else full.to(self.wire_dtype)
         rank = self._shard.rank
@@ -379,12 +356,7 @@ class Communicator:
         works = [self._shard.nccl_sum(wire, bounds, own, label)] if self._shard.size > 1 else []
 
         def finish() -> None:
-            for channel in beyond:
-                channel.all_reduce(own, _over(label, channel))
+            self._replicate.all_reduce(own, f"{label} over replicas")
             store(own, out, accumulate)
 
         return Pending(self.books, label, works, finish)
-
-
-def _over(label: str, channel: Channel) -> str:
-    return f"{label} over {'replicas' if channel.axis == 'replicate' else channel.axis}"

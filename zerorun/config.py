@@ -17,7 +17,7 @@ from typing import Any
 
 from zerorun.batch import resolve_batch
 from zerorun.config_fields import ConfigNote
-from zerorun.config_rules import collect_notes, find_contradictions
+from zerorun.config_rules import collect_notes, find_contradictions, tensor_sizes
 from zerorun.config_schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
 from zerorun.config_source import read_source
 from zerorun.config_walk import AUTO, Walk
@@ -70,9 +70,27 @@ def load_config(source: object) -> Config:
     walk = Walk()
     config = walk.build(Config, raw)
     _raise([*walk.problems, *find_contradictions(config, walk.params)], name)
+    values = _shard_values(config, raw) | _tensor_size(config)
     from_file = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
     from_file.update(dict.fromkeys(walk.auto, "file"))
-    return _with(config, _shard_values(config, raw), from_file, tuple(walk.auto))
+    return _with(config, values, from_file, tuple(walk.auto))
+
+
+def _tensor_size(config: Config) -> dict[str, Any]:
+    """DeepSpeed has three more names for ``tensor_parallel.size``."""
+    size = max(tensor_sizes(config).values())
+    return {"tensor_parallel.size": size} if size > 1 else {}
+
+
+def data_parallel_degree(config: Config, world_size: int) -> int:
+    """Ranks that see different data: ``world_size`` over the tensor and pipeline degrees. Raises ConfigError."""
+    tensor, stages = config.tensor_parallel.size, config.pipeline.stages
+    if world_size % (tensor * stages):
+        key, value = ("pipeline.stages", stages) if stages > 1 else ("tensor_parallel.size", tensor)
+        reason = f"{world_size} ranks are no multiple of {tensor} tensor ranks x {stages} pipeline stages."
+        remedy = f"Start a multiple of {tensor * stages} ranks, or lower one of the two degrees."
+        raise ConfigError([ConfigProblem(key, value, reason, remedy)], "config")
+    return world_size // (tensor * stages)
 
 
 def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
@@ -115,6 +133,13 @@ def _with(
     result._sources = {**dict.fromkeys(every_key, "default"), **dict.fromkeys(values, "derived"), **sources}
     result._notes = (*collect_notes(result), *notes)
     return result
+
+
+def with_values(config: Config, values: dict[str, Any]) -> Config:
+    """A copy with other ``values`` (dotted key -> value)."""
+    changed = {key: value for key, value in values.items() if value != flatten(config.as_dict()).get(key)}
+    kept = {key: source for key, source in config.sources.items() if source != "default" and key not in changed}
+    return _with(config, changed, kept, config.auto) if changed else config
 
 
 def resolve(
@@ -268,7 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns 0, or 2 if the configuration cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m zerorun.config", description="Check and print a configuration.")
     parser.add_argument("source", help="path of the JSON file, or base64 text")
-    parser.add_argument("--world-size", type=int, default=1, help="number of data-parallel ranks (default 1)")
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--micro-batch", type=int, help="samples per rank, where the file says auto or nothing")
     parser.add_argument("--lr", type=float, help="learning rate, where the file says auto")
@@ -278,9 +303,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-bf16", action="store_true", help="the device has no bf16")
     options = parser.parse_args(arguments)
     try:
+        loaded = load_config(options.source)
         config = resolve(
-            load_config(options.source),
-            data_parallel_size=options.world_size,
+            loaded,
+            data_parallel_size=data_parallel_degree(loaded, options.world_size),
             model_facts=ModelFacts(options.hidden_size),
             micro_batch_hint=options.micro_batch,
             learning_rate=options.lr,

@@ -14,7 +14,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Everything that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer, _checkpoint):
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer, _checkpoint, _parallel):
         problems += rule(config)
     return problems
 
@@ -117,6 +117,32 @@ def _checkpoint(config: Config) -> Iterator[ConfigProblem]:
         reason = "it is about saves by checkpoint.every_steps or every_minutes, and neither is set."
         remedy = "Set one of them; in a script, call save_checkpoint(..., asynchronous=True)."
         yield ConfigProblem("checkpoint.asynchronous", True, reason, remedy)
+
+
+def tensor_sizes(config: Config) -> dict[str, int]:
+    """Every name of the tensor degree, with what it says."""
+    section = config.tensor_parallel
+    return {
+        "tensor_parallel.size": section.size,
+        "tensor_parallel.autotp_size": section.autotp_size or 1,
+        "tensor_parallel.tp_size": section.tp_size or 1,
+        "tensor_parallel.tp.tp_size": section.tp.tp_size or 1,
+    }
+
+
+def _parallel(config: Config) -> Iterator[ConfigProblem]:
+    sizes = {key: size for key, size in tensor_sizes(config).items() if size > 1}
+    for key, size in sizes.items():
+        first = next(iter(sizes))
+        if size != sizes[first]:
+            yield ConfigProblem(key, size, f"{first} is {sizes[first]}, and both are the tensor degree.", f"Keep {first}.")
+    pipeline = config.pipeline
+    if pipeline.schedule == "interleaved" and pipeline.chunks < 2:
+        reason, remedy = "each stage needs at least 2 parts of the model.", 'Set pipeline.chunks to 2, or use "1f1b".'
+        yield ConfigProblem("pipeline.chunks", pipeline.chunks, reason, remedy)
+    if pipeline.schedule != "interleaved" and pipeline.chunks > 1:
+        reason, remedy = f"the schedule {pipeline.schedule!r} has one part on each stage.", 'Use "interleaved".'
+        yield ConfigProblem("pipeline.chunks", pipeline.chunks, reason, remedy)
 
 
 def collect_notes(config: Config) -> tuple[ConfigNote, ...]:

@@ -39,7 +39,7 @@ _CUT = Inert("files are read and written in pieces of 1 MiB, 32 at a time.")
 _MAPPED = Inert("parameter shards on a disk are a mapped file; the kernel keeps in memory what there is room for.")
 _SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
 REPORT = "use engine.memory_report() or engine.communication_report(), which need no switch."
-_PIPELINE = Inert("the model runs on every rank; there are no pipeline stages yet.")
+_WHOLE_ACTIVATIONS = Inert("every tensor rank sends whole activations, or its part of the sequence, to the next stage.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
 _CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
 _FORMAT = "zerorun's own checkpoint format makes it unnecessary: "
@@ -292,41 +292,48 @@ class ActivationCheckpointing(Section):
 
 
 class Pipeline(Section):
-    """Pipeline keys; accepted while there is one stage."""
+    """Pipeline stages, and in which order each works on the micro-batches of a step."""
 
-    stages: Annotated[Int, Refused("pipeline stages are not built.", allowed=(0, 1), remedy="Use 1.")] = 1
-    partition: Annotated[Text, _PIPELINE] = "best"
-    seed_layers: Annotated[Flag, _PIPELINE] = False
-    activation_checkpoint_interval: Annotated[Int, _PIPELINE] = 0
-    pipe_partitioned: Annotated[Flag, _PIPELINE] = True
-    grad_partitioned: Annotated[Flag, _PIPELINE] = True
-    use_reentrant: Annotated[Flag, _PIPELINE] = True
-
-
-_ONE_RANK = Refused("tensor parallelism is not built.", allowed=(0, 1), remedy="Use 1, or remove tensor_parallel.")
-_NO_TENSOR = Inert("there is no tensor parallelism to describe.")
+    stages: Count = 1
+    schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zero_bubble"], LowerCase] = "1f1b"
+    chunks: Count = 1  # parts of the model on each stage, for the interleaved schedule
+    partition: Text | tuple[Count, ...] = "best"  # a method, or the number of layers of each part
+    activation_checkpoint_interval: Annotated[Int, _AT_LEAST_0] = 0  # layers; 0: none is recomputed
+    seed_layers: Annotated[Flag, Inert("a layer's initial values never depend on the number of stages.", unless=False)] = (
+        False
+    )
+    pipe_partitioned: Annotated[Flag, _WHOLE_ACTIVATIONS] = True
+    grad_partitioned: Annotated[Flag, _WHOLE_ACTIVATIONS] = True
+    use_reentrant: Annotated[Flag, Inert("layers are recomputed without re-entrance.", unless=False)] = True
 
 
 class TensorParallelGroup(Section):
     """``tensor_parallel.tp``."""
 
-    tp_size: Annotated[Int, _ONE_RANK] = 1
-    tp_grain_size: Annotated[Int, _NO_TENSOR] = 1
+    tp_size: Count | None = None  # another name of tensor_parallel.size
+    tp_grain_size: Annotated[Int, Inert("parts are as equal as can be, by heads and by columns.")] = 1
+
+
+_BY_PLAN = Inert("layers are divided by tensor_parallel.plan, by the model's own plan, or by one that is inferred.")
 
 
 class TensorParallel(Section):
-    """Tensor-parallel keys; accepted while the degree is 1."""
+    """Layers divided over neighbouring ranks."""
 
-    autotp_size: Annotated[Int, _ONE_RANK] = 0
-    tp_size: Annotated[Int, _ONE_RANK] = 1
+    size: Count = 1
+    plan: dict[str, Any] = Field(default_factory=dict)  # name pattern -> style; empty: the model's own, or inferred
+    sequence_parallel: Flag = False  # activations between divided layers are divided along the sequence
+    vocab_parallel_loss: Flag = False  # a Hugging Face model's loss is computed from divided logits
+    autotp_size: Annotated[Int, _AT_LEAST_0] = 0  # other names of size
+    tp_size: Count | None = None
     tp: TensorParallelGroup = TensorParallelGroup()
-    dtype: Annotated[Text, _NO_TENSOR] = "fp16"
-    tp_overlap_comm: Annotated[Flag, _NO_TENSOR] = False
-    preset_model: Annotated[Text, _NO_TENSOR] = ""
-    partition_config: Annotated[dict[str, Any], _NO_TENSOR] = Field(default_factory=dict)
-    injection_policy_tuple: Annotated[list[Any], _NO_TENSOR] = Field(default_factory=list)
-    keep_module_on_host: Annotated[Flag, _NO_TENSOR] = False
-    replace_with_kernel_inject: Annotated[Flag, _NO_TENSOR] = False
+    dtype: Annotated[Text, Inert("fp16.enabled and bf16.enabled set the dtype.")] = "fp16"
+    tp_overlap_comm: Annotated[Flag, Inert("sums over tensor ranks are waited for.", unless=False)] = False
+    preset_model: Annotated[Text, _BY_PLAN] = ""
+    partition_config: Annotated[dict[str, Any], _BY_PLAN] = Field(default_factory=dict)
+    injection_policy_tuple: Annotated[list[Any], _BY_PLAN] = Field(default_factory=list)
+    keep_module_on_host: Annotated[Flag, Inert("offload_param keeps parameters on the host.", unless=False)] = False
+    replace_with_kernel_inject: Annotated[Flag, Inert("no layer is replaced by an inference kernel.", unless=False)] = False
 
 
 class ParallelWrite(Section):

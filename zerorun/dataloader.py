@@ -27,7 +27,8 @@ class EpochSampler(Sampler[int]):
     def __init__(
         self, length: int, topology: Topology, seed: int, start: int, skipped: Iterable[Range], drop_last: bool
     ) -> None:
-        self.length, self.seed, self.rank, self.ranks = length, seed, topology.rank, topology.data_parallel_size
+        self.length, self.seed = length, seed
+        self.rank, self.ranks = topology.data_parallel_rank, topology.data_parallel_size
         self.whole, self.left = _without(skipped, 0, length), _without(skipped, start, length)
         samples = sum(stop - first for first, stop in self.left)
         self.share = samples // self.ranks if drop_last else -(-samples // self.ranks)
@@ -173,7 +174,7 @@ class EpochLoader:
         # The workers' seeds come from an own generator, so that nothing is taken from torch's global one, wherever a pass
         # begins. An iterable dataset is always read from its beginning, with the seeds that it had there.
         start = self.position if sampler is not None else 0
-        seed = random.Random(f"{self.seed} {self.epoch} {self.topology.rank} {start}").getrandbits(63)
+        seed = random.Random(f"{self.seed} {self.epoch} {self.topology.data_parallel_rank} {start}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
         return DataLoader(self.dataset, self.batch_size, sampler=sampler, generator=generator, **self._options)
 

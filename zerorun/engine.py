@@ -22,6 +22,7 @@ from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
 from .log import info_once, logger, warn_once
 from .ops.single_pass import SinglePassOptimizer
+from .parallel import Divided
 from .precision import DTYPES, LossScaler, cast_floats
 from .topology import Topology
 from .zero.access import Registry, find_released_use, full_state_dict, restore_module
@@ -59,6 +60,7 @@ class Engine:
         self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
         self.compute_dtype = compute_dtype
         self.device = comm.device
+        self.divided = Divided()
         self.owns_topology = False  # made by initialize(): its groups go with the engine
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._boundary: bool | None = None
@@ -288,7 +290,9 @@ class Engine:
 
     def gradient_factor(self) -> float:
         """From accumulated to averaged, unscaled gradients, as of the losses so far. All ranks must call it."""
-        weight = torch.tensor([self._weight], dtype=torch.float64)
+        if self._loss_mode != "weight":
+            return 1.0 / (self._divisor(Summary(0.0, 0, 0.0, False)) * self.scaler.scale)
+        weight = torch.tensor([self._weight if self.topology.tensor_rank == 0 else 0.0], dtype=torch.float64)
         total = float(self.comm.control_sum(weight)[0])
         return 1.0 / (self._divisor(Summary(0.0, 0, total, False)) * self.scaler.scale)
 
@@ -541,7 +545,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full weights under the module's own names, in CPU memory. All ranks must call it."""
-        return full_state_dict(self.module, self.units, self.runtime)
+        return full_state_dict(self.module, self.units, self.runtime, self.divided)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
@@ -550,7 +554,10 @@ class Engine:
 
     def communication_report(self) -> dict[str, dict[str, int]]:
         """Calls and bytes sent by this rank so far, by label (unit and phase)."""
-        return {label: {"calls": t.calls, "bytes": t.bytes} for label, t in sorted(self.comm.traffic.items())}
+        found = dict(self.comm.traffic)
+        for channel in self.comm.beyond.values():
+            found.update(channel.books.traffic)
+        return {label: {"calls": t.calls, "bytes": t.bytes} for label, t in sorted(found.items())}
 
     def compile(self, **options: Any) -> None:
         """torch.compile the forward of every unit but the root; hooks stay outside the graphs."""
@@ -572,6 +579,7 @@ class Engine:
         self.runtime.finish_reductions()
         try:
             restore_module(self.module, self.units, self.runtime)
+            self.divided.undo()
         finally:  # a failed update must not keep memory, hooks and files
             self.runtime.remove_hooks()
             for link in links_of(self.units):

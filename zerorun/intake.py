@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Config, ModelFacts, load_config, resolve
+from .config import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
 from .errors import ConfigError, ConfigProblem, ModelError
 from .optim import is_elementwise, refuse_unusable, resolve_optimizer
+from .topology import Topology
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -41,21 +42,36 @@ def take_in(
     args: Any,
     optimizer: OptimizerLike | None,
     model_parameters: Iterable[Any] | None,
-    data_parallel_size: int,
+    world_size: int,
+    topology: Topology | None = None,
 ) -> tuple[Config, RawOptimizer]:
     """The resolved configuration, and which parameters are optimized by what. Raises ConfigError or ModelError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
     source = config if config is not None else _config_of(args)
+    loaded = load_config(source)
+    if topology is not None:
+        loaded = _with_degrees(loaded, topology)
     client = _client_optimizer(model, optimizer, model_parameters)
     wanted = resolve(
-        load_config(source),
-        data_parallel_size=data_parallel_size,
+        loaded,
+        data_parallel_size=data_parallel_degree(loaded, world_size),
         model_facts=ModelFacts(_hidden_size(model)),
         optimizer_given=client is not None,
         learning_rate=client.param_groups[0]["lr"] if client else None,
     )
     return wanted, _raw_optimizer(model, wanted, client, model_parameters)
+
+
+def _with_degrees(config: Config, topology: Topology) -> Config:
+    """The configuration with the degrees of the topology that initialize() was given. Raises ConfigError."""
+    degrees = {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe}
+    written = {"tensor_parallel.size": config.tensor_parallel.size, "pipeline.stages": config.pipeline.stages}
+    for key, degree in degrees.items():
+        if written[key] not in (1, degree):
+            reason, remedy = f"the topology given to initialize() has {degree}.", "Remove the key, or make them agree."
+            raise ConfigError([ConfigProblem(key, written[key], reason, remedy)])
+    return with_values(config, degrees)
 
 
 def _config_of(args: Any) -> Any:

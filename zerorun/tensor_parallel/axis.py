@@ -10,7 +10,6 @@ import torch
 
 from ..channel import Books, Channel
 from ..topology import Topology
-from .share import even_bounds
 
 
 class Axis(Protocol):
@@ -78,20 +77,15 @@ def _joined(flat: torch.Tensor, parts: list[torch.Tensor], dim: int) -> torch.Te
     return flat.view(shape)
 
 
-def make_axis(topology: Topology, device: torch.device) -> ChannelAxis | None:
-    """The tensor axis of ``topology``, or None if there is one rank on it. All ranks must call it.
+def make_axis(topology: Topology, device: torch.device) -> ChannelAxis:
+    """The tensor axis of ``topology``. All ranks must call it.
 
     It is made once: layers and engines over one topology share it, and its counts.
     """
-    if topology.tensor == 1:
-        return None
     axis: ChannelAxis | None = topology.shared.get("tensor axis")
     if axis is None:
-        channel = Channel("tensor", topology.group("tensor"), topology.tensor_rank, topology.tensor, device, Books())
+        group = topology.group("tensor") if topology.tensor > 1 else None
+        channel = Channel("tensor", group, topology.tensor_rank, topology.tensor, device, Books())
         axis = topology.shared["tensor axis"] = ChannelAxis(channel)
     return axis
 
-
-def sequence_bounds(length: int, axis: Axis) -> list[int]:
-    """How a sequence of ``length`` is divided over the axis."""
-    return even_bounds(length, axis.size)

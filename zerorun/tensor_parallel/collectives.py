@@ -26,7 +26,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .axis import Axis
+from ..topology import Topology
+from .axis import Axis, make_axis
 from .random import Streams
 from .share import Share, even_bounds
 
@@ -115,6 +116,14 @@ def split_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 def gather_sequence(x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
     """This rank's part of the sequence -> whole [..., length, width], which all ranks use alike."""
     return _Gather.apply(x, axis, SEQUENCE, even_bounds(length, axis.size), False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def make_region(topology: Topology, device: torch.device) -> Region:
+    """The region of the tensor axis of ``topology``, made once. All ranks must call it."""
+    region: Region | None = topology.shared.get("region")
+    if region is None:
+        region = topology.shared["region"] = Region(make_axis(topology, device))
+    return region
 
 
 class Region:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,14 @@ class Home:
     entry: int
 
 
+class Parts(Protocol):
+    """Between a parameter's part on this rank and the whole, where layers are divided. ``whole`` is collective."""
+
+    def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor: ...
+
+    def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(eq=False)
 class Registry:
     """The parameters of one engine. ``unscale`` gives the factor from accumulated to averaged gradients."""
@@ -34,6 +42,7 @@ class Registry:
     runtime: Runtime
     sharded: ShardedOptimizer | None
     unscale: Callable[[], float]
+    parts: Parts
     homes: dict[int, Home] = field(default_factory=dict)
     held: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters inside a GatheredParameters block
 
@@ -91,14 +100,15 @@ def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
     return full
 
 
-def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime) -> dict[str, torch.Tensor]:
+def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime, parts: Parts) -> dict[str, torch.Tensor]:
     """``module.state_dict()`` with full CPU tensors, one unit at a time. Collective at stage 3."""
     values: dict[int, torch.Tensor] = {}
     for unit in units:
         for segment in unit.segments:
             flat = _weights(runtime, unit, segment)
             for entry, param in zip(segment.layout.entries, segment.params, strict=True):
-                values[id(param)] = flat[entry.offset : entry.end].view(entry.shape).to("cpu", copy=True)
+                part = flat[entry.offset : entry.end].view(entry.shape)
+                values[id(param)] = parts.whole(param, part).to("cpu", copy=True)
     runtime.state_dict_allowed = True
     try:
         found = module.state_dict(keep_vars=True)
@@ -204,6 +214,8 @@ def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
 class GatheredParameters:
     """Inside the block the given parameters have their full values, on every rank. All ranks must enter it.
 
+    Of a parameter that is divided over tensor-parallel ranks it is the rank's part.
+
     ``params``: one parameter or an iterable; those that no engine manages are left alone. With ``modifier_rank`` the
     values of that rank are kept when the block ends. Without, the block is for reading: raises ReleasedParameterError at
     its end if a value was changed, since ranks could differ.
@@ -271,13 +283,14 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
         return None
     registry, home = found
     master = home.segment.master
-    return _entry_view(home, _gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
+    part = _entry_view(home, _gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
+    return registry.parts.whole(param, part)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the master and the weight of ``param`` to ``value`` (full, the same on all ranks, which must all call it)."""
     registry, home = _managed(param)
-    _store_weight(registry, home, value)
+    _store_weight(registry, home, registry.parts.part(param, value))
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -296,7 +309,10 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if not home.segment.reduced:
         return None
     flat = _gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)
-    return _entry_view(home, flat) * registry.unscale()
+    part = _entry_view(home, flat) * registry.unscale()
+    for axis in home.segment.spread.sums:
+        registry.runtime.comm.sum_beyond([part.view(-1)], axis)
+    return registry.parts.whole(param, part)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
@@ -311,7 +327,8 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
     flat, known = _owned_state(registry, home.segment, key)
     if not any(registry.runtime.comm.data_objects(known)):
         return None
-    return _entry_view(home, _gathered(registry, home.segment, flat, home.unit.name)).clone()
+    part = _entry_view(home, _gathered(registry, home.segment, flat, home.unit.name)).clone()
+    return registry.parts.whole(param, part)
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
@@ -320,7 +337,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
     flat, known = _owned_state(registry, home.segment, key)
     if not known:
         return
-    _store_owned(home.segment, home.entry, flat, value)
+    _store_owned(home.segment, home.entry, flat, registry.parts.part(param, value))
     assert registry.sharded is not None
     for piece in registry.sharded.pieces:
         if piece.segment is home.segment:

@@ -23,10 +23,7 @@ def beside_master(segment: Segment) -> bool:
     """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
     master, weight = segment.master, segment.weight
     return (
-        master is not None
-        and not segment.master_is_weight
-        and weight.dtype in _ROUNDED
-        and weight.device == master.device
+        master is not None and not segment.master_is_weight and weight.dtype in _ROUNDED and weight.device == master.device
     )
 
 

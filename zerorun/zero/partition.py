@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from .init import forget_part, whole_value
 from .layout import aligned_bytes, build_layout
 from .placement import Disk, HostLink, Placement
 from .policy import Policy
+from .spread import ALONE, Spread
 from .unit import Segment, SlotPool, Unit, placeholder
 
 ROOT = "root"
@@ -195,6 +196,7 @@ class UnitBuilder:
     apart: bool = False  # the device has memory of its own
     reads_parts: bool = False  # ranks can sum gradients from where autograd leaves them
     comm: Communicator | None = None
+    spread_of: Callable[[nn.Parameter], Spread] = lambda param: ALONE
     disk: Disk | None = None  # what the placements put on one; a plan needs none
 
     def disk_units(self, specs: list[UnitSpec]) -> dict[int, list[int]]:
@@ -260,19 +262,19 @@ class UnitBuilder:
         return sum(aligned_bytes(segment.layout.numel * torch.float32.itemsize) for segment in unit.trainable)
 
     def _segments(self, spec: UnitSpec) -> list[Segment]:
-        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, bool, Spread], list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for name, param in spec.params:
             trainable = param.requires_grad and id(param) in self.optimized
-            kinds[self._dtype(param), trainable].append((name, param))
+            kinds[self._dtype(param), trainable, self.spread_of(param)].append((name, param))
         segments = []
-        for (_, trainable), members in kinds.items():
+        for (_, trainable, spread), members in kinds.items():
             if trainable:  # neighbours of one parameter group make one optimizer piece
                 members.sort(key=lambda member: self.optimized[id(member[1])])
             names, params = [name for name, _ in members], [param for _, param in members]
             layout = build_layout(
                 names, [tuple(p.shape) for p in params], self.topology.shard, whole=self.whole and trainable
             )
-            segment = Segment(names, params, layout, self.topology.shard_rank)
+            segment = Segment(names, params, layout, self.topology.shard_rank, spread)
             segment.trainable = trainable
             segments.append(segment)
         return segments

@@ -14,7 +14,7 @@ from ..errors import StepError
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
 from .host_updates import begin_updates, beside_master, weight_of
-from .pieces import OptimizerPiece, split_lengths, split_piece
+from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
 from .runtime import Runtime
 from .unit import Segment, Unit, links_of
 
@@ -60,8 +60,11 @@ class ShardedOptimizer:
         """
         runtime.finish_reductions()
         self.drain()
+        if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
+            self._sum_beyond(runtime)
         unused = any(False in segment.used for segment in self._segments)
-        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight, *wishes]
+        first = self.comm.topology.tensor_rank == 0  # of ranks with the same losses one counts
+        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight if first else 0.0, *wishes]
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             late = self.comm.data_objects(runtime.late)
@@ -71,6 +74,18 @@ class ShardedOptimizer:
         square_sum, _, unused_sum, bad, weights, *wished = total.tolist()
         counts = tuple(int(count) for count in wished)
         return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0, counts)
+
+    def _sum_beyond(self, runtime: Runtime) -> None:
+        """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""
+        if self.comm.control_sum(torch.tensor([float(len(runtime.late))]))[0]:
+            runtime.settle(set().union(*self.comm.data_objects(runtime.late)))
+            self.drain()
+        for axis in self.comm.beyond:
+            members = [segment for segment in self._segments if axis in segment.spread.sums]
+            if members:
+                self.comm.sum_beyond([owned_gradient(segment) for segment in members], axis)
+            for segment in members:
+                segment.square_sum = None
 
     def drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
@@ -85,6 +100,8 @@ class ShardedOptimizer:
         """
         total = torch.zeros((), dtype=torch.float64)
         for segment in self._segments:
+            if not segment.spread.counted:
+                continue
             part = segment.local_square_sum()
             total = part + total.to(part.device)
         return float(total)

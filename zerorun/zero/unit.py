@@ -42,6 +42,7 @@ from ..comm import Communicator
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
 from .placement import HostLink, Placement
+from .spread import ALONE, Spread
 
 
 class SlotPool:
@@ -68,11 +69,13 @@ class SlotPool:
 
 
 class Segment:
-    """The parameters of one unit that have one dtype and are all trainable or all frozen. See the table above."""
+    """The parameters of one unit that have one dtype and spread, and are all trainable or frozen. See the table above."""
 
-    def __init__(self, names: list[str], params: list[nn.Parameter], layout: Layout, rank: int) -> None:
+    def __init__(
+        self, names: list[str], params: list[nn.Parameter], layout: Layout, rank: int, spread: Spread = ALONE
+    ) -> None:
         by_name = dict(zip(names, params, strict=True))
-        self.layout = layout
+        self.layout, self.spread = layout, spread
         self.rank = rank  # on the shard axis
         self.pieces = layout.pieces(rank)
         self.unpacked = False  # gradients are reduced from where autograd leaves them
