@@ -249,13 +249,13 @@ class Communicator:
         self._issued: dict[str, int] = defaultdict(int)
         self._world: dist.ProcessGroup | None = dist.group.WORLD
         self._nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(self._world))
-        self._groups = {axis: topology.group(axis) for axis in ("shard", "replicate")}
+        self._groups = {axis: topology.group(axis) for axis in ("shard", "replicate") if topology.size(axis) > 1}
         self._served: list[PeerMemory] = []
-        self._memories = {axis: self._connect(axis) for axis in self._groups}
+        self._memories = {axis: self._connect(axis) for axis in ("shard", "replicate")}
         _live.add(self)
 
     def _connect(self, axis: str) -> PeerMemory | None:
-        size = self.topology.shard if axis == "shard" else self.topology.replicate
+        size = self.topology.size(axis)
         if self._nccl or size == 1:
             return None
 
@@ -413,7 +413,7 @@ class Communicator:
         """Let go of the process groups. No collective can follow."""
         self._groups.clear()
         self._world = None
-        object.__setattr__(self.topology, "mesh", None)
+        self.topology.forget_groups()
 
     # -- gloo: through peer memory on one host, else point to point -----------------------------------------------
 
@@ -619,12 +619,13 @@ class Communicator:
     def _nccl_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
     ) -> Pending:
-        topology, group = self.topology, self._groups["shard"]
+        topology = self.topology
         wire = full if self.wire_dtype == full.dtype else full.to(self.wire_dtype)
         rank = topology.shard_rank
         own = wire[bounds[rank] : bounds[rank + 1]]
         works = []
         if topology.shard > 1:
+            group = self._groups["shard"]
             self._count(label, (wire.numel() - own.numel()) * wire.element_size())
             if wire.numel() == own.numel() * topology.shard:
                 works.append(group._reduce_scatter_base(own, wire, dist.ReduceScatterOptions()))
