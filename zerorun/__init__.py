@@ -31,6 +31,9 @@ _EXPORTS = {
     "DoesNotFitError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",
     "Topology": "zerorun.topology",
+    "ProcessTopology": "zerorun.process_topology",
+    "PipeDataParallelTopology": "zerorun.process_topology",
+    "PipeModelDataParallelTopology": "zerorun.process_topology",
 }
 _MODULES = ("zero", "checkpointing", "config", "errors", "schedules", "optim", "comm", "topology", "ops", "launcher")
 

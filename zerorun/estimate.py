@@ -20,7 +20,7 @@ from .intake import OptimizerLike, take_in
 from .moments import Moments
 from .plan import shard_degree
 from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
-from .topology import Topology, divisors
+from .topology import Topology
 from .zero.report import total_of
 
 _RANKS_PER_NODE = 8  # where nothing else is said
@@ -184,13 +184,7 @@ def default_transport(device_type: str, world_size: int, ranks_per_node: int) ->
 
 def planned_topology(config: Config, world_size: int, ranks_per_node: int) -> Topology:
     """Rank 0's, without process groups. Raises TopologyError if the degrees do not divide."""
-    shard = shard_degree(config, world_size, ranks_per_node) or world_size
-    if world_size % shard:
-        raise TopologyError(
-            f"shard degree {shard} does not divide the {world_size} data-parallel ranks. "
-            f"Remedy: set zero_optimization.shard_degree to one of {divisors(world_size)}."
-        )
-    return Topology(world_size // shard, shard, 0)
+    return Topology.plan(world_size, shard_degree=shard_degree(config, world_size, ranks_per_node))
 
 
 def held_whole(param: nn.Parameter, device_type: str) -> Holding:

@@ -26,8 +26,14 @@ LAYERS = {
     "zero.order": 1,
     "zero.policy": 1,
     "arguments": 1,
+    "process_topology": 1,
+    "topology_picture": 1,
     "topology": 2,
+<<<<<<< HEAD
     "channel": 2,
+=======
+    "mpu": 2,
+>>>>>>> six-A
     "comm": 2,
     "peer_memory": 2,
     "ops": 2,
@@ -149,6 +155,7 @@ LAYERS = {
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
 NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "ops.build"}
+NO_TORCH |= {"process_topology", "topology_picture"}
 
 
 def sources() -> dict[str, Path]:

@@ -18,6 +18,10 @@ class Axis(Protocol):
     rank: int
     size: int
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Let ``tensor`` be rank 0's."""
+        ...
+
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks, as a new tensor."""
         ...
@@ -40,6 +44,9 @@ class ChannelAxis:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelAxis:
         return self  # copies of a module talk to the same ranks
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.channel.broadcast(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         return self.channel.sum_of(_flat(tensor), label).view(tensor.shape)

@@ -1,0 +1,67 @@
+"""Process groups of a topology on 8 ranks: they hold the ranks that the look-ups say, and all are given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from harness import run_ranks
+
+from zerorun.mpu import Grid
+from zerorun.process_topology import PipeDataParallelTopology
+from zerorun.topology import AXES, Topology
+
+GROUPS_OF_THE_GRID = {"pipe": "pipe", "pipeline_model": "pipe", "data": "data", "model": "model", "slice": "tensor"}
+
+
+def alive() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def gathered(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks that answer in ``group``."""
+    ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranks, dist.get_rank(), group=group)
+    return tuple(ranks)
+
+
+def check_groups(options: dict[str, int]) -> tuple[int, int]:
+    """(groups alive before, groups alive after close)."""
+    before, rank = alive(), dist.get_rank()
+    made = Topology.create(dist.get_world_size(), rank, device_type="cpu", **options)
+    for axis in (*AXES, "data", "model", "replica"):
+        if made.size(axis) > 1 or axis in ("shard", "replicate", "data"):
+            assert gathered(made.group(axis)) == made.ranks_along(axis), axis
+    assert gathered(made.own_group()) == (rank,)
+    grid = Grid(made)
+    for name, axis in GROUPS_OF_THE_GRID.items():
+        group = getattr(grid, f"get_{name}_parallel_group")()
+        assert gathered(group) == made.ranks_along(axis), name
+        assert dist.get_rank(group) == getattr(grid, f"get_{name}_parallel_rank")()
+        assert dist.get_world_size(group) == getattr(grid, f"get_{name}_parallel_world_size")()
+    made.close()
+    return before, alive()
+
+
+CASES = [{"pipe": 2, "tensor": 2}, {"pipe": 2, "shard_degree": 2}, {"tensor": 2, "shard_degree": 2}, {"tensor": 8}, {}]
+
+
+@pytest.mark.parametrize("options", CASES)
+def test_groups_hold_the_ranks_of_the_look_ups(options: dict[str, int]) -> None:
+    for before, after in run_ranks(8, check_groups, options):
+        assert before == after == 1
+
+
+def groups_of_a_process_topology() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    made = Topology.from_process_topology(
+        PipeDataParallelTopology(2, 4), dist.get_rank(), shard_degree=2, device_type="cpu"
+    )
+    found = gathered(made.group("pipe")), gathered(made.group("data"))
+    made.close()
+    return found
+
+
+def test_groups_of_a_process_topology() -> None:
+    results = run_ranks(8, groups_of_a_process_topology)
+    assert results[5] == ((1, 5), (4, 5, 6, 7))
