@@ -153,7 +153,6 @@ class Communicator:
         self.books = Books()
         self.traffic, self.pool = self.books.traffic, self.books.pool
         self._world: dist.ProcessGroup | None = dist.group.WORLD
-<<<<<<< HEAD
         self._data = topology.group("data") if topology.data_parallel_size > 1 else None
         self._shard = self._channel("shard", topology.shard_rank, topology.shard)
         self._replicate = self._channel("replicate", topology.replicate_rank, topology.replicate)
@@ -163,28 +162,6 @@ class Communicator:
     def _channel(self, axis: str, rank: int, size: int) -> Channel:
         group = self.topology.group(axis) if size > 1 else None
         return Channel(axis, group, rank, size, self.device, self.books)
-=======
-        self._nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(self._world))
-        self._groups = {axis: topology.group(axis) for axis in ("shard", "replicate") if topology.size(axis) > 1}
-        self._served: list[PeerMemory] = []
-        self._memories = {axis: self._connect(axis) for axis in ("shard", "replicate")}
-        _live.add(self)
-
-    def _connect(self, axis: str) -> PeerMemory | None:
-        size = self.topology.size(axis)
-        if self._nccl or size == 1:
-            return None
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * size
-            dist.all_gather_object(values, value, group=self._groups[axis])
-            return values
-
-        return PeerMemory.connect(gather, self._rank(axis), size, self._served)
-
-    def _rank(self, axis: str) -> int:
-        return self.topology.shard_rank if axis == "shard" else self.topology.replicate_rank
->>>>>>> six-A
 
     # -- asynchronous, on flat buffers ---------------------------------------------------------------------------
 
@@ -318,14 +295,8 @@ class Communicator:
 
     def forget_groups(self) -> None:
         """Let go of the process groups. No collective can follow."""
-<<<<<<< HEAD
         self._world = self._data = None
         self.topology.forget_groups()
-=======
-        self._groups.clear()
-        self._world = None
-        self.topology.forget_groups()
->>>>>>> six-A
 
     # -- sums over several axes ----------------------------------------------------------------------------------
 
@@ -379,26 +350,10 @@ class Communicator:
     def _nccl_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
     ) -> Pending:
-<<<<<<< HEAD
-=======
-        topology = self.topology
->>>>>>> six-A
         wire = full if self.wire_dtype == full.dtype else full.to(self.wire_dtype)
         rank = self._shard.rank
         own = wire[bounds[rank] : bounds[rank + 1]]
-<<<<<<< HEAD
         works = [self._shard.nccl_sum(wire, bounds, own, label)] if self._shard.size > 1 else []
-=======
-        works = []
-        if topology.shard > 1:
-            group = self._groups["shard"]
-            self._count(label, (wire.numel() - own.numel()) * wire.element_size())
-            if wire.numel() == own.numel() * topology.shard:
-                works.append(group._reduce_scatter_base(own, wire, dist.ReduceScatterOptions()))
-            else:
-                chunks = [wire[low:high] for low, high in pairwise(bounds)]
-                works.append(group.reduce_scatter([own], [chunks]))
->>>>>>> six-A
 
         def finish() -> None:
             self._replicate.all_reduce(own, f"{label} over replicas")

@@ -29,11 +29,8 @@ LAYERS = {
     "process_topology": 1,
     "topology_picture": 1,
     "topology": 2,
-<<<<<<< HEAD
     "channel": 2,
-=======
     "mpu": 2,
->>>>>>> six-A
     "comm": 2,
     "peer_memory": 2,
     "ops": 2,
@@ -114,6 +111,7 @@ LAYERS = {
     "intake": 4,
     "limits": 1,
     "moments": 4,
+    "parallel": 4,
     "plan": 4,
     "receiving": 4,
     "sizing": 4,
