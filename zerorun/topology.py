@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -150,7 +150,7 @@ class Topology:
             return _world()
         if not wide:
             return self.own_group()
-        return mesh.get_group(wide[0]) if len(wide) == 1 else self._make(axis, self.groups(axis))
+        return mesh.get_group(wide[0]) if len(wide) == 1 else self._make("_".join(wide), self.groups(axis))
 
     def own_group(self) -> dist.ProcessGroup:
         """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
@@ -264,16 +264,14 @@ class Topology:
         return planned if device_type is None else planned._open(device_type)
 
     def _open(self, device_type: str) -> Topology:
-        """Make the groups of all axes with more than one rank. One that is the whole world is the default group."""
+        """With the groups of all axes of more than one rank. One that is the whole world is the default group."""
         if dist.is_initialized() and dist.get_world_size() != self.world_size:
             raise TopologyError(
                 f"the topology has {self.world_size} ranks, but torch.distributed runs {dist.get_world_size()}. "
                 "Remedy: make it for all ranks of the job."
             )
         names = tuple(axis for axis in AXES if self.size(axis) > 1) or ("shard",)
-        mesh = init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names)
-        object.__setattr__(self, "mesh", mesh)
-        return self
+        return replace(self, mesh=init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names))
 
 
 def _world() -> dist.ProcessGroup:

@@ -265,6 +265,9 @@ def test_composite_axes_share_the_groups_of_their_only_member(made_groups: Calla
     assert created.group("replica") is dist.group.WORLD
     assert not made
     created.close()
+    created = Topology.create(8, 0, device_type="cpu", pipe=2, tensor=2, shard_degree=1)
+    assert created.group("model") is created.group("replica")
+    created.close()
 
 
 def test_a_topology_is_of_the_whole_job(made_groups: Callable[[int], list[list[int]]]) -> None:
