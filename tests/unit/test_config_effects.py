@@ -37,12 +37,16 @@ READ_BY_THE_ENGINE = {
     "scheduler.": "type params",
     "activation_checkpointing.": "policy every_n cpu_checkpointing",
     "compile.": "enabled backend kwargs",
+    "pipeline.": "stages schedule chunks partition activation_checkpoint_interval",
+    "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
     "checkpoint.": "dir auto_resume keep_last every_steps every_minutes on_signal asynchronous",
 }
 # What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.
 READ_BY_THE_CONFIGURATION = {
     "": "data_parallel_size",
     "data_types.": "param_dtype",
+    "tensor_parallel.": "autotp_size tp_size",
+    "tensor_parallel.tp.": "tp_size",
     "zero_optimization.": "zero_hpz_partition_size mics_shard_size",
 }
 
