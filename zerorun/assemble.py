@@ -29,7 +29,7 @@ from .intake import OptimizerLike, RawOptimizer, take_in
 from .log import info_once, logger, setup_logging
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer, split_state
-from .parallel import Divided, divide
+from .parallel import Divided, divide, is_part
 from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
 from .precision import LossScaler
 from .schedules import build_schedule
@@ -71,7 +71,7 @@ def initialize(
     device = default_device()
     init_distributed(device)
     wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
-    _compare_ranks(model, wanted)
+    _compare_ranks(model, wanted, topology)
     settings = wanted.zero_optimization
     owns_topology = topology is None
     topology = topology or _topology(wanted, device)
@@ -157,28 +157,32 @@ def _same_error(kind: type[ZerorunError], text: str) -> ZerorunError:
     return kind(text)
 
 
-def _compare_ranks(model: nn.Module, config: Config) -> None:
-    """Raise, on all ranks alike, if a rank has another configuration or another model than rank 0."""
+def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None) -> None:
+    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
+
+    A model that is whole must be the same on all ranks; a part, the same on those with the same part.
+    """
     if dist.get_world_size() == 1:
         return
+    first = topology.ranks_along("data")[0] if topology is not None and is_part(model) else 0
     described = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
-    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest())
+    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     for rank, theirs in enumerate(found):
         if theirs[0] != found[0][0]:
-            _explain_difference(config.describe().splitlines()[1:], rank, "configuration")
-        if theirs[1] != found[0][1]:
-            _explain_difference(described, rank, "model")
+            _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
+        if theirs[1] != found[theirs[2]][1]:
+            _explain_difference(described, rank, theirs[2], "model")
 
 
-def _explain_difference(lines: list[str], rank: int, what: str) -> None:
+def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, lines)
-    pairs = zip([*found[0], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
+    pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
     ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
     text = (
-        f"rank {rank} has another {what} than rank 0: {theirs.strip()!r} instead of {ours.strip()!r}. "
+        f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
         f"Remedy: build the same {what} on every rank."
     )
     raise _same_error(ConfigError, text) if what == "configuration" else ModelError(text)

@@ -42,6 +42,11 @@ class Divided:
         return whole if share is None or tuple(whole.shape) == share.local_shape != share.shape else share.cut(whole)
 
 
+def is_part(model: nn.Module) -> bool:
+    """True if ``model`` is made of divided layers: ranks have different parts of it."""
+    return bool(shares_of(model))
+
+
 def divide(model: nn.Module, config: Config, topology: Topology, device: torch.device) -> Divided:
     """Divide the layers of ``model`` in place, unless it is made of divided layers. All ranks must call it.
 
