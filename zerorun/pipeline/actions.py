@@ -117,8 +117,8 @@ class Schedule:
             for action in actions:
                 if not (0 <= action.micro_batch < micro_batches and 0 <= action.chunk < chunks):
                     raise ScheduleError(
-                        f"rank {rank}: {action} does not exist: there are {micro_batches} micro-batches and {chunks} chunks. "
-                        f"Remedy: count both from 0."
+                        f"rank {rank}: {action} does not exist: there are {micro_batches} micro-batches "
+                        f"and {chunks} chunks. Remedy: count both from 0."
                     )
                 codes.append(encode(action, chunks))
             kept.append(tuple(codes))

@@ -42,3 +42,16 @@ def bubble(kind: str, stages: int, micro_batches: int, times: Times, *, chunks: 
     }
     assert set(per_rank) == set(SCHEDULES)
     return (stages - 1) * per_rank[kind]()
+
+
+def why_inexact(kind: str, stages: int, micro_batches: int, times: Times) -> str | None:
+    """Why ``bubble`` need not be what a simulation gives, or None if it must be. Goes on after "the formula"."""
+    if any(times.transfer):
+        return "leaves out transfers"
+    if any(len(set(part)) > 1 for part in (times.forward, times.input_gradient, times.weight_gradient)):
+        return "takes the mean of stages that differ"
+    if kind == "zero_bubble" and micro_batches < stages:
+        return "is for as many micro-batches as stages, or more"
+    if kind in ("interleaved", "forward_only") and micro_batches % stages:
+        return "is for micro-batches that are a multiple of the stages"
+    return None

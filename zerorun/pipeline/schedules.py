@@ -30,8 +30,9 @@ def make_schedule(
     """The schedule of one optimizer step.
 
     ``kind``: one of ``SCHEDULES``. ``chunks``: parts of the model per rank, for "interleaved" (2 or more) and
-    "forward_only". ``times`` and ``limit`` shape "zero_bubble" alone: what it is fitted to (default: all parts take the same
-    time), and how many micro-batches a rank may keep (default: as many as the first rank of "1f1b"). Raises ScheduleError.
+    "forward_only". ``times`` and ``limit`` shape "zero_bubble" alone: what it is chosen by (default: all parts take the
+    same time), and how many micro-batches a rank may keep (default: as many as the first rank of "1f1b").
+    Raises ScheduleError.
     """
     _check(kind, stages, micro_batches, chunks, limit)
     if kind == ZERO_BUBBLE:
@@ -52,11 +53,13 @@ def _check(kind: str, stages: int, micro_batches: int, chunks: int, limit: int |
         raise ScheduleError("chunks = 1 leaves nothing to interleave. Remedy: give chunks of 2 or more, or use 1f1b.")
     if chunks > 1 and kind not in (INTERLEAVED, FORWARD_ONLY):
         raise ScheduleError(
-            f"chunks = {chunks} cannot be used: {kind} has one chunk per rank. Remedy: use the kind {INTERLEAVED}, or no chunks."
+            f"chunks = {chunks} cannot be used: {kind} has one chunk per rank. "
+            f"Remedy: use the kind {INTERLEAVED}, or leave chunks out."
         )
     if limit is not None and kind != ZERO_BUBBLE:
         raise ScheduleError(
-            f"limit = {limit} cannot be used: what {kind} keeps is fixed. Remedy: use the kind {ZERO_BUBBLE}, or no limit."
+            f"limit = {limit} cannot be used: what {kind} keeps is fixed. "
+            f"Remedy: use the kind {ZERO_BUBBLE}, or leave limit out."
         )
 
 
@@ -108,13 +111,14 @@ def _gpipe(shape: Shape, rank: int) -> Iterator[int]:
 def _alternating(shape: Shape, rank: int) -> Iterator[int]:
     """Some forwards ahead, then a forward and a backward in turn, then the backwards that are left.
 
-    With one chunk a rank is ahead by one forward for each rank after it: 1F1B (Narayanan et al., PipeDream, 2019). With more
-    it is ahead by two, and by a round for each chunk after the first (Narayanan et al., 2021, arXiv 2104.04473, 2.2.2).
+    With one chunk a rank is ahead by one forward for each rank after it: 1F1B (Narayanan et al., PipeDream, 2019). With
+    more it is ahead by two, and by a round for each chunk after the first (Narayanan et al., 2021, arXiv 2104.04473).
     """
     behind = shape.stages - 1 - rank
     ahead = behind if shape.chunks == 1 else 2 * behind + (shape.chunks - 1) * shape.stages
     forwards, backwards = shape.order(Kind.FORWARD), shape.order(Kind.BACKWARD)
-    for code in chain(islice(forwards, ahead), chain.from_iterable(zip(forwards, backwards)), backwards):
+    in_turn = chain.from_iterable(zip(forwards, backwards, strict=False))  # until there are no more forwards
+    for code in chain(islice(forwards, ahead), in_turn, backwards):
         if code is not None:
             yield code
 

@@ -158,7 +158,8 @@ class _Run:
         rows = [row for chunk in range(chunks) for row in _rows(schedule, self.times, rank, chunk)]
         mask = [row.needs | row.sets if row.exists else 0 for row in rows]
         want = [row.needs if row.exists else -1 for row in rows]
-        sets, seconds, keeps, wholes = ([row[place] for row in rows] for place in (1, 2, 3, 4))
+        sets, keeps, wholes = [row.sets for row in rows], [row.keeps for row in rows], [row.whole for row in rows]
+        seconds = [row.seconds for row in rows]
         period, first_message, alone = chunks << KINDS_BITS, int(Kind.SEND_ACTIVATION), stages == 1 < chunks
         send_activation, send_gradient = int(Kind.SEND_ACTIVATION), int(Kind.SEND_GRADIENT)
         transfer = self.times.transfer[rank]
@@ -245,10 +246,10 @@ class _Run:
         while chain[-1] not in chain[:-1]:
             chain.append(peer(decode(self.waits_in[chain[-1]], chunks).kind, chain[-1], stages))
         ring = chain[chain.index(chain[-1]) : -1]
-        waits = [
-            f"rank {rank} waits in {(action := decode(self.waits_in[rank], chunks))} for rank {peer(action.kind, rank, stages)}"
-            for rank in ring[:_SHOWN_WAITS]
-        ]
+        waits = []
+        for rank in ring[:_SHOWN_WAITS]:
+            action = decode(self.waits_in[rank], chunks)
+            waits.append(f"rank {rank} waits in {action} for rank {peer(action.kind, rank, stages)}")
         more = f"; and {len(ring) - _SHOWN_WAITS} more ranks" if len(ring) > _SHOWN_WAITS else ""
         raise ScheduleError(
             f"deadlock: {'; '.join(waits)}{more}. Remedy: in one of these lists, put what is waited for before the receive."

@@ -9,15 +9,16 @@ forward to its weight gradient, and a forward that would exceed the limit of kep
 
 A list is only an order, and the best order for some times is often one that was found with simpler times: a rank that
 looks no further than its next action is led astray by small differences. So the run is played in several variants, all
-lists are simulated with the real times, and the fastest is taken; of equal ones, that which keeps least. One of them is 1F1B with split backwards. It sends
-everything as early as 1F1B does, or earlier, so that the result is never slower than 1F1B with a limit as high as its own.
+lists are simulated with the real times, and the fastest is taken; of equal ones, that which keeps least. One of them is
+1F1B with split backwards. It sends everything as early as 1F1B does, or earlier, so that the result is never slower than
+1F1B if the limit lets that run.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
@@ -41,7 +42,7 @@ def zero_bubble(stages: int, micro_batches: int, times: Times, limit: int | None
     bound = min(stages if limit is None else limit, micro_batches)
     actions = 3 * stages * micro_batches
     variants = _variants(stages, times, bound)[: max(1, _BUDGET_ACTIONS // actions)]
-    candidates = [partial(_split_1f1b, stages, micro_batches, bound)]
+    candidates: list[Callable[[int], Iterable[int]]] = [partial(_split_1f1b, stages, micro_batches, bound)]
     candidates += [_Play(variant, micro_batches, bound).lists().__getitem__ for variant in variants]
     schedules = [Schedule.from_computation("zero_bubble", stages, micro_batches, 1, codes) for codes in candidates]
     reports = [simulate(schedule, times) for schedule in schedules]
