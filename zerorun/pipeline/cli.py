@@ -160,7 +160,8 @@ def _simulated(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
     if args.compare and args.kind:
         raise ScheduleError(f"--compare shows all kinds, and --kind {args.kind} one. Remedy: leave one of them out.")
     stages, micro_batches = args.stages, args.micro_batches
-    times = Times.make(stages, *(args.times or (1.0, 1.0, 1.0)), args.transfer)
+    forward, inputs, weights = args.times or (1.0, 1.0, 1.0)
+    times = Times.make(stages, forward, inputs, weights, args.transfer)
     kinds = [kind for kind in SCHEDULES if kind != FORWARD_ONLY] if args.compare else [args.kind or "1f1b"]
     if args.svg or args.png:
         check_drawable(2 * len(kinds) * stages * micro_batches * (args.chunks or 1))  # at least; before much is done

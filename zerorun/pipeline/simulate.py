@@ -17,7 +17,7 @@ from typing import NamedTuple, NoReturn
 
 from zerorun.errors import ScheduleError
 
-from .actions import FORWARD_ONLY, KINDS_BITS, Action, Kind, Schedule, decode, is_first, is_last, peer
+from .actions import FORWARD_ONLY, KINDS_BITS, Action, Kind, Schedule, decode, encode, is_first, is_last, peer
 from .times import Times
 
 _SHOWN_WAITS = 8
@@ -81,11 +81,7 @@ def simulate(schedule: Schedule, times: Times, *, record: bool = False) -> Repor
     Raises ScheduleError if the ranks wait for one another, if an action is missing, comes twice or comes before what it
     needs, and if a message is not the one that is expected.
     """
-    if len(times.forward) != schedule.stages:
-        raise ScheduleError(
-            f"times of {len(times.forward)} stages do not fit a schedule of {schedule.stages}. "
-            f"Remedy: make them with Times.make({schedule.stages}, ...)."
-        )
+    times.check(schedule.stages)
     return _Run(schedule, times, record).report()
 
 
@@ -235,8 +231,8 @@ class _Run:
         action = decode(code, self.schedule.chunks)
         sender = peer(action.kind, rank, self.schedule.stages)
         raise ScheduleError(
-            f"rank {rank}: {action} finds {_name(found, self.schedule.chunks)}, because rank {sender} sends that first. "
-            f"Remedy: let rank {rank} receive in the order in which rank {sender} sends."
+            f"rank {rank}: {action} finds {_name(found, self.schedule.chunks)}: rank {sender} did not send what is "
+            f"expected before that. Remedy: let rank {sender} send, and rank {rank} receive, the same in the same order."
         )
 
     def _refuse_deadlock(self) -> NoReturn:
@@ -249,11 +245,22 @@ class _Run:
         waits = []
         for rank in ring[:_SHOWN_WAITS]:
             action = decode(self.waits_in[rank], chunks)
-            waits.append(f"rank {rank} waits in {action} for rank {peer(action.kind, rank, stages)}")
+            never = "" if self._is_sent(rank, action) else ", which has no such send in its list"
+            waits.append(f"rank {rank} waits in {action} for rank {peer(action.kind, rank, stages)}{never}")
         more = f"; and {len(ring) - _SHOWN_WAITS} more ranks" if len(ring) > _SHOWN_WAITS else ""
         raise ScheduleError(
-            f"deadlock: {'; '.join(waits)}{more}. Remedy: in one of these lists, put what is waited for before the receive."
+            f"deadlock: {'; '.join(waits)}{more}. "
+            f"Remedy: see that each of these messages is sent, and in one of the lists before the receive."
         )
+
+    def _is_sent(self, rank: int, receive: Action) -> bool:
+        """Whether the sender's list has the send of what ``rank`` waits for."""
+        sender = peer(receive.kind, rank, self.schedule.stages)
+        if receive.kind == Kind.RECEIVE_ACTIVATION:
+            send = Action(Kind.SEND_ACTIVATION, receive.micro_batch, receive.chunk - (rank == 0))
+        else:
+            send = Action(Kind.SEND_GRADIENT, receive.micro_batch, receive.chunk + (sender == 0))
+        return encode(send, self.schedule.chunks) in self.schedule.codes(sender)
 
 
 def _follows(done: bytearray, item: int, kind: int, chunks: int) -> bool:

@@ -18,7 +18,7 @@ MOST_ACTIONS = 50_000  # in one picture; more are neither seen nor opened by a v
 _COLOURS = {
     Kind.FORWARD: ("forward", "#4c78a8"),
     Kind.BACKWARD: ("backward", "#54a24b"),
-    Kind.INPUT_GRADIENT: ("input gradient", "#54a24b"),
+    Kind.INPUT_GRADIENT: ("input gradient", "#439894"),
     Kind.WEIGHT_GRADIENT: ("weight gradient", "#f58518"),
 }
 _IDLE = "#e4e4e4"

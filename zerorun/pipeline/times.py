@@ -44,6 +44,14 @@ class Times:
             raise ScheduleError("times: no stage takes any time. Remedy: give at least one time above 0.")
         return times
 
+    def check(self, stages: int) -> None:
+        """Raise ScheduleError if these are not the times of so many stages."""
+        if len(self.forward) != stages:
+            raise ScheduleError(
+                f"times of {len(self.forward)} stages do not fit a schedule of {stages}. "
+                f"Remedy: make them with Times.make({stages}, ...)."
+            )
+
     def work(self, rank: int) -> float:
         """Forward and backward of one micro-batch on the stage ``rank``."""
         return self.forward[rank] + self.input_gradient[rank] + self.weight_gradient[rank]

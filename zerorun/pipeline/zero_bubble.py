@@ -39,6 +39,7 @@ def zero_bubble(stages: int, micro_batches: int, times: Times, limit: int | None
 
     ``limit`` counts from forward to weight gradient; the default is ``stages``, what the first rank of 1F1B keeps.
     """
+    times.check(stages)
     bound = min(stages if limit is None else limit, micro_batches)
     actions = 3 * stages * micro_batches
     variants = _variants(stages, times, bound)[: max(1, _BUDGET_ACTIONS // actions)]
