@@ -98,6 +98,7 @@ setup(
             "zerorun = zerorun.launcher.cli:main",
             "zerorun-checkpoint = zerorun.checkpoint.cli:main",
             "zerorun-report = zerorun.report.cli:main",
+            "zerorun-schedule = zerorun.pipeline.cli:main",
         ],
     },
 )

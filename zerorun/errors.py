@@ -82,3 +82,7 @@ class SwapError(ZerorunError, RuntimeError):
 
 class LaunchError(ZerorunError, RuntimeError):
     """Workers could not be started as asked."""
+
+
+class ScheduleError(ZerorunError, ValueError):
+    """A pipeline schedule cannot be made as asked, or cannot be run as it stands."""

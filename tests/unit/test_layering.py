@@ -68,6 +68,16 @@ LAYERS = {
     "zero.swap": 3,
     "zero.stepping": 3,
     "zero.unit": 3,
+    "pipeline": 1,
+    "pipeline.actions": 1,
+    "pipeline.cli": 5,
+    "pipeline.formulas": 1,
+    "pipeline.schedules": 1,
+    "pipeline.simulate": 1,
+    "pipeline.timeline": 1,
+    "pipeline.times": 1,
+    "pipeline.trace": 1,
+    "pipeline.zero_bubble": 1,
     "activations": 4,
     "activations.blocks": 4,
     "activations.host": 4,
@@ -154,6 +164,8 @@ LAYERS = {
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
 NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "ops.build"}
 NO_TORCH |= {"process_topology", "topology_picture"}
+NO_TORCH |= {"pipeline", "pipeline.actions", "pipeline.cli", "pipeline.formulas", "pipeline.schedules", "pipeline.simulate"}
+NO_TORCH |= {"pipeline.timeline", "pipeline.times", "pipeline.trace", "pipeline.zero_bubble"}
 
 
 def sources() -> dict[str, Path]:

@@ -1,0 +1,304 @@
+"""The ``zerorun-schedule`` command: simulates pipeline schedules, prints their numbers and draws them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import zerorun
+from zerorun.errors import ScheduleError
+
+from .actions import FORWARD_ONLY, Schedule
+from .formulas import bubble, why_inexact
+from .schedules import INTERLEAVED, SCHEDULES, ZERO_BUBBLE, make_schedule
+from .simulate import Report, simulate
+from .timeline import Panel, check_drawable, write_png, write_svg
+from .times import Times
+from .trace import read_trace
+
+FAILED = 2
+_SHOWN_RANKS = 16  # of each table; the middle ones are left out
+
+_DESCRIPTION = """\
+Simulate a pipeline schedule: how long a step takes, how long ranks wait, how
+many micro-batches they keep. Draw it, compare it with other schedules, or with
+what a run measured.
+"""
+_EPILOG = """\
+Times are of one micro-batch on one stage: one number for all stages, or numbers
+with commas for each. Their unit is yours; that of a trace is seconds.
+
+bubble: how long a rank waits, from the first start to the last end (mean over
+the ranks); formula: the same by the closed formula, for equal stages and
+messages that take no time. kept: most micro-batches whose activations a rank
+keeps until their weight gradient; whole: until their input gradient.
+
+exit status: 0 done. 2 the command could not be understood or carried out.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run and what is said of it. ``formula``: bubble by the closed formula, None if there is none for it."""
+
+    kind: str
+    label: str
+    chunks: int
+    report: Report
+    formula: float | None
+    why_inexact: str | None  # why the formula need not be what is simulated
+    work: float  # mean time that a rank computes in a step
+
+    @property
+    def percent(self) -> float:
+        """The bubble, in % of the makespan."""
+        return 100 * (1 - self.report.efficiency)
+
+    @property
+    def formula_percent(self) -> float | None:
+        """The formula's bubble, in % of the makespan by the formula."""
+        return None if self.formula is None else 100 * self.formula / (self.formula + self.work)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` and return the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        times, cases, micro_batches = _measured(args) if args.measured else _simulated(args)
+        _draw(args, cases, micro_batches)
+        if args.json:
+            _print([json.dumps(_as_json(times, cases, micro_batches), indent=2)])
+        else:
+            _print(_lines(times, cases, micro_batches))
+    except ScheduleError as error:
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return 0
+
+
+def _fail(message: str) -> int:
+    print("zerorun-schedule: error:", " ".join(message.split()), file=sys.stderr)
+    return FAILED
+
+
+def _print(lines: Iterable[str]) -> None:
+    """Print ``lines``, as many of them as somebody reads."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zerorun-schedule",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--stages", type=_positive, metavar="P", help="ranks of the pipeline")
+    add("--micro-batches", type=_positive, metavar="M", help="micro-batches of a step")
+    add("--kind", choices=SCHEDULES, help="the schedule (default: 1f1b)")
+    add(
+        "--chunks",
+        type=_positive,
+        metavar="V",
+        help=f"chunks of the model per rank (default: 2 with {INTERLEAVED}, else 1)",
+    )
+    add("--times", type=_numbers, nargs=3, metavar=("F", "B", "W"), help="forward, input gradient, weight gradient: 1 1 1")
+    add("--transfer", type=_numbers, metavar="T", default=0.0, help="time that a message travels (default: 0)")
+    add("--limit", type=_positive, metavar="N", help=f"{ZERO_BUBBLE}: micro-batches that a rank may keep (default: P)")
+    add("--compare", action="store_true", help="all schedules that train, side by side")
+    add("--measured", metavar="TRACE", help="a measured run (JSON), beside its lists simulated with its median times")
+    add("--svg", metavar="FILE", help="draw the timeline")
+    add("--png", metavar="FILE", help="draw the timeline with matplotlib")
+    add("--json", action="store_true", help="print the numbers as JSON")
+    add("--version", action="version", version=f"zerorun {zerorun.__version__}")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _numbers(text: str) -> float | tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, and no numbers with commas between them") from None
+    return numbers if "," in text else numbers[0]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------
+
+
+def _simulated(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
+    for option, value in (("--stages", args.stages), ("--micro-batches", args.micro_batches)):
+        if value is None:
+            raise ScheduleError(f"{option} is missing. Remedy: give it, or a trace with --measured.")
+    if args.compare and args.kind:
+        raise ScheduleError(f"--compare shows all kinds, and --kind {args.kind} one. Remedy: leave one of them out.")
+    stages, micro_batches = args.stages, args.micro_batches
+    forward, inputs, weights = args.times or (1.0, 1.0, 1.0)
+    times = Times.make(stages, forward, inputs, weights, args.transfer)
+    kinds = [kind for kind in SCHEDULES if kind != FORWARD_ONLY] if args.compare else [args.kind or "1f1b"]
+    if args.svg or args.png:
+        check_drawable(2 * len(kinds) * stages * micro_batches * (args.chunks or 1))  # at least; before much is done
+    cases = []
+    for kind in kinds:
+        chunks = args.chunks or 2 if kind == INTERLEAVED else 1 if args.compare else args.chunks or 1
+        limit = None if args.compare and kind != ZERO_BUBBLE else args.limit
+        schedule = make_schedule(kind, stages, micro_batches, chunks=chunks, times=times, limit=limit)
+        cases.append(_case(args, schedule, times, limit))
+    return times, cases, micro_batches
+
+
+def _measured(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
+    for option, value in (("--times", args.times), ("--limit", args.limit), ("--compare", args.compare)):
+        if value:
+            raise ScheduleError(
+                f"{option} has no place beside --measured, which has its own. Remedy: leave one of them out."
+            )
+    trace = read_trace(args.measured)
+    for name in ("stages", "micro_batches", "kind", "chunks"):
+        given, found = getattr(args, name), getattr(trace, name)
+        if given is not None and given != found:
+            option = name.replace("_", "-")
+            raise ScheduleError(
+                f"--{option} {given} is not what {args.measured} has: {found}. Remedy: leave --{option} out."
+            )
+    times, report = trace.times(args.transfer), trace.report()
+    simulated = _case(args, trace.schedule(), times, None)
+    measured = replace(simulated, label=f"{trace.kind} measured", report=report, work=sum(report.busy) / trace.stages)
+    return times, [replace(simulated, label=f"{trace.kind} simulated"), measured], trace.micro_batches
+
+
+def _case(args: argparse.Namespace, schedule: Schedule, times: Times, limit: int | None) -> Case:
+    kind, stages, micro_batches, chunks = schedule.kind, schedule.stages, schedule.micro_batches, schedule.chunks
+    report = simulate(schedule, times, record=bool(args.svg or args.png))
+    usual = limit is None or min(limit, micro_batches) == min(stages, micro_batches)
+    formula = bubble(kind, stages, micro_batches, times, chunks=chunks) if usual else None
+    label = kind + (f", {chunks} chunks" if chunks > 1 else "") + (f", limit {limit}" if limit else "")
+    why = why_inexact(kind, stages, micro_batches, times) if usual else "is for a limit of P"
+    return Case(kind, label, chunks, report, formula, why, sum(report.busy) / stages)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------------
+
+
+def _draw(args: argparse.Namespace, cases: Sequence[Case], micro_batches: int) -> None:
+    if not args.svg and not args.png:
+        return
+    panels = []
+    for case in cases:
+        report = case.report
+        formula = "" if case.formula_percent is None else f" (formula {case.formula_percent:.1f} %)"
+        title = f"{case.label}: {len(report.busy)} stages, {micro_batches} micro-batches, makespan {report.makespan:.4g}, "
+        title += f"bubble {case.percent:.1f} %{formula}, at most {_kept(case, report.peak_kept)} micro-batches kept"
+        panels.append(Panel(title, report, case.chunks))
+    if args.svg:
+        write_svg(args.svg, panels)
+    if args.png:
+        write_png(args.png, panels)
+
+
+def _kept(case: Case, peaks: Sequence[int]) -> str:
+    """The highest of ``peaks`` in micro-batches of a whole stage."""
+    return f"{max(peaks) / case.chunks:.4g}"
+
+
+def _lines(times: Times, cases: Sequence[Case], micro_batches: int) -> Iterator[str]:
+    yield f"{len(times.forward)} stages, {micro_batches} micro-batches; times: " + ", ".join(
+        f"{name.replace('_', ' ')} {_numbers_text(values)}" for name, values in asdict(times).items()
+    )
+    yield ""
+    width = max(len("schedule"), *(len(case.label) for case in cases))
+    heads = ("makespan", "bubble", "bubble %", "formula", "formula %", "kept", "whole")
+    yield "  ".join([f"{'schedule':{width}}", *(f"{head:>9}" for head in heads)])
+    for case in cases:
+        formula = ("-", "-") if case.formula is None else (f"{case.formula:.4g}", f"{case.formula_percent:.1f}")
+        kept = _kept(case, case.report.peak_kept), _kept(case, case.report.peak_whole)
+        cells = (f"{case.report.makespan:.4g}", f"{case.report.bubble:.4g}", f"{case.percent:.1f}", *formula, *kept)
+        yield "  ".join([f"{case.label:{width}}", *(f"{cell:>9}" for cell in cells)])
+    for reason in dict.fromkeys(case.why_inexact for case in cases if case.why_inexact):
+        kinds = dict.fromkeys(case.kind for case in cases if case.why_inexact == reason)
+        yield f"note: the formula of {', '.join(kinds)} {reason}"
+    if len({case.kind for case in cases}) == 1:
+        for case in cases:
+            yield ""
+            yield from _rank_lines(case)
+
+
+def _numbers_text(values: Sequence[float]) -> str:
+    """One number if all are alike, the range if not."""
+    low, high = min(values), max(values)
+    return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+def _rank_lines(case: Case) -> Iterator[str]:
+    yield f"{case.label}, each rank"
+    yield "  ".join(f"{head:>9}" for head in ("rank", "busy", "idle", "idle %", "kept", "whole"))
+    report = case.report
+    rows = list(zip(report.busy, report.idle, report.peak_kept, report.peak_whole, strict=True))
+    for rank, (busy, idle, kept, whole) in enumerate(rows):
+        if _SHOWN_RANKS // 2 <= rank < len(rows) - _SHOWN_RANKS // 2:
+            if rank == _SHOWN_RANKS // 2:
+                yield f"{'...':>9}"
+            continue
+        percent = 100 * idle / report.makespan if report.makespan else 0.0
+        cells = (str(rank), f"{busy:.4g}", f"{idle:.4g}", f"{percent:.1f}")
+        peaks = (f"{kept / case.chunks:.4g}", f"{whole / case.chunks:.4g}")
+        yield "  ".join(f"{cell:>9}" for cell in (*cells, *peaks))
+
+
+def _as_json(times: Times, cases: Sequence[Case], micro_batches: int) -> dict[str, Any]:
+    """All numbers. ``peak_kept`` and ``peak_whole`` count the activations of one micro-batch in one chunk."""
+    return {
+        "stages": len(times.forward),
+        "micro_batches": micro_batches,
+        "times": asdict(times),
+        "schedules": [
+            {
+                "kind": case.kind,
+                "label": case.label,
+                "chunks": case.chunks,
+                "makespan": case.report.makespan,
+                "bubble": case.report.bubble,
+                "bubble_percent": case.percent,
+                "efficiency": case.report.efficiency,
+                "formula_bubble": case.formula,
+                "formula_bubble_percent": case.formula_percent,
+                "formula_inexact": case.why_inexact,
+                "busy": case.report.busy,
+                "idle": case.report.idle,
+                "peak_kept": case.report.peak_kept,
+                "peak_whole": case.report.peak_whole,
+            }
+            for case in cases
+        ],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
