@@ -30,6 +30,9 @@ _EXPORTS = {
     "ConfigError": "zerorun.errors",
     "DoesNotFitError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",
+    "PipelineModule": "zerorun.pipeline.module",
+    "LayerSpec": "zerorun.pipeline.layers",
+    "TiedLayerSpec": "zerorun.pipeline.layers",
     "Topology": "zerorun.topology",
 }
 _MODULES = ("zero", "checkpointing", "config", "errors", "schedules", "optim", "comm", "topology", "ops", "launcher")

@@ -41,6 +41,18 @@ LAYERS = {
     "ops.single_pass": 2,
     "ops.torch_path": 2,
     "ops.triton_kernels": 2,
+    "pipeline": 1,
+    "pipeline.build": 4,
+    "pipeline.layers": 1,
+    "pipeline.measure": 4,
+    "pipeline.module": 4,
+    "pipeline.observe": 4,
+    "pipeline.partition": 1,
+    "pipeline.pipelined": 4,
+    "pipeline.pretrained": 4,
+    "pipeline.probe": 4,
+    "pipeline.stages": 2,
+    "pipeline.views": 4,
     "precision": 3,
     "zero": 3,
     "zero.access": 3,
@@ -139,6 +151,7 @@ LAYERS = {
 }
 NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
 NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "ops.build"}
+NO_TORCH |= {"pipeline", "pipeline.partition"}
 
 
 def sources() -> dict[str, Path]:

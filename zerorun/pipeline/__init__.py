@@ -1,0 +1,1 @@
+"""Pipeline parallelism: what lies on which stage, and which stage does what when."""
