@@ -44,6 +44,10 @@ class TopologyError(ZerorunError, ValueError):
     """Ranks, degrees or process groups do not fit together."""
 
 
+class PipelineError(ZerorunError, ValueError):
+    """Layers, stages and batches of a pipeline do not fit together."""
+
+
 class DoesNotFitError(ZerorunError, MemoryError):
     """The training needs more memory than there is. Raised before anything is allocated."""
 

@@ -45,6 +45,18 @@ LAYERS = {
     "ops.single_pass": 2,
     "ops.torch_path": 2,
     "ops.triton_kernels": 2,
+    "pipeline": 1,
+    "pipeline.build": 4,
+    "pipeline.layers": 1,
+    "pipeline.measure": 4,
+    "pipeline.module": 4,
+    "pipeline.observe": 4,
+    "pipeline.partition": 1,
+    "pipeline.pipelined": 4,
+    "pipeline.pretrained": 4,
+    "pipeline.probe": 4,
+    "pipeline.stages": 2,
+    "pipeline.views": 4,
     "precision": 3,
     "tensor_parallel": 3,
     "tensor_parallel.axis": 3,
@@ -166,6 +178,7 @@ NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "op
 NO_TORCH |= {"process_topology", "topology_picture"}
 NO_TORCH |= {"pipeline", "pipeline.actions", "pipeline.cli", "pipeline.formulas", "pipeline.schedules", "pipeline.simulate"}
 NO_TORCH |= {"pipeline.timeline", "pipeline.times", "pipeline.trace", "pipeline.zero_bubble"}
+NO_TORCH |= {"pipeline", "pipeline.partition"}
 
 
 def sources() -> dict[str, Path]:

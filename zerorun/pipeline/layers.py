@@ -1,0 +1,58 @@
+"""LayerSpec and TiedLayerSpec: layers that are described first and built only on the stage that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import PipelineError
+
+
+class LayerSpec:
+    """A layer to be built by ``typename(*args, **kwargs)``. ``typename`` is a class derived from nn.Module.
+
+    Raises PipelineError for anything else.
+    """
+
+    def __init__(self, typename: type[nn.Module], *args: Any, **kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise PipelineError(
+                f"{type(self).__name__}({typename!r}): a class derived from nn.Module is needed. Remedy: give the class, "
+                "then its arguments; built modules and plain functions go into the list of layers as they are."
+            )
+        self.typename = typename
+        self.module_args = args
+        self.module_kwargs = kwargs
+
+    def build(self, log: bool = False) -> nn.Module:
+        """A new module. ``log`` is there for calls written for DeepSpeed; it changes nothing."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(given)})"
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares parameters with all others of the same ``key``.
+
+    tied_weight_attr: the paths of these parameters in the layer, dotted, "weight" or a list. Their values are those of the
+        first layer with the key. All other parameters are the layer's own.
+    forward_fn: called as ``forward_fn(module, value)`` instead of ``module(value)``.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *args: Any,
+        forward_fn: Callable[[Any, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *args, **kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)

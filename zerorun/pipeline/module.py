@@ -1,0 +1,178 @@
+"""PipelineModule: a list of layers that run one after the other, of which a process keeps those of its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .. import checkpointing
+from ..errors import PipelineError
+from .build import Builder, describe, draw_seeds
+from .layers import LayerSpec, TiedLayerSpec
+from .partition import Method, bounds_of
+from .pipelined import Cut, Pipelined, find_ties
+from .stages import find_stage
+
+LOSS = "loss_fn"
+
+
+class PipelineModule(Pipelined):
+    """The local stage of a model given as a list of layers, under DeepSpeed's name and arguments.
+
+    layers: nn.Modules, LayerSpecs, TiedLayerSpecs and callables, or an nn.Sequential. Each is called with one value, the
+        result of the one before: any pytree, a tuple being one value. Only specs of the local stage are built. Layer i is
+        registered as str(i), so that names in state dicts are those of the one-process model.
+    num_stages, topology: one of the two. topology: a zerorun.Topology or a ProcessTopology with the axis "pipe".
+    loss_fn: called as loss_fn(output, labels) on the last stage. None: the output is the loss.
+    seed_layers: build layer i after seed_fn(base_seed + i); by default that seeds torch's generators. Without it seeds come
+        from one draw of the default generator. Values are the same for any number of stages if ranks are seeded alike.
+    partition_method: see ``partition.bounds_of``.
+    activation_checkpoint_interval: recompute every so many layers in backward; 0 for none.
+    activation_checkpoint_func: what does it, called as func(run, value); by default zerorun.checkpointing.checkpoint.
+    checkpointable_layers: class names; only runs of these are recomputed; by default all that have parameters.
+    dynamic_shape: shapes may always differ from one micro-batch to the next; the argument changes nothing.
+    stage: the local stage; by default the topology's, or that of this rank. chunks: parts per stage (interleaving).
+
+    A batch is (inputs, labels), each any pytree. Raises PipelineError.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: Any = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: Method = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        stage: int | None = None,
+        chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self._topology = topology
+        self._recompute = activation_checkpoint_func or checkpointing.checkpoint
+        self._recomputable = None if checkpointable_layers is None else frozenset(checkpointable_layers)
+        self.set_checkpoint_interval(activation_checkpoint_interval)
+        found, own = find_stage(num_stages, topology, stage)
+        given = _list_of(layers)
+        described = describe(given)
+        bounds = bounds_of(partition_method, [layer.facts for layer in described], found * chunks, chunks)
+        self._cut = Cut(bounds, found, chunks, own)
+        places: dict[Any, list[tuple[int, str]]] = {}
+        for index, layer in enumerate(described):
+            for name, identity in layer.params:
+                places.setdefault(identity, []).append((self._cut.part_of(index), f"{index}.{name}"))
+        self._ties, self._names = find_ties(places)
+        seeded = any(isinstance(layer, LayerSpec) for layer in given) and not seed_layers
+        self._keep(
+            given,
+            Builder(given, draw_seeds() if seeded else lambda index: base_seed + index, seed_fn if seed_layers else None),
+        )
+        self._set_loss(loss_fn)
+
+    def _keep(self, layers: Sequence[Any], builder: Builder) -> None:
+        """Build and register the local layers."""
+        self._functions: dict[int, Callable[[Any], Any]] = {}  # layers that are no modules
+        self._forward_fns: dict[int, Callable[[Any, Any], Any]] = {}  # of tied layers
+        for index in sorted(self._cut.local_layers()):
+            layer, module = layers[index], builder.layer(index)
+            if module is None:
+                self._functions[index] = layer
+            else:
+                self.add_module(str(index), module)
+            if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
+                self._forward_fns[index] = layer.forward_fn
+
+    def _set_loss(self, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+        """A loss that is a module is a part of the last stage, with its parameters."""
+        if isinstance(loss_fn, nn.Module):
+            self._names += tuple(f"{LOSS}.{name}" for name, _ in loss_fn.named_parameters())
+        local = any(self.is_last(chunk) for chunk in range(self.chunks))
+        self.loss_fn = loss_fn if local or not isinstance(loss_fn, nn.Module) else None
+
+    def topology(self) -> Any:
+        """The topology that was given."""
+        return self._topology
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute every ``interval`` layers in backward; 0 for none."""
+        if interval < 0:
+            raise PipelineError(f"activation_checkpoint_interval = {interval}. Remedy: give 0 or a number of layers.")
+        self._interval = interval
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """For subclasses: losses to be reported beside the one of ``loss_fn``."""
+        return None
+
+    def forward(self, value: Any, chunk: int = 0, batch: Any = None) -> Any:
+        """Run the local layers of one chunk on one value. ``batch`` is not needed: ``loss_of`` applies the loss."""
+        layers = self._cut.layers(self._cut.part(chunk))
+        step = self._interval or max(len(layers), 1)
+        for start in range(layers.start, layers.stop, step):
+            run = range(start, min(start + step, layers.stop))
+            if self._interval and self._worth_recomputing(run):
+                value = self._recompute(lambda given, run=run: self._run(run, given), value)
+            else:
+                value = self._run(run, value)
+        return value
+
+    def _run(self, layers: range, value: Any) -> Any:
+        for index in layers:
+            value = self._call(index, value)
+        return value
+
+    def _call(self, index: int, value: Any) -> Any:
+        if index in self._functions:
+            return self._functions[index](value)
+        module = self.get_submodule(str(index))
+        return self._forward_fns[index](module, value) if index in self._forward_fns else module(value)
+
+    def _worth_recomputing(self, layers: range) -> bool:
+        if self._recomputable is not None:
+            names = {type(self._functions.get(index, self._modules.get(str(index)))).__name__ for index in layers}
+            return names <= self._recomputable
+        modules = [self.get_submodule(str(index)) for index in layers if index not in self._functions]
+        return any(True for module in modules for _ in module.parameters())
+
+    def inputs_of(self, batch: Any) -> Any:
+        """The first of (inputs, labels)."""
+        return _pair(batch)[0]
+
+    def loss_of(self, output: Any, batch: Any) -> Any:
+        """loss_fn(output, labels); without a loss_fn the output."""
+        return output if self.loss_fn is None else self.loss_fn(output, _pair(batch)[1])
+
+
+def _pair(batch: Any) -> Any:
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch
+    shown = f"{len(batch)} items" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    raise PipelineError(
+        f"a batch for a PipelineModule is a pair (inputs, labels), got {shown}. Remedy: make one in the data set, or with "
+        "engine.set_batch_fn."
+    )
+
+
+def _list_of(layers: Iterable[Any]) -> list[Any]:
+    if isinstance(layers, nn.Sequential) and type(layers).forward is not nn.Sequential.forward:
+        raise PipelineError(
+            f"{type(layers).__name__} has a forward of its own, so that its children need not run one after the other. "
+            "Remedy: give the list of layers."
+        )
+    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
+        raise PipelineError(
+            f"the layers are one {type(layers).__name__}. Remedy: give a list of layers or an nn.Sequential; a Hugging "
+            "Face model is split by zerorun.pipeline.pretrained.split_pretrained."
+        )
+    found = list(layers)
+    if not found:
+        raise PipelineError("the list of layers is empty. Remedy: give at least one layer.")
+    return found

@@ -1,0 +1,169 @@
+"""Pipelined: the local part of a model that is cut into stages, as the engine that runs the stages sees it.
+
+[Note: parts, stages and chunks]
+A model is cut into ``num_stages * chunks`` *parts*, numbered in the order in which data passes them. Stage p holds
+``chunks`` of them: its *chunk* c is part ``c * num_stages + p`` (interleaved stages: Narayanan et al. 2021,
+arXiv:2104.04473; chunks = 1 is the ordinary pipeline).
+
+[Note: how to run a part]
+For one micro-batch, on the stage that has the part:
+
+    value = module.inputs_of(batch) if module.is_first(chunk) else <what arrived from the part before>
+    value = module(value, chunk, batch if module.is_last(chunk) else None)
+    loss = module.loss_of(value, batch) if module.is_last(chunk) else None; otherwise send value on
+
+``value`` is any pytree. Between parts it may hold tensors, None, numbers and strings. ``batch`` is needed where the first
+and the last part are, nowhere else.
+
+[Note: tied parameters]
+A parameter that several parts use is one parameter of the model. Each stage that uses it has a copy, made with the same
+values; the copies stay the same if their gradients are summed over the stages of ``Tie.parts`` before each step, and only
+one copy counts in norms.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from ..errors import PipelineError
+from .partition import Bounds
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter that several parts use.
+
+    name: its name in the one-process model, where its first user has it.
+    parts: the parts that use it, ascending.
+    local_names: for each of them, the path at which ``get_parameter`` of its stage finds it.
+    """
+
+    name: str
+    parts: tuple[int, ...]
+    local_names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut: ``bounds`` of its parts, in layers, and which of them are local."""
+
+    bounds: Bounds
+    num_stages: int
+    chunks: int
+    stage: int
+
+    def __post_init__(self) -> None:
+        if self.chunks < 1:
+            raise PipelineError(f"chunks = {self.chunks}: a stage has at least one. Remedy: give a positive number.")
+        if not 0 <= self.stage < self.num_stages:
+            raise PipelineError(
+                f"stage = {self.stage} is none of the {self.num_stages} stages. Remedy: give one of 0 to "
+                f"{self.num_stages - 1}."
+            )
+
+    @property
+    def parts(self) -> int:
+        return len(self.bounds) - 1
+
+    def part(self, chunk: int) -> int:
+        """The part that is chunk ``chunk`` of the local stage."""
+        if not 0 <= chunk < self.chunks:
+            raise PipelineError(f"chunk {chunk}: this stage has {self.chunks}. Remedy: give one of 0 to {self.chunks - 1}.")
+        return chunk * self.num_stages + self.stage
+
+    def layers(self, part: int) -> range:
+        return range(self.bounds[part], self.bounds[part + 1])
+
+    def local_layers(self) -> list[int]:
+        return [layer for chunk in range(self.chunks) for layer in self.layers(self.part(chunk))]
+
+    def part_of(self, layer: int) -> int:
+        for part, (start, end) in enumerate(pairwise(self.bounds)):
+            if start <= layer < end:
+                return part
+        raise PipelineError(
+            f"layer {layer} does not exist: there are {self.bounds[-1]}. Remedy: give one of 0 to {self.bounds[-1] - 1}."
+        )
+
+    def stage_of(self, layer: int) -> int:
+        return self.part_of(layer) % self.num_stages
+
+
+class Pipelined(nn.Module):
+    """What PipelineModule and PretrainedPipeline have in common. See the notes at the top of this file."""
+
+    _cut: Cut
+    _ties: tuple[Tie, ...]
+    _names: tuple[str, ...]
+
+    @property
+    def chunks(self) -> int:
+        """How many parts the local stage has."""
+        return self._cut.chunks
+
+    @property
+    def stage(self) -> int:
+        """The number of the local stage."""
+        return self._cut.stage
+
+    def num_pipeline_stages(self) -> int:
+        return self._cut.num_stages
+
+    def partitions(self) -> Bounds:
+        """The bounds of all parts, in layers: part k has the layers bounds[k] .. bounds[k + 1] - 1."""
+        return self._cut.bounds
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The stage that has a layer. Raises PipelineError for a layer that does not exist."""
+        return self._cut.stage_of(layer_idx)
+
+    def is_first(self, chunk: int = 0) -> bool:
+        """True if this chunk is the part that takes the batch."""
+        return self._cut.part(chunk) == 0
+
+    def is_last(self, chunk: int = 0) -> bool:
+        """True if this chunk is the part that makes the loss."""
+        return self._cut.part(chunk) == self._cut.parts - 1
+
+    def ties(self) -> list[Tie]:
+        """The parameters that more than one part uses; the same list on every stage."""
+        return list(self._ties)
+
+    def parameter_names(self) -> list[str]:
+        """The names of all parameters of the whole model, as its ``named_parameters`` would give them in one process."""
+        return list(self._names)
+
+    @abstractmethod
+    def forward(self, value: Any, chunk: int = 0, batch: Any = None) -> Any:
+        """Run one local part. ``batch``: for the last part, if the model computes its loss itself."""
+
+    @abstractmethod
+    def inputs_of(self, batch: Any) -> Any:
+        """What the first part gets of a batch."""
+
+    @abstractmethod
+    def loss_of(self, output: Any, batch: Any) -> Any:
+        """The loss, from what the last part returned."""
+
+
+def find_ties(places: Mapping[Any, Sequence[tuple[int, str]]]) -> tuple[tuple[Tie, ...], tuple[str, ...]]:
+    """The ties and the names of all parameters.
+
+    ``places``: for each parameter, whatever identifies it, the (part, name) of its users in the order of the layers.
+    """
+    ties, names = [], []
+    for users in places.values():
+        names.append(users[0][1])
+        first: dict[int, str] = {}
+        for part, name in users:
+            first.setdefault(part, name)
+        if len(first) > 1:
+            parts = sorted(first)
+            ties.append(Tie(names[-1], tuple(parts), tuple(first[part] for part in parts)))
+    return tuple(ties), tuple(names)

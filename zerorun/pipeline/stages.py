@@ -1,0 +1,74 @@
+"""How many stages a pipeline has, and which of them is this process's."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch.distributed as dist
+
+from ..errors import PipelineError
+
+
+@runtime_checkable
+class Topology(Protocol):
+    """zerorun's Topology, of which the pipe axis matters here."""
+
+    @property
+    def pipe(self) -> int: ...
+
+    @property
+    def pipe_rank(self) -> int: ...
+
+
+@runtime_checkable
+class ProcessTopology(Protocol):
+    """DeepSpeed's ProcessTopology, of which the axis "pipe" matters here."""
+
+    def get_dim(self, axis: str) -> int: ...
+
+    def get_coord(self, rank: int) -> Any: ...
+
+
+def find_stage(num_stages: int | None, topology: Any, stage: int | None) -> tuple[int, int]:
+    """(number of stages, the local stage), from what is given; without a topology, ranks of one stage are neighbours.
+
+    Raises PipelineError if it cannot be known, or if ``num_stages`` and ``topology`` disagree.
+    """
+    if topology is None:
+        if num_stages is None:
+            raise PipelineError("a pipeline needs num_stages or a topology. Remedy: give one of the two.")
+        return num_stages, _stage_of_rank(num_stages) if stage is None else stage
+    if isinstance(topology, Topology):
+        found, own = topology.pipe, topology.pipe_rank
+    elif isinstance(topology, ProcessTopology):
+        found = topology.get_dim("pipe") or 1
+        own = topology.get_coord(_rank()).pipe if stage is None and found > 1 else 0
+    else:
+        raise PipelineError(
+            f"topology = {topology!r} has no pipe axis. Remedy: give a zerorun.Topology, a ProcessTopology, or num_stages."
+        )
+    if num_stages not in (None, found):
+        raise PipelineError(
+            f"num_stages = {num_stages}, but the topology has {found} along its pipe axis. Remedy: give only one of them."
+        )
+    return found, own if stage is None else stage
+
+
+def _stage_of_rank(num_stages: int) -> int:
+    if num_stages == 1:
+        return 0
+    rank, world_size = _rank(), dist.get_world_size()
+    if num_stages < 1 or world_size % num_stages:
+        raise PipelineError(
+            f"num_stages = {num_stages} does not divide the {world_size} ranks. Remedy: give a number of stages that does."
+        )
+    return rank // (world_size // num_stages)
+
+
+def _rank() -> int:
+    if not dist.is_initialized():
+        raise PipelineError(
+            "which stage is this process's cannot be known before the process group is there. Remedy: call "
+            "zerorun.init_distributed() first, or give stage=."
+        )
+    return dist.get_rank()
