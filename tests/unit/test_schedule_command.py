@@ -128,6 +128,13 @@ def test_svg_is_to_scale(tmp_path: Path) -> None:
     assert starts[2] - starts[0] == pytest.approx(widths[0] * 2.25 / 2, abs=0.02)
 
 
+def test_forwards_that_take_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    printed = run(capsys, *USUAL, "--kind", "forward_only", "--times", "0", "1", "1", "--svg", str(path))
+    assert re.search(r"^forward_only +0 +0 +0\.0 +0 +0\.0 +0 +0$", printed, re.MULTILINE)
+    assert rectangles(path)["k0"] == 32
+
+
 def test_png_by_matplotlib(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "a.png"
@@ -256,7 +263,8 @@ def test_a_trace_in_an_order_that_cannot_be(tmp_path: Path) -> None:
         ((*USUAL, "--times", "1", "nan", "1"), "times: input_gradient of stage 0 is nan"),
         ((*USUAL, "--transfer", "1,1,1,-1"), "times: transfer of stage 3 is -1.0"),
         ((*USUAL, "--svg", "no/such/directory/a.svg"), "no/such/directory/a.svg: No such file or directory"),
-        (("--stages", "1024", "--micro-batches", "4096", "--svg", "a.svg"), "a picture of 8388608 actions is too large"),
+        (("--stages", "1024", "--micro-batches", "4096", "--svg", "a.svg"), "a picture of 4194304 actions is too large"),
+        ((*USUAL, "--times", "0", "0", "0"), "no stage takes any time"),
         (("--measured", "no.json"), "trace no.json cannot be read"),
     ],
 )

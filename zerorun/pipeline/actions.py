@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from zerorun.errors import ScheduleError
 
-KINDS_BITS = 3  # of a code
+KIND_BITS = 3  # of a code
 FORWARD_ONLY = "forward_only"
 
 
@@ -59,13 +59,13 @@ class Action(NamedTuple):
 
 def encode(action: Action, chunks: int) -> int:
     """The code of an action. See [Note: codes]."""
-    return (action.micro_batch * chunks + action.chunk) << KINDS_BITS | action.kind
+    return (action.micro_batch * chunks + action.chunk) << KIND_BITS | action.kind
 
 
 def decode(code: int, chunks: int) -> Action:
     """The action of a code."""
-    micro_batch, chunk = divmod(code >> KINDS_BITS, chunks)
-    return Action(Kind(code & (1 << KINDS_BITS) - 1), micro_batch, chunk)
+    micro_batch, chunk = divmod(code >> KIND_BITS, chunks)
+    return Action(Kind(code & (1 << KIND_BITS) - 1), micro_batch, chunk)
 
 
 def peer(kind: Kind, rank: int, stages: int) -> int:
@@ -138,7 +138,7 @@ def with_messages(compute: Callable[[int], Iterable[int]], stages: int, chunks: 
     That is the best place for both: a send does not block, and a receive that stood earlier could only block earlier.
     """
     receive, send = _message_tables(stages, chunks, rank)
-    period = chunks << KINDS_BITS
+    period = chunks << KIND_BITS
     for code in compute(rank):
         low = code % period
         if receive[low]:
@@ -150,11 +150,11 @@ def with_messages(compute: Callable[[int], Iterable[int]], stages: int, chunks: 
 
 def _message_tables(stages: int, chunks: int, rank: int) -> tuple[list[int], list[int]]:
     """For a computation's code modulo 8 * chunks: what to add to get its receive's and its send's code; 0 for none."""
-    receive, send = ([0] * (chunks << KINDS_BITS) for _ in range(2))
+    receive, send = ([0] * (chunks << KIND_BITS) for _ in range(2))
     if stages == 1:
         return receive, send
     for chunk in range(chunks):
-        low = chunk << KINDS_BITS
+        low = chunk << KIND_BITS
         first, last = is_first(rank, chunk), is_last(rank, chunk, stages, chunks)
         if not first:
             receive[low + Kind.FORWARD] = Kind.RECEIVE_ACTIVATION - Kind.FORWARD

@@ -63,7 +63,7 @@ class Case:
     @property
     def formula_percent(self) -> float | None:
         """The formula's bubble, in % of the makespan by the formula."""
-        return None if self.formula is None else 100 * self.formula / (self.formula + self.work)
+        return None if self.formula is None else 100 * self.formula / (self.formula + self.work or 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,7 +164,7 @@ def _simulated(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
     times = Times.make(stages, forward, inputs, weights, args.transfer)
     kinds = [kind for kind in SCHEDULES if kind != FORWARD_ONLY] if args.compare else [args.kind or "1f1b"]
     if args.svg or args.png:
-        check_drawable(2 * len(kinds) * stages * micro_batches * (args.chunks or 1))  # at least; before much is done
+        check_drawable(len(kinds) * stages * micro_batches)  # there are more; but before much is done
     cases = []
     for kind in kinds:
         chunks = args.chunks or 2 if kind == INTERLEAVED else 1 if args.compare else args.chunks or 1

@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 from zerorun.errors import ScheduleError
 
-from .actions import FORWARD_ONLY, KINDS_BITS, Kind, Schedule
+from .actions import FORWARD_ONLY, KIND_BITS, Kind, Schedule
 from .times import Times
 from .zero_bubble import zero_bubble
 
@@ -83,7 +83,7 @@ class Shape:
             for chunk in chunks:
                 for micro_batch in range(first, first + self.stages):
                     exists = micro_batch < self.micro_batches
-                    yield (micro_batch * self.chunks + chunk) << KINDS_BITS | kind if exists else None
+                    yield (micro_batch * self.chunks + chunk) << KIND_BITS | kind if exists else None
 
 
 def _forwards(shape: Shape, rank: int) -> Iterator[int]:
@@ -94,8 +94,8 @@ def _forwards(shape: Shape, rank: int) -> Iterator[int]:
 def _naive(shape: Shape, rank: int) -> Iterator[int]:
     """One micro-batch at a time goes through all stages and back: the baseline, in which all ranks but one are idle."""
     for micro_batch in range(shape.micro_batches):
-        yield micro_batch << KINDS_BITS | Kind.FORWARD
-        yield micro_batch << KINDS_BITS | Kind.BACKWARD
+        yield micro_batch << KIND_BITS | Kind.FORWARD
+        yield micro_batch << KIND_BITS | Kind.BACKWARD
 
 
 def _gpipe(shape: Shape, rank: int) -> Iterator[int]:
@@ -105,7 +105,7 @@ def _gpipe(shape: Shape, rank: int) -> Iterator[int]:
     """
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for micro_batch in range(shape.micro_batches):
-            yield micro_batch << KINDS_BITS | kind
+            yield micro_batch << KIND_BITS | kind
 
 
 def _alternating(shape: Shape, rank: int) -> Iterator[int]:

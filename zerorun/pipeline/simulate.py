@@ -17,11 +17,11 @@ from typing import NamedTuple, NoReturn
 
 from zerorun.errors import ScheduleError
 
-from .actions import FORWARD_ONLY, KINDS_BITS, Action, Kind, Schedule, decode, encode, is_first, is_last, peer
+from .actions import FORWARD_ONLY, KIND_BITS, Action, Kind, Schedule, decode, encode, is_first, is_last, peer
 from .times import Times
 
 _SHOWN_WAITS = 8
-_KIND_MASK = (1 << KINDS_BITS) - 1
+_KIND_MASK = (1 << KIND_BITS) - 1
 
 # What has been done for a micro-batch and chunk, as bits.
 _ARRIVED, _FORWARD, _LEFT, _GRADIENT_ARRIVED, _INPUT, _GRADIENT_LEFT, _WEIGHT = (1 << bit for bit in range(7))
@@ -156,7 +156,7 @@ class _Run:
         want = [row.needs if row.exists else -1 for row in rows]
         sets, keeps, wholes = [row.sets for row in rows], [row.keeps for row in rows], [row.whole for row in rows]
         seconds = [row.seconds for row in rows]
-        period, first_message, alone = chunks << KINDS_BITS, int(Kind.SEND_ACTIVATION), stages == 1 < chunks
+        period, first_message, alone = chunks << KIND_BITS, int(Kind.SEND_ACTIVATION), stages == 1 < chunks
         send_activation, send_gradient = int(Kind.SEND_ACTIVATION), int(Kind.SEND_GRADIENT)
         transfer = self.times.transfer[rank]
         # A message names the receiver's chunk: only where the pipeline turns is it another one than the sender's.
@@ -166,7 +166,7 @@ class _Run:
         done = bytearray(schedule.micro_batches * chunks)
         clock, kept, whole = 0.0, 0, 0
         for code in schedule.codes(rank):
-            low, item, kind = code % period, code >> KINDS_BITS, code & _KIND_MASK
+            low, item, kind = code % period, code >> KIND_BITS, code & _KIND_MASK
             before = done[item]
             if before & mask[low] != want[low] or (alone and not _follows(done, item, kind, chunks)):
                 self._refuse(rank, code, rows[low], before)

@@ -60,7 +60,7 @@ def _svg(panels: Sequence[Panel]) -> Iterator[str]:
     rules = [f".k{int(kind)}{{fill:{colour}}}" for kind, (_, colour) in _COLOURS.items()]
     yield f"<style>text{{font:12px sans-serif}} .n{{fill:#fff;text-anchor:middle;font-size:11px}} {' '.join(rules)}</style>"
     yield f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>'
-    scale = (_WIDTH - _LEFT - _MARGIN) / max(panel.report.makespan for panel in panels)
+    scale = (_WIDTH - _LEFT - _MARGIN) / _longest(panels)
     top = _MARGIN
     for panel, step in zip(panels, heights, strict=True):
         yield from _svg_panel(panel, top, scale)
@@ -115,7 +115,7 @@ def write_png(path: str | os.PathLike[str], panels: Sequence[Panel]) -> None:
     ranks = [len(panel.report.spans) for panel in panels]
     figure = Figure(figsize=(14, 0.6 + sum(0.9 + 0.25 * count for count in ranks)), layout="constrained")
     grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": [count + 2 for count in ranks]})
-    longest = max(panel.report.makespan for panel in panels)
+    longest = _longest(panels)
     for panel, axes in zip(panels, grid[:, 0], strict=True):
         _png_panel(panel, axes, longest)
     handles = [Patch(color=colour, label=name) for name, colour in _legend(panels)]
@@ -142,6 +142,11 @@ def _png_panel(panel: Panel, axes: Any, longest: float) -> None:
 
 def _actions(panels: Sequence[Panel]) -> int:
     return sum(len(spans) for panel in panels for spans in panel.report.spans)
+
+
+def _longest(panels: Sequence[Panel]) -> float:
+    """The time scale's end; 1 if nothing takes any time."""
+    return max(panel.report.makespan for panel in panels) or 1.0
 
 
 def _opacity(span: Span, chunks: int) -> float:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush
 
-from .actions import KINDS_BITS, Kind, Schedule
+from .actions import KIND_BITS, Kind, Schedule
 from .simulate import simulate
 from .times import Times
 
@@ -57,10 +57,10 @@ def _split_1f1b(stages: int, micro_batches: int, bound: int, rank: int) -> Itera
     ahead = min(stages - 1 - rank, bound - 1)
     for step in range(micro_batches + ahead):
         if step < micro_batches:
-            yield step << KINDS_BITS | _FORWARD
+            yield step << KIND_BITS | _FORWARD
         if step >= ahead:
-            yield step - ahead << KINDS_BITS | _INPUT
-            yield step - ahead << KINDS_BITS | _WEIGHT
+            yield step - ahead << KIND_BITS | _INPUT
+            yield step - ahead << KIND_BITS | _WEIGHT
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class _Play:
 
     def _do(self, rank: int, kind: Kind, start: float) -> None:
         end = start + self.seconds[kind][rank]
-        self.codes[rank].append(self.count[kind][rank] << KINDS_BITS | kind)
+        self.codes[rank].append(self.count[kind][rank] << KIND_BITS | kind)
         self.count[kind][rank] += 1
         self.free_at[rank] = end
         heappush(self.agenda, (end, rank))
