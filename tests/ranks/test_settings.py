@@ -123,7 +123,7 @@ def test_shard_degree_changes_nothing(degree: int, precision: str) -> None:
 
 @every_stage
 def test_reduction_is_in_fp32_unless_asked_otherwise(stage: int) -> None:
-    base = {"precision": "bf16", "clip": 0.5}
+    base = {"precision": "bf16", "clip": 0.5, "accumulation": 3}  # sums of gradients have more digits than bf16
     configs = [
         make_config(stage, **base),
         make_config(stage, **base, communication_data_type="fp32"),
@@ -131,7 +131,8 @@ def test_reduction_is_in_fp32_unless_asked_otherwise(stage: int) -> None:
     ]
     default, fp32, bf16 = run_ranks(3, train_variants, "plain", configs)[0]
     assert_same_bits(default, fp32, "default and fp32")
-    assert bf16.norms != fp32.norms
+    # At stages 2 and 3 what is sent is one micro-batch's gradient, which has no more digits; sums are in fp32 all the same.
+    assert (bf16.norms != fp32.norms) == (stage < 2)
     assert bf16.norms == pytest.approx(fp32.norms, rel=0.02)
     assert bf16.losses == pytest.approx(fp32.losses, rel=0.02)
 

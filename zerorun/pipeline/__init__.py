@@ -1,2 +1,1 @@
-"""Pipeline parallelism: schedules as data, their simulation and their pictures."""
-"""Pipeline parallelism: what lies on which stage, and which stage does what when."""
+"""Pipeline parallelism: what lies on which stage, which stage does what when, and the stages at work."""

@@ -61,7 +61,7 @@ class ThreadAxis:
 
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
-    """``work(axis)`` on ``size`` threads that are the ranks of one axis; their results by rank, or the error of the first."""
+    """``work(axis)`` on ``size`` threads that are the ranks of one axis; results by rank, or the error of the first."""
     meeting = _Meeting(size)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

@@ -12,6 +12,9 @@ parameter; a unit's gradients are collected when the next unit is visited. Gradi
 parameter, are found at the end of the backward, and are reduced in ``settle``, where ranks also agree on the order that
 this backward had. A unit that is late again is from then on *deferred* to the end of the backward, on all ranks.
 
+Where one micro-batch's forward is not followed by its backward, as in a pipeline, the program says which forwards a backward
+is for (``take_passes``, ``expect``) and in which part of the model both are (``Part``).
+
 Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
 """
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -60,6 +63,18 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that has forwards and backwards of its own. ``units``: that it visits; None: all.
+
+    ``held``: gradients of its backwards are not complete yet when these end; ``complete`` says when they are.
+    """
+
+    name: Hashable = None
+    units: frozenset[int] | None = None
+    held: bool = False
+
+
 class Runtime:
     """Executes the stage: owns the hooks, the walks and the collectives in flight.
 
@@ -97,6 +112,7 @@ class Runtime:
         self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
         self.state_dict_allowed = False
         self.overlap = True  # False: wait for every reduction at once
+        self.part = Part()  # that is running, or will next
         self.on_session_end: Callable[[], None] = lambda: None
         self._phases = 0
         self._inside: list[int] = []  # units whose forward is running, outermost first
@@ -176,7 +192,7 @@ class Runtime:
 
     def _begin_pass(self, entry: Unit) -> None:
         self._phases += 1
-        key = ("forward", entry.index, torch.is_grad_enabled())
+        key = ("forward", entry.index, torch.is_grad_enabled(), self.part.name)
         self.walk = Walk(key, self.plans.get(key))
 
     def _end_pass(self) -> None:
@@ -226,33 +242,58 @@ class Runtime:
             for unit in reversed(self.units):
                 if unit.trainable and unit.index not in self.completed and not unit.deferred:
                     self._complete(unit)
-            for unit in reversed(self.units):
-                if unit.trainable and unit.index not in self.completed:
-                    self._complete(unit)
+            if not self.part.held:
+                self._complete_rest()
             for unit in self.units:
                 if not unit.resident:
                     unit.release()
-            self.late = {unit.index for unit in self.units if unit.has_gradient()}
-            self._refuse_lost_slots()
-            for index in self.late:
+            late = {unit.index for unit in self.units if unit.has_gradient()}
+            for index in late:
+                if not self.part.held:
+                    self._refuse_lost_slot(self.units[index])
                 for segment in self.units[index].trainable:
                     segment.set_late_aside()
+            self.late = set() if self.part.held else late
             self.on_session_end()
         finally:
             self.session, self._last_session = None, walk
 
-    def _refuse_lost_slots(self) -> None:
+    def _complete_rest(self) -> None:
+        """Complete the units whose turn has not come in this session."""
+        for unit in reversed(self.units):
+            inside = self.part.units is None or unit.index in self.part.units
+            if unit.trainable and inside and unit.index not in self.completed:
+                self._complete(unit)
+
+    def complete(self, part: Part) -> None:
+        """The gradients of ``part``, which were held, are complete: collect them, and reduce them where they are."""
+        self.part = replace(part, held=False)
+        self.last_session = self.reduce_now()
+        self.reducing_session = self.shares_grads or self.last_session
+        self.completed.clear()
+        self._complete_rest()
+
+    def take_passes(self) -> list[Walk]:
+        """The forwards whose backward has not come yet, which ``expect`` is given before it."""
+        passes = list(self.outstanding)
+        self.outstanding.clear()
+        return passes
+
+    def expect(self, passes: list[Walk]) -> None:
+        """The next backward is that of ``passes``."""
+        self.outstanding.clear()
+        self.outstanding.extend(passes)
+
+    def _refuse_lost_slot(self, unit: Unit) -> None:
         """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
-        for unit in (self.units[index] for index in self.late):
-            if not unit.resident and self.param_slots.occupant[unit.param_slot] != unit.index:
-                names = unit.names_with_gradient()
-                if not names:
-                    continue
-                raise OrderError(
-                    f"a gradient of parameter {names[0]!r} came when its unit {unit.name!r} had been left: the backward "
-                    "goes back and forth between units. Remedy: name the module around both units in "
-                    "zero_optimization.unit_policy, or use stage 2."
-                )
+        names = unit.names_with_gradient()
+        if unit.resident or self.param_slots.occupant[unit.param_slot] == unit.index or not names:
+            return
+        raise OrderError(
+            f"a gradient of parameter {names[0]!r} came when its unit {unit.name!r} had been left: the backward "
+            "goes back and forth between units. Remedy: name the module around both units in "
+            "zero_optimization.unit_policy, or use stage 2."
+        )
 
     def _refuse_stray_gradient(self, unit: Unit) -> None:
         """A gradient for a unit that never had its slot comes from a use of a placeholder."""
@@ -329,6 +370,8 @@ class Runtime:
     def _pass_by(self, walk: Walk) -> None:
         """The unit under the cursor has been left for good: reduce it, if this was its last visit."""
         assert walk.plan is not None
+        if self.part.held:
+            return
         unit = self.units[walk.plan[walk.cursor]]
         if walk.finished(walk.cursor) and unit.trainable and not unit.deferred and unit.index not in self.completed:
             self._complete(unit)
@@ -479,8 +522,8 @@ class Runtime:
 
     def forward_order(self) -> list[Unit]:
         """The units in the order in which the next forward needs them, as far as is known; the root first."""
-        plan = self.plans.get(("forward", 0, True)) or self._universe()
-        order = dict.fromkeys([0, *plan, *self._universe()])
+        plans = [plan or [] for key, plan in self.plans.items() if key[0] == "forward" and key[2]]  # type: ignore[index]
+        order = dict.fromkeys([0, *(index for plan in plans for index in plan), *self._universe()])
         return [self.units[index] for index in order]
 
     def finish_updates(self) -> None:
