@@ -142,12 +142,20 @@ class Channel:
     """
 
     def __init__(
-        self, axis: str, group: dist.ProcessGroup | None, rank: int, size: int, device: torch.device, books: Books
+        self,
+        axis: str,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        device: torch.device,
+        books: Books,
+        *,
+        reads_peers: bool = True,
     ) -> None:
         self.axis, self.rank, self.size, self.device, self.books = axis, rank, size, device, books
         self.group = group
         self.nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD))
-        self.memory = self._connect() if size > 1 and not self.nccl else None
+        self.memory = self._connect() if reads_peers and size > 1 and not self.nccl else None
         _live.add(self)
 
     def _connect(self) -> PeerMemory | None:

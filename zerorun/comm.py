@@ -261,7 +261,11 @@ class Communicator:
         """Return when all ranks of the world have called it."""
         self._finish_control(dist.barrier(group=self._world, async_op=True))
 
-    def _finish_control(self, work: dist.Work, timeout_s: float | None = None) -> None:
+    def finish(self, work: dist.Work, label: str) -> None:
+        """Wait for a message, ``label``, of another axis. Raises OrderError."""
+        self._finish_control(work, label=label)
+
+    def _finish_control(self, work: dist.Work, timeout_s: float | None = None, label: str = "control") -> None:
         """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         try:
@@ -273,7 +277,7 @@ class Communicator:
             else:
                 work.wait(timeout)
         except RuntimeError as error:
-            raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
+            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
 
     def _memories(self) -> list[PeerMemory]:
         channels = (self._shard, self._replicate, *self.beyond.values())

@@ -247,6 +247,11 @@ class Engine:
             return
         if not self.runtime.reducing_session:
             self.runtime.reduce_accumulated()
+        self._step_now()
+
+    def _step_now(self) -> None:
+        """Update the weights from the reduced gradients of all micro-batches, and what else is due after a step."""
+        assert self.sharded is not None
         wishes = self.routine.wishes() if self.routine is not None else ()
         summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight, wishes)
         try:

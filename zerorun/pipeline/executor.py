@@ -1,0 +1,181 @@
+"""Executor: runs a rank's list of actions on its chunks of the model.
+
+Everything about the order is in the list. The executor keeps, for each micro-batch and chunk between its forward and its
+backward, what arrived, what was made of it, and which visits of units the runtime has to expect in the backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..errors import PipelineError
+from ..zero.order import Walk
+from ..zero.runtime import Part, Runtime
+from .actions import Action, Kind, Schedule, peer
+from .messages import Courier, tensors_of
+from .pipelined import Pipelined
+from .simulate import Span
+from .split_backward import Job, WeightGradients
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+Key = tuple[int, int]  # micro-batch, chunk
+
+
+@dataclass
+class _Kept:
+    """Of one micro-batch in one chunk."""
+
+    value: Any = None  # that goes into the forward, then what came out
+    inputs: list[torch.Tensor] = field(default_factory=list)  # tensors that arrived
+    outputs: list[GradientEdge | None] = field(default_factory=list)  # of the tensors that were made; None: no gradient
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # of those
+    passes: list[Walk] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)  # weight gradients to be computed
+
+
+class Executor:
+    """The stages of one engine at work. ``parts``: of the model, by chunk.
+
+    ``root_of(loss, micro_batch)`` gives what the backward of the last part starts from. ``begin(value)`` prepares what a
+    batch gives the first part, ``last_backward(flag)`` is told before each backward whether it is the step's last.
+    """
+
+    def __init__(
+        self,
+        module: Pipelined,
+        runtime: Runtime,
+        courier: Courier | None,
+        parts: list[Part],
+        later: WeightGradients,
+        root_of: Callable[[torch.Tensor, int], torch.Tensor],
+        begin: Callable[[Any], Any],
+        last_backward: Callable[[bool], None],
+    ) -> None:
+        self._module, self._runtime, self._courier, self._parts, self._later = module, runtime, courier, parts, later
+        self._root_of, self._begin, self._last_backward = root_of, begin, last_backward
+        self._kept: dict[Key, _Kept] = {}
+        self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
+        self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
+        self.spans: list[Span] | None = None  # when each computation began and ended; None: not recorded
+
+    def run(self, schedule: Schedule, batches: list[Any]) -> None:
+        """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is."""
+        self._kept, self.losses, self.outputs = {}, [], []
+        self._keeps_outputs = schedule.kind == "forward_only"
+        todo = self._with_last(schedule)
+        try:
+            for action, is_last in todo:
+                begun = time.perf_counter()
+                self._act(action, batches, schedule.stages, is_last)
+                if self.spans is not None and action.kind.computes:
+                    self.spans.append(Span(action, begun, time.perf_counter()))
+        finally:
+            if self._courier is not None:
+                self._courier.finish()
+            self._kept = {}
+
+    def _with_last(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
+        """The actions, each with whether no gradient comes after it."""
+        actions = list(schedule.actions(self._module.stage))
+        final = {Kind.BACKWARD, Kind.WEIGHT_GRADIENT}
+        last = max((index for index, action in enumerate(actions) if action.kind in final), default=-1)
+        return ((action, index == last) for index, action in enumerate(actions))
+
+    def _act(self, action: Action, batches: list[Any], stages: int, is_last: bool) -> None:
+        kind, key = action.kind, (action.micro_batch, action.chunk)
+        if kind is Kind.FORWARD:
+            self._forward(key, batches[action.micro_batch])
+        elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+            self._last_backward(is_last)
+            self._backward(key, held=kind is Kind.INPUT_GRADIENT)
+        elif kind is Kind.WEIGHT_GRADIENT:
+            self._last_backward(is_last)
+            self._weight_gradients(key)
+        else:
+            self._exchange(kind, key, peer(kind, self._module.stage, stages))
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _exchange(self, kind: Kind, key: Key, other: int) -> None:
+        courier = self._courier
+        assert courier is not None
+        if kind is Kind.RECEIVE_ACTIVATION:
+            value = courier.receive(other, ACTIVATIONS)
+            self._kept[key] = _Kept(value, tensors_of(value))
+        elif kind is Kind.SEND_ACTIVATION:
+            kept = self._kept[key]
+            courier.send(kept.value, other, ACTIVATIONS)
+            kept.value = None
+        elif kind is Kind.RECEIVE_GRADIENT:
+            self._kept[key].gradients = courier.receive(other, GRADIENTS)
+        else:
+            kept = self._kept[key]
+            courier.send([tensor.grad for tensor in kept.inputs], other, GRADIENTS)
+            kept.inputs = []
+
+    # -- computation ---------------------------------------------------------------------------------------------
+
+    def _forward(self, key: Key, batch: Any) -> None:
+        module, (micro_batch, chunk) = self._module, key
+        if module.is_first(chunk):
+            self._kept[key] = _Kept(self._begin(module.inputs_of(batch)))
+        kept, self._runtime.part = self._kept[key], self._parts[chunk]
+        last = module.is_last(chunk)
+        output = module(kept.value, chunk, batch if last else None)
+        kept.passes = self._runtime.take_passes()
+        if not last:
+            kept.value, kept.outputs = output, [_edge(tensor) for tensor in tensors_of(output)]
+            return
+        kept.value = None
+        if self._keeps_outputs:
+            self.outputs.append(output)
+        loss = module.loss_of(output, batch)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            if self._keeps_outputs:
+                return
+            raise PipelineError(f"the loss must be a scalar, got {found}. Remedy: give PipelineModule a loss_fn that reduces.")
+        self.losses.append(loss.detach())
+        if torch.is_grad_enabled():
+            root = self._root_of(loss, micro_batch)
+            kept.outputs, kept.gradients = [_edge(root)], [torch.ones_like(root)]
+
+    def _backward(self, key: Key, *, held: bool) -> None:
+        kept, part = self._kept[key], self._parts[key[1]]
+        self._runtime.part = replace(part, held=held)
+        pairs = [(e, g) for e, g in zip(kept.outputs, kept.gradients, strict=True) if e is not None and g is not None]
+        if pairs:
+            self._runtime.expect(kept.passes)
+            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        kept.outputs, kept.gradients, kept.passes = [], [], []
+        if held:
+            kept.jobs = self._later.take()
+        elif not pairs:
+            self._runtime.complete(part)
+
+    def _weight_gradients(self, key: Key) -> None:
+        WeightGradients.run(self._kept[key].jobs)
+        self._runtime.complete(self._parts[key[1]])
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge | None:
+    """Where the gradient of ``tensor`` goes; the tensor itself need not be kept."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def units_of_chunks(module: Pipelined, units: Iterable[Any]) -> list[Part]:
+    """The parts of the model that run by themselves, by chunk, with the units that each visits."""
+    if module.chunks == 1:
+        return [Part()]
+    found = []
+    for chunk in range(module.chunks):
+        inside = {id(sub) for layer in module.layers_of(chunk) for sub in layer.modules()}
+        visited = {unit.index for unit in units if unit.index and any(id(part) in inside for part in unit.modules)}
+        found.append(Part(chunk, frozenset({0, *visited})))
+    return found

@@ -1,0 +1,145 @@
+"""Messages between neighbouring stages: any nest of tensors and plain values, with shapes that may change every time.
+
+[Note: what is sent]
+A message is a header of one number, then the description of the value, if it is another than that of the message before,
+and then the tensors as they lie in memory. In the steady state that is the header and the tensors. Sends never block:
+what is sent is kept until it has left. Messages of one sort between the same two ranks arrive in order.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from ..channel import Channel
+from ..errors import PipelineError
+
+_SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor of a message. ``wants_gradient``: the receiver must send its gradient back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+class Courier:
+    """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a receive."""
+
+    def __init__(self, channel: Channel, wait: Callable[[dist.Work, str], None]) -> None:
+        self._channel, self._wait = channel, wait
+        self._last_sent: dict[tuple[int, str], bytes] = {}
+        self._last_received: dict[tuple[int, str], tuple[bytes, Any]] = {}
+        self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send(self, value: Any, peer: int, sort: str) -> None:
+        """Begin to send ``value``. Raises PipelineError, here and at the receiver, if a part of it cannot be sent."""
+        try:
+            described, tensors = describe(value)
+        except PipelineError as error:
+            self._send_header(_BROKEN, str(error).encode(), peer, sort)
+            self.finish()
+            raise
+        label = f"pipeline: {sort}"
+        if self._last_sent.get((peer, sort)) == described:
+            self._post(torch.tensor([_SAME, 0]), peer, sort)
+        else:
+            self._send_header(len(described), described, peer, sort)
+            self._last_sent[peer, sort] = described
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            if flat.numel():
+                self._channel.books.count(label, flat.numel() * flat.element_size())
+                self._post(flat, peer, sort)
+        self._forget_left()
+
+    def _send_header(self, number: int, content: bytes, peer: int, sort: str) -> None:
+        self._post(torch.tensor([number, len(content)]), peer, sort)
+        self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), peer, sort)
+
+    def _post(self, flat: torch.Tensor, peer: int, sort: str) -> None:
+        assert self._channel.group is not None
+        self._leaving.append((self._channel.group.send([flat], peer, _tag(sort)), flat))
+
+    def _forget_left(self) -> None:
+        while self._leaving and self._leaving[0][0].is_completed():
+            self._leaving.popleft()[0].wait()
+
+    def finish(self) -> None:
+        """Return when everything has left."""
+        while self._leaving:
+            work, _ = self._leaving.popleft()
+            self._wait(work, "sends to other stages")
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def receive(self, peer: int, sort: str) -> Any:
+        """The next message. Tensors whose gradient the sender wants require it. Raises PipelineError if it was broken."""
+        header = self._take(torch.empty(2, dtype=torch.int64), peer, sort)
+        number, length = header.tolist()
+        if number != _SAME:
+            content = bytes(self._take(torch.empty(length, dtype=torch.uint8), peer, sort).numpy())
+            if number == _BROKEN:
+                raise PipelineError(content.decode())
+            self._last_received[peer, sort] = content, pickle.loads(content)
+        skeleton = self._last_received[peer, sort][1]
+        return _pytree.tree_map(lambda leaf: self._fill(leaf, peer, sort), skeleton)
+
+    def _fill(self, leaf: Any, peer: int, sort: str) -> Any:
+        if not isinstance(leaf, _Described):
+            return leaf
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._channel.device)
+        if tensor.numel():
+            self._take(tensor.view(-1), peer, sort)
+        return tensor.requires_grad_(leaf.wants_gradient)
+
+    def _take(self, flat: torch.Tensor, peer: int, sort: str) -> torch.Tensor:
+        assert self._channel.group is not None
+        self._wait(self._channel.group.recv([flat], peer, _tag(sort)), f"{sort} from pipeline stage {peer}")
+        return flat
+
+
+def _tag(sort: str) -> int:
+    """Activations and gradients between the same two ranks are apart: with two stages both may travel either way."""
+    return {"activations": 1, "gradients": 2}[sort]
+
+
+def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """(description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent, saying where it is."""
+    tensors: list[torch.Tensor] = []
+
+    def slot(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided:
+                raise _unsendable(path, f"a tensor of layout {leaf.layout}", "send it dense.")
+            tensors.append(leaf)
+            return _Described(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        if not isinstance(leaf, _PLAIN):
+            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+            raise _unsendable(path, f"a {kind}", "send tensors, numbers, strings and None, in dicts, lists and tuples.")
+        return leaf
+
+    return pickle.dumps(_pytree.tree_map_with_path(slot, value)), tensors
+
+
+def _unsendable(path: Any, what: str, remedy: str) -> PipelineError:
+    where = _pytree.keystr(path) or "the value itself"
+    return PipelineError(f"a layer gives the next pipeline stage {what} (at {where}), which cannot be sent. Remedy: {remedy}")
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value in the order in which they are sent."""
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

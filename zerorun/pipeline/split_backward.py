@@ -1,0 +1,106 @@
+"""Split backward: linear layers whose weight gradients are computed later than the gradients of their inputs.
+
+The stage before waits for the gradient of what it sent, not for the gradients of weights. So a schedule may let the weights
+wait until there is nothing more urgent (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for them, its input and
+the gradient of its output, is kept until ``WeightGradients.run``. All other layers compute theirs with those of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+Job = tuple[nn.Parameter, torch.Tensor, torch.Tensor, bool]  # weight, input, gradient of the output, transposed
+
+
+class WeightGradients:
+    """The weight gradients that are still to be computed."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def put(self, weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> None:
+        self._jobs.append((weight, x, grad, transposed))
+
+    def take(self) -> list[Job]:
+        """What one backward has left to do."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    @staticmethod
+    def run(jobs: list[Job]) -> None:
+        """Compute the gradients and add them to those of the parameters."""
+        while jobs:
+            weight, x, grad, transposed = jobs.pop()
+            x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+            made = x.t() @ grad if transposed else grad.t() @ x
+            if weight.grad is None:
+                weight.grad = made.to(weight.dtype)
+            else:
+                weight.grad.add_(made)
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T, or x W of a ``transposed`` weight. The weight's own gradient is put into ``later``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, later: WeightGradients, transposed: bool) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.later, ctx.transposed = weight, later, transposed
+        return x @ weight if transposed else functional.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        ctx.later.put(weight, x, grad, transposed=ctx.transposed)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        return grad @ (weight.t() if ctx.transposed else weight), None, None, None
+
+
+def split_product(
+    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, later: WeightGradients, *, transposed: bool
+) -> torch.Tensor:
+    """A linear layer's product whose weight gradient comes later."""
+    y: torch.Tensor = _Linear.apply(x, weight, later, transposed)  # type: ignore[no-untyped-call]
+    return y if bias is None else y + bias
+
+
+def split_linear_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]:
+    """Let the linear layers of ``model`` leave their weight gradients to ``later``; returns what undoes it."""
+    split = [layer for layer in model.modules() if _transposed(layer) is not None]
+    for layer in split:
+        layer.forward = _Split(layer, later)
+
+    def undo() -> None:
+        for layer in split:
+            layer.__dict__.pop("forward", None)
+
+    return undo
+
+
+class _Split:
+    """The forward of a layer that is split."""
+
+    def __init__(self, layer: nn.Module, later: WeightGradients) -> None:
+        self._layer, self._later, self._transposed = layer, later, bool(_transposed(layer))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        layer: Any = self._layer
+        if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+            return type(layer).forward(layer, x)  # type: ignore[no-any-return]
+        return split_product(x, layer.weight, layer.bias, self._later, transposed=self._transposed)
+
+
+def _transposed(layer: nn.Module) -> bool | None:
+    """Whether the weight is [in, out]; None if it is no ordinary linear layer."""
+    if type(layer).forward is nn.Linear.forward:
+        return False
+    kind = type(layer)
+    return True if kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") else None

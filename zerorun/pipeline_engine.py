@@ -1,0 +1,258 @@
+"""PipelineEngine: the engine of a model that is cut into stages. Takes whole batches, and lets the schedule order the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+
+from .channel import Channel
+from .engine import Engine
+from .errors import PipelineError
+from .pipeline.actions import FORWARD_ONLY, Kind, Schedule
+from .pipeline.executor import Executor, units_of_chunks
+from .pipeline.messages import Courier
+from .pipeline.pipelined import Pipelined
+from .pipeline.schedules import ZERO_BUBBLE, make_schedule
+from .pipeline.simulate import Span
+from .pipeline.split_backward import WeightGradients, split_linear_layers
+from .pipeline.times import Times
+from .pipeline.trace import Trace, write_trace
+from .precision import DTYPES, cast_floats
+
+_WARM_UP_BATCHES = 2  # before the times are measured that the zero-bubble schedule is made from
+
+
+class PipelineEngine(Engine):
+    """One stage of a model in training. Made by ``zerorun.initialize``.
+
+    ``train_batch`` and ``eval_batch`` take the place of forward, backward and step, which raise PipelineError. Only the
+    first and the last stage read data; on each the same micro-batches must come.
+    """
+
+    module: Pipelined
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        section, topology = self.config.pipeline, self.topology
+        self._later = WeightGradients()
+        self._undo_split: Callable[[], None] | None = None
+        if section.schedule == ZERO_BUBBLE:
+            self._undo_split = split_linear_layers(self.module, self._later)
+        courier = None
+        if topology.pipe > 1:
+            group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
+            channel = Channel("pipe", group, *place, self.device, self.comm.books, reads_peers=False)
+            courier = Courier(channel, self.comm.finish)
+        self._executor = Executor(
+            self.module,
+            self.runtime,
+            courier,
+            units_of_chunks(self.module, self.units),
+            self._later,
+            self._root_of,
+            self._begin,
+            self._tell_last,
+        )
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._data: Iterator[Any] | None = None
+        self._is_last_backward = False
+        self._times: Times | None = None
+        self._batches = 0
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on ``gradient_accumulation_steps`` micro-batches of ``data_iter`` and update the weights. All ranks call it.
+
+        Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Without
+        ``data_iter``: the training data given to initialize(), again and again. Raises StopIteration on all ranks if the
+        data of any ends, and what ``Engine.step`` raises.
+        """
+        if self.sharded is None:
+            raise PipelineError("train_batch() needs an optimizer. Remedy: add an 'optimizer' section to the configuration.")
+        count = self.config.gradient_accumulation_steps
+        self.module.train()
+        batches = self._take(data_iter, count)
+        schedule = self._schedule(count)
+        if schedule.kind == ZERO_BUBBLE and self._times is None:
+            self._executor.spans = []
+        self._executor.run(schedule, batches)
+        self.runtime.reduce_accumulated()
+        self._sessions = self._steps_seen = count
+        self.micro_steps += count
+        loss = self._mean(self._executor.losses, count)
+        self._step_now()
+        if schedule.kind == ZERO_BUBBLE and self._times is None:
+            self._measure()
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of micro-batches of ``data_iter``, without gradients. All ranks must call it.
+
+        ``return_logits``: (loss, list of the last part's outputs), which are there on the last stage only, elsewhere [].
+        ``reduce_output`` None: the list of losses of this rank's micro-batches. ``bcast_loss`` False: other stages get None.
+        """
+        count = num_micro_batches or self.config.gradient_accumulation_steps
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                batches = self._take(data_iter, count)
+                schedule = make_schedule(FORWARD_ONLY, self.topology.pipe, count, chunks=self.module.chunks)
+                self._executor.run(schedule, batches)
+        finally:
+            self.module.train(training)
+        losses, outputs = self._executor.losses, self._executor.outputs
+        result: Any = None
+        if compute_loss:
+            result = losses if reduce_output is None else self._mean(losses, count)
+            if not bcast_loss and not self.is_last_stage():
+                result = None
+        return (result, outputs) if return_logits else result
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn`` is applied to each micro-batch that the data gives."""
+        self._batch_fn = fn
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Where ``train_batch`` without an argument takes its data from."""
+        self._data = iterator
+
+    def is_first_stage(self) -> bool:
+        return self.topology.pipe_rank == 0
+
+    def is_last_stage(self) -> bool:
+        return self.topology.pipe_rank == self.topology.pipe - 1
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(_WHOLE_BATCHES.format("forward"))
+
+    forward = __call__
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(_WHOLE_BATCHES.format("backward"))
+
+    def step(self) -> NoReturn:
+        raise PipelineError(_WHOLE_BATCHES.format("step"))
+
+    def destroy(self) -> None:
+        if self._undo_split is not None:
+            self._undo_split()
+        super().destroy()
+
+    # -- schedules -----------------------------------------------------------------------------------------------
+
+    def _schedule(self, count: int) -> Schedule:
+        kind = self.config.pipeline.schedule
+        return make_schedule(kind, self.topology.pipe, count, chunks=self.module.chunks, times=self._times)
+
+    def _measure(self) -> None:
+        """After some batches: the times of all stages, for a schedule made from them."""
+        self._batches += 1
+        if self._batches < _WARM_UP_BATCHES:
+            return
+        spans, self._executor.spans = self._executor.spans or [], None
+        kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        mine = [median([s.end - s.start for s in spans if s.action.kind is kind] or [0.0]) for kind in kinds]
+        found = self.comm.control_objects((self.topology.pipe_rank, mine))
+        stages = [[times for stage, times in found if stage == wanted] for wanted in range(self.topology.pipe)]
+        columns = [[median(times[k] for times in stage) for stage in stages] for k in range(len(kinds))]
+        self._times = Times.make(self.topology.pipe, *columns)
+
+    def record(self, path: str | Path, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """``train_batch``, and what each stage did when, for ``zerorun-schedule --measured``, as the file ``path``.
+
+        Of the pipeline that rank 0 is in. All ranks must call it.
+        """
+        self._schedule(1)
+        self._executor.spans = []
+        try:
+            self.comm.barrier()
+            loss = self.train_batch(data_iter)
+            spans = self._executor.spans or []
+        finally:
+            self._executor.spans = None
+        found = self.comm.control_objects((self.topology.rank in self.topology.ranks_along("pipe", 0), spans))
+        if self.topology.rank == 0:
+            rows = [row for inside, row in found if inside]
+            zero = min((span.start for row in rows for span in row), default=0.0)
+            shifted = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in row) for row in rows)
+            count, section = self.config.gradient_accumulation_steps, self.config.pipeline
+            write_trace(Trace(section.schedule, self.topology.pipe, count, self.module.chunks, shifted), Path(path))
+        return loss
+
+    # -- data and losses -----------------------------------------------------------------------------------------
+
+    def _take(self, given: Iterator[Any] | None, count: int) -> list[Any]:
+        """``count`` micro-batches, where this rank reads data. Raises StopIteration on all ranks if any has too few."""
+        found: list[Any] = [None] * count
+        ended = False
+        if self.is_first_stage() or self.is_last_stage():
+            source = given if given is not None else self._own_data()
+            try:
+                found = [next(source) for _ in range(count)]
+            except StopIteration:
+                ended = True
+        if self.comm.control_sum(torch.tensor([float(ended)]))[0]:
+            raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")
+        if self._batch_fn is not None and found[0] is not None:
+            found = [self._batch_fn(batch) for batch in found]
+        return [_to(batch, self.device) for batch in found]
+
+    def _own_data(self) -> Iterator[Any]:
+        if self._data is None:
+            if self.dataloader is None:
+                raise PipelineError(
+                    "train_batch() was given no data, and initialize() none either. Remedy: pass an iterator over "
+                    "micro-batches, or training_data to initialize()."
+                )
+            self._data = _again_and_again(self.dataloader)
+        return self._data
+
+    def _begin(self, value: Any) -> Any:
+        return cast_floats(value, self.compute_dtype) if self.compute_dtype is not None else value
+
+    def _root_of(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        self._sessions = micro_batch
+        self._note_bad_loss(loss, ignore=False)
+        return loss * self.scaler.scale if self.scaler.scale != 1.0 else loss
+
+    def _tell_last(self, is_last: bool) -> None:
+        self._is_last_backward = is_last
+
+    def _reduce_in_this_backward(self) -> bool:
+        return self._is_last_backward
+
+    def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Of all micro-batches and data-parallel ranks, on all ranks."""
+        counts = self.topology.tensor_rank == 0
+        total = torch.stack(losses).double().sum().cpu() if losses and counts else torch.zeros((), dtype=torch.float64)
+        mean = self.comm.control_sum(total.view(1))[0] / (count * self.topology.data_parallel_size)
+        return mean.float()
+
+
+_WHOLE_BATCHES = (
+    "{0}() cannot be called on one stage of a pipeline: the schedule orders the work of all stages. Remedy: call "
+    "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
+)
+
+
+def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from data
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
