@@ -195,8 +195,8 @@ class PretrainedPipeline(Pipelined):
         """The loss that the model computed. Raises PipelineError if the batch had no labels."""
         if output.loss is None:
             raise PipelineError(
-                f"{type(self.whole_model).__name__} computed no loss: it had no labels. Remedy: put labels into the batch, and "
-                "give the batch to the forward of the last part."
+                f"{type(self.whole_model).__name__} computed no loss: it had no labels. Remedy: put labels into the batch, "
+                "and give the batch to the forward of the last part."
             )
         loss: torch.Tensor = output.loss
         return loss

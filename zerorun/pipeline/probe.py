@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ModelError
 from .observe import Anatomy, find_blocks, observe, refusal
 
 LARGEST = 50_000_000  # parameters: a forward of a few tokens takes a fraction of a second
@@ -97,7 +98,9 @@ def examine(model: nn.Module) -> Anatomy:
     with _probing(model), torch.no_grad():
         try:
             return observe(model, blocks, lambda: model(**_tokens(model)))
-        except (TypeError, RuntimeError, IndexError, AttributeError) as error:
+        except ModelError:
+            raise
+        except Exception as error:
             raise refusal(model, f"it could not be run on a few tokens ({type(error).__name__}: {error})") from error
 
 
@@ -105,12 +108,16 @@ def compare(model: nn.Module, forward: Forward) -> None:
     """Raise ModelError unless ``forward`` (the parts one after the other) gives what ``model`` gives, bit for bit."""
     with _probing(model), torch.no_grad():
         tokens = [_tokens(model, padded) for padded in (False, True)]
-        batches = [{**batch, "labels": _labels(model, batch)} for batch in tokens]
-        outputs = [model(**batch) for batch in batches]
         try:
+            batches = [{**batch, "labels": _labels(model, batch)} for batch in tokens]
+            outputs = [model(**batch) for batch in batches]
             parts = forward(batches)
+        except ModelError:
+            raise
         except Exception as error:
-            raise refusal(model, f"its parts could not be run alone ({type(error).__name__}: {error})") from error
+            raise refusal(
+                model, f"it could not be run with labels, or its parts not alone ({type(error).__name__}: {error})"
+            ) from error
         for found, wanted in zip(parts, outputs, strict=True):
             for name in ("logits", "loss"):
                 if not torch.equal(getattr(found, name), getattr(wanted, name)):
