@@ -102,7 +102,7 @@ def assert_like_the_whole(model: Any, stages: list[PretrainedPipeline], given: d
 def test_stages_are_the_whole_model_bit_for_bit(name: str) -> None:
     model = make_model(name)
     model.eval()
-    for count, chunks in ((3, 1), (2, 1), (2, 2), (1, 1)):
+    for count, chunks in ((3, 1), (2, 2), (2, 1), (1, 1)) if name in FEW else ((3, 1), (2, 2)):
         stages = split(model, count, chunks=chunks)
         assert_like_the_whole(model, stages, batch())
         assert_like_the_whole(model, stages, batch(padded=True, rows=3, length=5))  # shapes may change
@@ -172,7 +172,7 @@ def test_the_models_own_checkpointing_recomputes_with_many_micro_batches_on_the_
             module.p = 0.0
     stages = split(model, 2)
     for stage in stages:
-        stage.model.gradient_checkpointing_enable()
+        stage.whole_model.gradient_checkpointing_enable()
         stage.train()
     given = [batch(), batch(padded=True), batch(rows=3)]
     losses = [model(**one).loss for one in given]
@@ -219,8 +219,8 @@ def test_splitting_leaves_modes_and_random_numbers_alone() -> None:
     stage = split_pretrained(model, 2, 0)
     assert torch.equal(torch.rand(3), wanted)
     assert stage.training
-    assert not stage.model.transformer.h[0].training
-    assert stage.eval().model.training is False
+    assert not stage.whole_model.transformer.h[0].training
+    assert stage.eval().whole_model.training is False
 
 
 def test_copies_of_a_stage_are_stages() -> None:
@@ -228,7 +228,7 @@ def test_copies_of_a_stage_are_stages() -> None:
     stages = [copy.deepcopy(stage) for stage in split(model, 2)]
     assert_like_the_whole(model, stages, batch())
     stages = [stage.double() for stage in stages]
-    assert run(stages, batch()).dtype == torch.float64
+    assert torch.equal(run(stages, batch()), model.double()(**batch()).loss)
 
 
 class Leaky(transformers.LlamaForCausalLM):
@@ -281,7 +281,7 @@ def test_what_is_not_certain_is_refused(make: Any, message: str) -> None:
 def test_an_unused_parameter_has_no_stage() -> None:
     model = make_model("llama")
     model.extra = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="has the parameter extra.weight"):
+    with pytest.raises(ModelError, match=r"has the parameter extra\.weight"):
         split_pretrained(model, 2, 0)
 
 

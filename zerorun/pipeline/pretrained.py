@@ -6,7 +6,6 @@ See the note in ``views`` for how a part runs, and ``probe`` for how it is made 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -106,11 +105,12 @@ def _try(model: nn.Module, anatomy: Anatomy, bounds: tuple[int, ...]) -> None:
     parts = len(bounds) - 1
     pipeline = PretrainedPipeline(model, anatomy, Cut(bounds, 1, parts, 0))
 
-    def forward(batch: Any) -> Any:
-        value = pipeline.inputs_of(batch)
+    def forward(batches: list[Any]) -> list[Any]:
+        # One part after the other for all batches: what a model keeps from block to block by itself would get mixed up.
+        values = [pipeline.inputs_of(batch) for batch in batches]
         for part in range(parts):
-            value = pipeline(value, part, batch if part == parts - 1 else None)
-        return value
+            values = [pipeline(value, part, batch) for value, batch in zip(values, batches, strict=True)]
+        return values
 
     compare(model, forward)
 
@@ -131,7 +131,6 @@ class PretrainedPipeline(Pipelined):
         self._held = (model,)  # in a tuple: not a child, whose names would get a prefix
         self._cut = cut
         self._views = Views(model, anatomy, cut)
-        self._has_use_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._empty = {part for part, (start, end) in enumerate(pairwise(cut.bounds)) if start == end}
         places: dict[int, list[tuple[int, str]]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -143,14 +142,14 @@ class PretrainedPipeline(Pipelined):
         self.training = model.training
 
     @property
-    def model(self) -> nn.Module:
+    def whole_model(self) -> nn.Module:
         """The transformers model. It runs by itself only on a pipeline of one stage."""
         return self._held[0]
 
     @property
     def config(self) -> Any:
         """The configuration of the transformers model."""
-        return self.model.config
+        return self.whole_model.config
 
     def free(self) -> None:
         """Let go of the layers of other stages."""
@@ -159,22 +158,20 @@ class PretrainedPipeline(Pipelined):
     def train(self, mode: bool = True) -> PretrainedPipeline:
         """As of any module; the model itself is no child, and changes with it."""
         super().train(mode)
-        self.model.training = mode
+        self.whole_model.training = mode
         return self
 
     def inputs_of(self, batch: Any) -> dict[str, Any]:
         """All keywords but the labels. Raises PipelineError for what would need all layers in one place."""
         if not isinstance(batch, Mapping):
             raise PipelineError(
-                f"a batch for {type(self.model).__name__} is a dict of its keywords, got {type(batch).__name__}. Remedy: "
-                "make one in the data set, or with engine.set_batch_fn."
+                f"a batch for {type(self.whole_model).__name__} is a dict of its keywords, got {type(batch).__name__}. "
+                "Remedy: make one in the data set, or with engine.set_batch_fn."
             )
         for name in OF_ALL_LAYERS:
             if batch.get(name):
                 raise PipelineError(f"{name} in a batch: a stage has only some of the layers. Remedy: leave it out.")
-        # Keys and values of past tokens are of no use here, and would stay in memory until the backward.
-        cache = {"use_cache": False} if self._has_use_cache else {}
-        return {**cache, **{name: value for name, value in batch.items() if name != "labels"}}
+        return {name: value for name, value in batch.items() if name != "labels"}
 
     def forward(self, value: Any, chunk: int = 0, batch: Any = None) -> Any:
         """Run one chunk on ``inputs_of(batch)``, or on what the part before returned. The last part needs ``batch``."""
@@ -188,7 +185,7 @@ class PretrainedPipeline(Pipelined):
         if self.is_last(chunk) and batch is not None and "labels" in batch:
             keywords["labels"] = batch["labels"]
         with self._views.of(part, received) as crossing:
-            output = self.model(**keywords)
+            output = self.whole_model(**keywords)
             sent = crossing.sent
         if self.is_last(chunk):
             return output
@@ -198,8 +195,8 @@ class PretrainedPipeline(Pipelined):
         """The loss that the model computed. Raises PipelineError if the batch had no labels."""
         if output.loss is None:
             raise PipelineError(
-                f"{type(self.model).__name__} computed no loss. Remedy: put labels into the batch, and give the batch to "
-                "the forward of the last part."
+                f"{type(self.whole_model).__name__} computed no loss: it had no labels. Remedy: put labels into the batch, "
+                "and give the batch to the forward of the last part."
             )
         loss: torch.Tensor = output.loss
         return loss

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import ModelError
 from .observe import Anatomy, find_blocks, observe, refusal
 
 LARGEST = 50_000_000  # parameters: a forward of a few tokens takes a fraction of a second
@@ -36,7 +37,7 @@ NARROW = {
 }
 FEWER_LAYERS = 4
 
-Forward = Callable[[dict[str, Any]], Any]
+Forward = Callable[[list[dict[str, Any]]], list[Any]]
 
 
 def specimen(model: nn.Module) -> nn.Module:
@@ -63,12 +64,15 @@ def specimen(model: nn.Module) -> nn.Module:
 
 def _narrow(config: Any) -> None:
     _few_words(config)
+    projected = getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size
     equal_heads = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
     for name, value in NARROW.items():
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, value)
     if equal_heads and isinstance(getattr(config, "num_key_value_heads", None), int):
         config.num_key_value_heads = config.num_attention_heads
+    if projected:
+        config.word_embed_proj_dim = config.hidden_size // 2
 
 
 def _shorten(config: Any) -> None:
@@ -94,21 +98,27 @@ def examine(model: nn.Module) -> Anatomy:
     with _probing(model), torch.no_grad():
         try:
             return observe(model, blocks, lambda: model(**_tokens(model)))
-        except (TypeError, RuntimeError, IndexError, AttributeError) as error:
+        except ModelError:
+            raise
+        except Exception as error:
             raise refusal(model, f"it could not be run on a few tokens ({type(error).__name__}: {error})") from error
 
 
 def compare(model: nn.Module, forward: Forward) -> None:
     """Raise ModelError unless ``forward`` (the parts one after the other) gives what ``model`` gives, bit for bit."""
     with _probing(model), torch.no_grad():
-        for padded in (False, True):
-            batch = _tokens(model, padded)
-            labels = _labels(model, batch)
-            wanted = model(**batch, labels=labels)
-            try:
-                found = forward({**batch, "labels": labels})
-            except Exception as error:
-                raise refusal(model, f"its parts could not be run alone ({type(error).__name__}: {error})") from error
+        tokens = [_tokens(model, padded) for padded in (False, True)]
+        try:
+            batches = [{**batch, "labels": _labels(model, batch)} for batch in tokens]
+            outputs = [model(**batch) for batch in batches]
+            parts = forward(batches)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise refusal(
+                model, f"it could not be run with labels, or its parts not alone ({type(error).__name__}: {error})"
+            ) from error
+        for found, wanted in zip(parts, outputs, strict=True):
             for name in ("logits", "loss"):
                 if not torch.equal(getattr(found, name), getattr(wanted, name)):
                     raise refusal(model, f"its parts, run one after the other, do not give the {name} of the whole model")
