@@ -25,11 +25,14 @@ from .disks import open_disk
 from .engine import Engine
 from .errors import ConfigError, ModelError, ZerorunError
 from .fitting import Fitting
-from .intake import OptimizerLike, RawOptimizer, take_in
+from .intake import OptimizerLike, RawOptimizer, take_in, without_elsewhere
 from .log import info_once, logger, setup_logging
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer, split_state
-from .parallel import Divided, divide, is_part
+from .parallel import Divided, cut, divide, is_part
+from .pipeline.module import PipelineModule
+from .pipeline.pipelined import Pipelined
+from .pipeline_engine import PipelineEngine
 from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
 from .precision import LossScaler
 from .schedules import build_schedule
@@ -68,6 +71,8 @@ def initialize(
     TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
     """
     setup_logging()
+    if topology is None and isinstance(model, PipelineModule) and isinstance(model.topology(), Topology):
+        topology = model.topology()
     device = default_device()
     init_distributed(device)
     wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
@@ -77,6 +82,8 @@ def initialize(
     topology = topology or _topology(wanted, device)
     divided = Divided()
     try:
+        model = _agree(lambda: cut(model, wanted, topology))
+        raw = without_elsewhere(raw, model)
         divided = divide(model, wanted, topology, device)
         comm = Communicator(topology, device, wire_dtype(wanted), divided.beyond)
         _check_memory(model, wanted, raw, comm)
@@ -98,7 +105,8 @@ def initialize(
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
     runtime._handles += [guard_state_dict(model, runtime), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)
-    engine = Engine(
+    kind = PipelineEngine if isinstance(model, Pipelined) else Engine
+    engine = kind(
         model,
         wanted,
         topology,
@@ -164,7 +172,9 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None) 
     """
     if dist.get_world_size() == 1:
         return
-    first = topology.ranks_along("data")[0] if topology is not None and is_part(model) else 0
+    degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
+    planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
+    first = planned.ranks_along("data")[0] if is_part(model) else 0
     described = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
     mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
     found: list[Any] = [None] * dist.get_world_size()

@@ -17,8 +17,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -262,10 +263,26 @@ class Communicator:
         self._finish_control(dist.barrier(group=self._world, async_op=True))
 
     def finish(self, work: dist.Work, label: str) -> None:
-        """Wait for a message, ``label``, of another axis. Raises OrderError."""
-        self._finish_control(work, label=label)
+        """Wait for a message from one rank to another, and meanwhile for nobody to wait for this one. Raises OrderError.
 
-    def _finish_control(self, work: dist.Work, timeout_s: float | None = None, label: str = "control") -> None:
+        Such a work does not tell whether it is done (gloo), so that a thread has to wait for it.
+        """
+        memories = self._memories()
+        try:
+            if memories:
+                arrived = self._waiter.submit(work.wait)
+                memories[0].wait_until(arrived.done)
+                arrived.result()
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+
+    @cached_property
+    def _waiter(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "zerorun messages")
+
+    def _finish_control(self, work: dist.Work, timeout_s: float | None = None) -> None:
         """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         try:
@@ -277,7 +294,7 @@ class Communicator:
             else:
                 work.wait(timeout)
         except RuntimeError as error:
-            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+            raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
 
     def _memories(self) -> list[PeerMemory]:
         channels = (self._shard, self._replicate, *self.beyond.values())

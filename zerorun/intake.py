@@ -6,7 +6,7 @@ The configuration with all its values, and the optimizer: its parameter groups, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from .config import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
 from .errors import ConfigError, ConfigProblem, ModelError
 from .optim import is_elementwise, refuse_unusable, resolve_optimizer
+from .pipeline.pipelined import Pipelined
 from .topology import Topology
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -51,7 +52,9 @@ def take_in(
     source = config if config is not None else _config_of(args)
     loaded = load_config(source)
     if topology is not None:
-        loaded = _with_degrees(loaded, topology)
+        loaded = _with_degrees(loaded, {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe})
+    if isinstance(model, Pipelined):
+        loaded = _with_degrees(loaded, {"pipeline.stages": model.num_pipeline_stages(), "pipeline.chunks": model.chunks})
     client = _client_optimizer(model, optimizer, model_parameters)
     wanted = resolve(
         loaded,
@@ -63,13 +66,24 @@ def take_in(
     return wanted, _raw_optimizer(model, wanted, client, model_parameters)
 
 
-def _with_degrees(config: Config, topology: Topology) -> Config:
-    """The configuration with the degrees of the topology that initialize() was given. Raises ConfigError."""
-    degrees = {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe}
-    written = {"tensor_parallel.size": config.tensor_parallel.size, "pipeline.stages": config.pipeline.stages}
+def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:
+    """``raw`` without the parameters that are not in ``model`` any more: they are on other stages."""
+    here = {id(param) for param in model.parameters()}
+    groups = [{**group, "params": [param for param in group["params"] if id(param) in here]} for group in raw.groups]
+    return replace(raw, groups=groups, group_of={key: group for key, group in raw.group_of.items() if key in here})
+
+
+def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
+    """The configuration with the degrees of what initialize() was given. Raises ConfigError."""
+    written = {
+        "tensor_parallel.size": config.tensor_parallel.size,
+        "pipeline.stages": config.pipeline.stages,
+        "pipeline.chunks": config.pipeline.chunks,
+    }
     for key, degree in degrees.items():
         if written[key] not in (1, degree):
-            reason, remedy = f"the topology given to initialize() has {degree}.", "Remove the key, or make them agree."
+            reason = f"the topology or model given to initialize() has {degree}."
+            remedy = "Remove the key, or make them agree."
             raise ConfigError([ConfigProblem(key, written[key], reason, remedy)])
     return with_values(config, degrees)
 
@@ -130,7 +144,8 @@ def _raw_optimizer(
             if id(param) in group_of:
                 raise ModelError(f"parameter {known[id(param)]!r} is in the optimizer twice. Remedy: list it once.")
             group_of[id(param)] = index
-    if not any(param.requires_grad and id(param) in group_of for param in model.parameters()):
+    trained = any(param.requires_grad and id(param) in group_of for param in model.parameters())
+    if not trained and not isinstance(model, Pipelined):  # one stage may well have none
         raise ModelError(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."

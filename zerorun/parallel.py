@@ -1,16 +1,22 @@
-"""Parallel: what initialize() does about the axes beyond data parallelism. Divides layers, and says what is whole where."""
+"""Parallel: what initialize() does about the axes beyond data parallelism: cuts a model, and divides its layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from .channel import Channel
+from .channel import Books, Channel
 from .config import Config
+from .errors import ModelError, PipelineError
 from .log import info_once
+from .pipeline.module import PipelineModule
+from .pipeline.pipelined import Pipelined
+from .pipeline.pretrained import split_pretrained
 from .tensor_parallel.axis import ChannelAxis, make_axis
 from .tensor_parallel.collectives import make_region
 from .tensor_parallel.layers import whole_of
@@ -28,6 +34,7 @@ class Divided:
     spread_of: Callable[[nn.Parameter], Spread] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
     axis: ChannelAxis | None = None
+    copies: dict[str, str] = field(default_factory=dict)  # local name -> name of the parameter of which it is a copy
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The whole of what ``part`` of ``param`` is on this rank: a value, gradient or state. All tensor ranks call it."""
@@ -43,8 +50,41 @@ class Divided:
 
 
 def is_part(model: nn.Module) -> bool:
-    """True if ``model`` is made of divided layers: ranks have different parts of it."""
-    return bool(shares_of(model))
+    """True if ranks have different parts of what ``model`` stands for: it is cut, or made of divided layers."""
+    return isinstance(model, Pipelined) or bool(shares_of(model))
+
+
+def cut(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
+    """This rank's stage of ``model``. Raises ModelError or PipelineError, before any layer is taken out."""
+    section = config.pipeline
+    if isinstance(model, Pipelined):
+        _check_stage(model, topology, section.chunks)
+    elif topology.pipe == 1:
+        return model
+    elif isinstance(model, nn.Sequential):
+        model = PipelineModule(model, topology=topology, partition_method=_method(section.partition), chunks=section.chunks)
+    else:
+        stages, method = (topology.pipe, topology.pipe_rank), _method(section.partition)
+        return split_pretrained(model, *stages, partition_method=method, chunks=section.chunks)
+    if section.activation_checkpoint_interval and isinstance(model, PipelineModule):
+        model.set_checkpoint_interval(section.activation_checkpoint_interval)
+    return model
+
+
+def _method(partition: str | tuple[int, ...]) -> Any:
+    return partition if isinstance(partition, str) else list(partition)
+
+
+def _check_stage(model: Pipelined, topology: Topology, chunks: int) -> None:
+    if (model.num_pipeline_stages(), model.stage) != (topology.pipe, topology.pipe_rank):
+        raise PipelineError(
+            f"the module is stage {model.stage} of {model.num_pipeline_stages()}, but this rank is stage "
+            f"{topology.pipe_rank} of {topology.pipe}. Remedy: give PipelineModule the topology that initialize() gets."
+        )
+    if model.chunks != chunks:
+        raise PipelineError(
+            f"the module has {model.chunks} parts on each stage, and pipeline.chunks is {chunks}. Remedy: make them agree."
+        )
 
 
 def divide(model: nn.Module, config: Config, topology: Topology, device: torch.device) -> Divided:
@@ -52,8 +92,14 @@ def divide(model: nn.Module, config: Config, topology: Topology, device: torch.d
 
     Raises ModelError, on all ranks alike, with the model as it was.
     """
-    if topology.tensor == 1:
-        return Divided()
+    made = Divided() if topology.tensor == 1 else _divide_layers(model, config, topology, device)
+    if isinstance(model, Pipelined) and topology.pipe > 1:
+        _refuse_dropped(model, topology)
+        _tie(model, topology, made, device)
+    return made
+
+
+def _divide_layers(model: nn.Module, config: Config, topology: Topology, device: torch.device) -> Divided:
     section, axis = config.tensor_parallel, make_axis(topology, device)
     undo = Divided().undo
     if not shares_of(model):
@@ -77,6 +123,45 @@ def divide(model: nn.Module, config: Config, topology: Topology, device: torch.d
         return Spread(("tensor",) if id(param) in partial else (), first)
 
     return Divided({"tensor": axis.channel}, shares, spread_of, undo, axis)
+
+
+def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
+    """Raise ModelError, on all ranks alike, unless the stages together have every parameter of the model."""
+    found: list[Any] = [None] * topology.world_size
+    dist.all_gather_object(found, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    lost = set(model.parameter_names()).difference(*found)
+    if lost:
+        raise ModelError(f"no pipeline stage has {', '.join(sorted(lost)[:5])}. This is an error in zerorun.")
+
+
+def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.device) -> None:
+    """Give stages that have copies of one parameter a channel to sum its gradients, and the same values."""
+    copies: dict[int, tuple[str, bool]] = {}  # id(parameter) -> channel, whether it is the first copy
+    for tie in model.ties():
+        stages = tuple(sorted({part % topology.pipe for part in tie.parts}))
+        if len(stages) == 1:
+            continue
+        name = f"stages {', '.join(map(str, stages))}"
+        group = topology.subgroup("pipe", stages)
+        if topology.pipe_rank not in stages:
+            continue
+        if name not in made.beyond:
+            place = (stages.index(topology.pipe_rank), len(stages))
+            made.beyond[name] = Channel(name, group, *place, device, Books())
+        for part, local in zip(tie.parts, tie.local_names, strict=True):
+            if part % topology.pipe == topology.pipe_rank:
+                param = model.get_parameter(local)
+                copies[id(param)] = (name, stages[0] == topology.pipe_rank)
+                made.beyond[name].broadcast(param.data)
+                if local != tie.name:
+                    made.copies[local] = tie.name
+    inner = made.spread_of
+
+    def spread_of(param: nn.Parameter) -> Spread:
+        spread, copy = inner(param), copies.get(id(param))
+        return spread if copy is None else Spread((*spread.sums, copy[0]), spread.counted and copy[1])
+
+    made.spread_of = spread_of
 
 
 def _agree_on_whole(model: nn.Module, shares: dict[int, Share], axis: ChannelAxis) -> None:

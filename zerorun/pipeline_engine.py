@@ -1,8 +1,9 @@
-"""PipelineEngine: the engine of a model that is cut into stages. Takes whole batches, and lets the schedule order the work."""
+"""PipelineEngine: the engine of a model that is cut into stages. Takes whole batches; the schedule orders the work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -56,6 +57,7 @@ class PipelineEngine(Engine):
             self._root_of,
             self._begin,
             self._tell_last,
+            self._autocast,
         )
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
@@ -66,14 +68,15 @@ class PipelineEngine(Engine):
     # -- training ------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on ``gradient_accumulation_steps`` micro-batches of ``data_iter`` and update the weights. All ranks call it.
+        """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
 
-        Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Without
+        Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Micro-batches
+        come from ``data_iter``. Without
         ``data_iter``: the training data given to initialize(), again and again. Raises StopIteration on all ranks if the
         data of any ends, and what ``Engine.step`` raises.
         """
         if self.sharded is None:
-            raise PipelineError("train_batch() needs an optimizer. Remedy: add an 'optimizer' section to the configuration.")
+            raise PipelineError("train_batch() needs an optimizer. Remedy: configure an 'optimizer' section.")
         count = self.config.gradient_accumulation_steps
         self.module.train()
         batches = self._take(data_iter, count)
@@ -102,7 +105,7 @@ class PipelineEngine(Engine):
         """The mean loss of micro-batches of ``data_iter``, without gradients. All ranks must call it.
 
         ``return_logits``: (loss, list of the last part's outputs), which are there on the last stage only, elsewhere [].
-        ``reduce_output`` None: the list of losses of this rank's micro-batches. ``bcast_loss`` False: other stages get None.
+        ``reduce_output`` None: the losses of this rank's micro-batches. ``bcast_loss`` False: other stages get None.
         """
         count = num_micro_batches or self.config.gradient_accumulation_steps
         training = self.module.training
@@ -190,7 +193,7 @@ class PipelineEngine(Engine):
             zero = min((span.start for row in rows for span in row), default=0.0)
             shifted = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in row) for row in rows)
             count, section = self.config.gradient_accumulation_steps, self.config.pipeline
-            write_trace(Trace(section.schedule, self.topology.pipe, count, self.module.chunks, shifted), Path(path))
+            write_trace(path, Trace(section.schedule, self.topology.pipe, count, self.module.chunks, shifted))
         return loss
 
     # -- data and losses -----------------------------------------------------------------------------------------
@@ -228,6 +231,10 @@ class PipelineEngine(Engine):
         self._sessions = micro_batch
         self._note_bad_loss(loss, ignore=False)
         return loss * self.scaler.scale if self.scaler.scale != 1.0 else loss
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        section = self.config.torch_autocast
+        return torch.autocast(self.device.type, DTYPES[section.dtype], enabled=section.enabled)
 
     def _tell_last(self, is_last: bool) -> None:
         self._is_last_backward = is_last

@@ -159,6 +159,17 @@ class Topology:
             return _world()
         return self._make("own", tuple((rank,) for rank in range(self.world_size)))
 
+    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The process group of those ranks along ``axis`` that are number ``places`` there; None if this is none of them.
+
+        Made when first asked for: all ranks of the world must do so, in the same order.
+        """
+        self._opened()
+        chosen = [tuple(ranks[place] for place in places) for ranks in self.groups(axis)]
+        rest = [rank for rank in range(self.world_size) if not any(rank in ranks for ranks in chosen)]
+        group = self._make(f"{axis} {places}", (*chosen, *((rank,) for rank in rest)))
+        return None if self.rank in rest else group
+
     def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
         if name not in self._made:
             description = f"zerorun_{name}"

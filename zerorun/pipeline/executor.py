@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..errors import PipelineError
 from ..zero.order import Walk
 from ..zero.runtime import Part, Runtime
-from .actions import Action, Kind, Schedule, peer
+from .actions import FORWARD_ONLY, Action, Kind, Schedule, peer
 from .messages import Courier, tensors_of
 from .pipelined import Pipelined
 from .simulate import Span
@@ -43,7 +44,8 @@ class Executor:
     """The stages of one engine at work. ``parts``: of the model, by chunk.
 
     ``root_of(loss, micro_batch)`` gives what the backward of the last part starts from. ``begin(value)`` prepares what a
-    batch gives the first part, ``last_backward(flag)`` is told before each backward whether it is the step's last.
+    batch gives the first part, ``last_backward(flag)`` is told before each backward whether it is the step's last,
+    ``around()`` is the context of a forward.
     """
 
     def __init__(
@@ -56,9 +58,10 @@ class Executor:
         root_of: Callable[[torch.Tensor, int], torch.Tensor],
         begin: Callable[[Any], Any],
         last_backward: Callable[[bool], None],
+        around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._module, self._runtime, self._courier, self._parts, self._later = module, runtime, courier, parts, later
-        self._root_of, self._begin, self._last_backward = root_of, begin, last_backward
+        self._root_of, self._begin, self._last_backward, self._around = root_of, begin, last_backward, around
         self._kept: dict[Key, _Kept] = {}
         self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
         self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
@@ -67,18 +70,15 @@ class Executor:
     def run(self, schedule: Schedule, batches: list[Any]) -> None:
         """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is."""
         self._kept, self.losses, self.outputs = {}, [], []
-        self._keeps_outputs = schedule.kind == "forward_only"
-        todo = self._with_last(schedule)
-        try:
-            for action, is_last in todo:
-                begun = time.perf_counter()
-                self._act(action, batches, schedule.stages, is_last)
-                if self.spans is not None and action.kind.computes:
-                    self.spans.append(Span(action, begun, time.perf_counter()))
-        finally:
-            if self._courier is not None:
-                self._courier.finish()
-            self._kept = {}
+        self._keeps_outputs = schedule.kind == FORWARD_ONLY
+        for action, is_last in self._with_last(schedule):
+            begun = time.perf_counter()
+            self._act(action, batches, schedule.stages, is_last)
+            if self.spans is not None and action.kind.computes:
+                self.spans.append(Span(action, begun, time.perf_counter()))
+        if self._courier is not None:
+            self._courier.finish()
+        self._kept = {}
 
     def _with_last(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
         """The actions, each with whether no gradient comes after it."""
@@ -127,7 +127,8 @@ class Executor:
             self._kept[key] = _Kept(self._begin(module.inputs_of(batch)))
         kept, self._runtime.part = self._kept[key], self._parts[chunk]
         last = module.is_last(chunk)
-        output = module(kept.value, chunk, batch if last else None)
+        with self._around():
+            output = module(kept.value, chunk, batch if last else None)
         kept.passes = self._runtime.take_passes()
         if not last:
             kept.value, kept.outputs = output, [_edge(tensor) for tensor in tensors_of(output)]
@@ -135,12 +136,13 @@ class Executor:
         kept.value = None
         if self._keeps_outputs:
             self.outputs.append(output)
-        loss = module.loss_of(output, batch)
+        with self._around():
+            loss = module.loss_of(output, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            if self._keeps_outputs:
+            if self._keeps_outputs:  # an evaluation may look at the outputs alone
                 return
-            raise PipelineError(f"the loss must be a scalar, got {found}. Remedy: give PipelineModule a loss_fn that reduces.")
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise PipelineError(f"the loss must be a scalar, got {found}. Remedy: pass a loss_fn that gives one.")
         self.losses.append(loss.detach())
         if torch.is_grad_enabled():
             root = self._root_of(loss, micro_batch)
@@ -159,6 +161,7 @@ class Executor:
         elif not pairs:
             self._runtime.complete(part)
 
+    @torch.no_grad()
     def _weight_gradients(self, key: Key) -> None:
         WeightGradients.run(self._kept[key].jobs)
         self._runtime.complete(self._parts[key[1]])
@@ -175,7 +178,7 @@ def units_of_chunks(module: Pipelined, units: Iterable[Any]) -> list[Part]:
         return [Part()]
     found = []
     for chunk in range(module.chunks):
-        inside = {id(sub) for layer in module.layers_of(chunk) for sub in layer.modules()}
+        inside = {id(sub) for layer in module.modules_of(chunk) for sub in layer.modules()}
         visited = {unit.index for unit in units if unit.index and any(id(part) in inside for part in unit.modules)}
         found.append(Part(chunk, frozenset({0, *visited})))
     return found

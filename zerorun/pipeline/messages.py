@@ -64,7 +64,6 @@ class Courier:
             if flat.numel():
                 self._channel.books.count(label, flat.numel() * flat.element_size())
                 self._post(flat, peer, sort)
-        self._forget_left()
 
     def _send_header(self, number: int, content: bytes, peer: int, sort: str) -> None:
         self._post(torch.tensor([number, len(content)]), peer, sort)
@@ -73,10 +72,6 @@ class Courier:
     def _post(self, flat: torch.Tensor, peer: int, sort: str) -> None:
         assert self._channel.group is not None
         self._leaving.append((self._channel.group.send([flat], peer, _tag(sort)), flat))
-
-    def _forget_left(self) -> None:
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()[0].wait()
 
     def finish(self) -> None:
         """Return when everything has left."""
@@ -118,7 +113,7 @@ def _tag(sort: str) -> int:
 
 
 def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """(description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent, saying where it is."""
+    """(description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent."""
     tensors: list[torch.Tensor] = []
 
     def slot(path: Any, leaf: Any) -> Any:
@@ -137,7 +132,7 @@ def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 def _unsendable(path: Any, what: str, remedy: str) -> PipelineError:
     where = _pytree.keystr(path) or "the value itself"
-    return PipelineError(f"a layer gives the next pipeline stage {what} (at {where}), which cannot be sent. Remedy: {remedy}")
+    return PipelineError(f"a layer gives the next stage {what} (at {where}), which cannot be sent. Remedy: {remedy}")
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

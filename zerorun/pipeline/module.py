@@ -38,6 +38,8 @@ class PipelineModule(Pipelined):
     A batch is (inputs, labels), each any pytree. Raises PipelineError.
     """
 
+    is_cut = True
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -141,6 +143,11 @@ class PipelineModule(Pipelined):
             return names <= self._recomputable
         modules = [self.get_submodule(str(index)) for index in layers if index not in self._functions]
         return any(True for module in modules for _ in module.parameters())
+
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        """The layers of one chunk that are modules."""
+        layers = self._cut.layers(self._cut.part(chunk))
+        return [self.get_submodule(str(index)) for index in layers if index not in self._functions]
 
     def inputs_of(self, batch: Any) -> Any:
         """The first of (inputs, labels)."""

@@ -144,6 +144,10 @@ class Pipelined(nn.Module):
         """Run one local part. ``batch``: for the last part, if the model computes its loss itself."""
 
     @abstractmethod
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        """The layers of one chunk that are modules."""
+
+    @abstractmethod
     def inputs_of(self, batch: Any) -> Any:
         """What the first part gets of a batch."""
 

@@ -161,6 +161,10 @@ class PretrainedPipeline(Pipelined):
         self.whole_model.training = mode
         return self
 
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        """The layers of one chunk that are modules."""
+        return self._views.modules(self._cut.layers(self._cut.part(chunk)))
+
     def inputs_of(self, batch: Any) -> dict[str, Any]:
         """All keywords but the labels. Raises PipelineError for what would need all layers in one place."""
         if not isinstance(batch, Mapping):

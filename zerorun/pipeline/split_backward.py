@@ -1,7 +1,7 @@
 """Split backward: linear layers whose weight gradients are computed later than the gradients of their inputs.
 
-The stage before waits for the gradient of what it sent, not for the gradients of weights. So a schedule may let the weights
-wait until there is nothing more urgent (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for them, its input and
+The stage before waits for the gradient of what it sent, not for those of weights. So a schedule may let the weights wait
+until there is nothing more urgent (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for them, its input and
 the gradient of its output, is kept until ``WeightGradients.run``. All other layers compute theirs with those of the inputs.
 """
 

@@ -44,6 +44,8 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 class Absent(nn.Module):
     """Stands where a module of another part is, and passes its input on. Has the plain attributes of that module."""
 
+    is_elsewhere = True
+
     def __init__(self, original: nn.Module, tuple_length: int | None = None) -> None:
         super().__init__()
         plain = (str, int, float, bool, type(None))
@@ -132,6 +134,12 @@ class Views:
             self._blocks[place.layer] = place
         else:
             self._ends.append(place)
+
+    def modules(self, layers: range) -> list[nn.Module]:
+        """What ``layers`` consist of."""
+        places = (*self._ends, *self._blocks.values())
+        found = [place.holder[place.key] for place in places if place.layer in layers]
+        return [module for module in found if module is not None]
 
     def free(self) -> None:
         """Let go of all modules that are in no local part."""

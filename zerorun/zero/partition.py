@@ -105,16 +105,22 @@ def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, block): members of the outermost lists in which one class with parameters comes at least twice."""
+    """(name, block): members of the outermost lists in which one class with parameters comes at least twice.
+
+    Of a model that is cut into pipeline stages, a list may be short: there a module made of others is a block as well.
+    """
     return list(_blocks(module, "", set()))
 
 
 def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     children = [(name, child) for name, child in _children(module, prefix) if id(child) not in seen]
     repeated: set[type] = set()
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+    cut = getattr(module, "is_cut", False) or any(getattr(child, "is_elsewhere", False) for _, child in children)
+    if cut or isinstance(module, (nn.ModuleList, nn.Sequential)):
         counts = Counter(type(child) for _, child in children if _numel(child))
         repeated = {kind for kind, count in counts.items() if count >= 2}
+    if cut:
+        repeated |= {type(child) for _, child in children if any(_numel(part) for part in child.children())}
     for name, child in children:
         seen.add(id(child))
         if type(child) in repeated and _numel(child):

@@ -12,8 +12,8 @@ parameter; a unit's gradients are collected when the next unit is visited. Gradi
 parameter, are found at the end of the backward, and are reduced in ``settle``, where ranks also agree on the order that
 this backward had. A unit that is late again is from then on *deferred* to the end of the backward, on all ranks.
 
-Where one micro-batch's forward is not followed by its backward, as in a pipeline, the program says which forwards a backward
-is for (``take_passes``, ``expect``) and in which part of the model both are (``Part``).
+Where one micro-batch's forward is not followed by its backward, as in a pipeline, the program says which forwards a
+backward is for (``take_passes``, ``expect``) and in which part of the model both are (``Part``).
 
 Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
 """

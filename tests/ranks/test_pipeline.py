@@ -1,0 +1,132 @@
+"""Pipelines on ranks: every schedule and every ZeRO stage gives the run of one process, in losses, norms and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from torch.nn import functional
+from training import make_config
+
+import zerorun
+from zerorun.pipeline.layers import LayerSpec, TiedLayerSpec
+from zerorun.pipeline.module import PipelineModule
+
+VOCABULARY, WIDTH, BATCH, STEPS = 17, 12, 2, 3
+
+
+class Block(nn.Module):
+    """Carries a mask and None with the hidden states; its length may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        x = value["x"]
+        x = x + self.down(functional.gelu(self.up(self.norm(x)))) * value["mask"].unsqueeze(-1)
+        return {**value, "x": x}
+
+
+def begin(table: nn.Module, tokens: torch.Tensor) -> dict[str, Any]:
+    return {"x": table(tokens), "mask": tokens > 3, "nothing": None, "number": 3}
+
+
+def finish(table: nn.Embedding, value: dict[str, Any]) -> torch.Tensor:
+    return value["x"] @ table.weight.t()
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def layers(count: int) -> list[Any]:
+    return [
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, WIDTH, forward_fn=begin),
+        *(LayerSpec(Block) for _ in range(count)),
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, WIDTH, forward_fn=finish),
+    ]
+
+
+def build(count: int, **options: Any) -> PipelineModule:
+    torch.manual_seed(3)
+    return PipelineModule(layers(count), loss_fn=loss_of, partition_method="uniform", **options)
+
+
+def batch_of(step: int, micro: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    length = 3 + (step + 2 * micro + rank) % 4
+    ids = torch.randint(VOCABULARY, (BATCH, length + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def data_of(rank: int, accumulation: int) -> Iterator[Any]:
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            yield batch_of(step, micro, rank)
+
+
+def reference(count: int, data: int, accumulation: int, clip: float) -> dict[str, Any]:
+    model = build(count, num_stages=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
+    norms, losses = [], []
+    for step in range(STEPS):
+        found = []
+        for micro in range(accumulation):
+            for rank in range(data):
+                batch = batch_of(step, micro, rank)
+                found.append(model.loss_of(model(model.inputs_of(batch)), batch))
+        torch.stack(found).mean().backward()
+        losses.append(torch.stack(found).mean().item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "weights": dict(model.named_parameters(remove_duplicate=False))}
+
+
+def train(count: int, stages: int, config: dict[str, Any], chunks: int) -> dict[str, Any]:
+    topology = zerorun.Topology.create(dist.get_world_size(), dist.get_rank(), pipe=stages, device_type="cpu")
+    engine = zerorun.initialize(build(count, topology=topology, chunks=chunks), config, topology=topology)
+    data = data_of(topology.data_parallel_rank, engine.gradient_accumulation_steps())
+    norms, losses = [], []
+    for _ in range(STEPS):
+        losses.append(float(engine.train_batch(data)))
+        norms.append(engine.get_global_grad_norm())
+    module = engine.module
+    engine.destroy()
+    topology.close()
+    weights = {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    seen = set()
+    for result in found:
+        for kind in ("losses", "norms"):
+            torch.testing.assert_close(torch.tensor(result[kind]), torch.tensor(expected[kind]), rtol=1e-6, atol=0)
+        for name, value in result["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][name].detach(), rtol=1e-6, atol=1e-6)
+            seen.add(name)
+    assert seen == set(expected["weights"])
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize(("world", "stages", "accumulation"), ((2, 2, 4), (3, 3, 3), (4, 2, 1), (4, 4, 2)))
+def test_equals_one_process(stage: int, world: int, stages: int, accumulation: int) -> None:
+    clip = 0.5 if world == 4 else 0.0
+    config = make_config(stage, accumulation=accumulation, clip=clip)
+    found = run_ranks(world, train, 4, stages, config, 1)
+    compare(found, reference(4, world // stages, accumulation, clip))
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("schedule", ("gpipe", "interleaved", "zero_bubble"))
+def test_every_schedule_equals_one_process(schedule: str, stage: int) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    config = make_config(stage, accumulation=4, clip=0.5, pipeline={"schedule": schedule, "chunks": chunks})
+    compare(run_ranks(4, train, 5, 2, config, chunks), reference(5, 2, 4, 0.5))
