@@ -115,8 +115,10 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     children = [(name, child) for name, child in _children(module, prefix) if id(child) not in seen]
     repeated: set[type] = set()
-    cut = getattr(module, "is_cut", False) or any(getattr(child, "is_elsewhere", False) for _, child in children)
-    if cut or isinstance(module, (nn.ModuleList, nn.Sequential)):
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    elsewhere = is_list and any(getattr(child, "is_elsewhere", False) for child in module.children())
+    cut = elsewhere or getattr(module, "is_cut", False)
+    if cut or is_list:
         counts = Counter(type(child) for _, child in children if _numel(child))
         repeated = {kind for kind, count in counts.items() if count >= 2}
     if cut:

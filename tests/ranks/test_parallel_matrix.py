@@ -1,0 +1,134 @@
+"""The matrix: stage x tensor x pipe x data x accumulation, of unmodified Hugging Face models, equals one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from training import make_config
+
+import zerorun
+
+STEPS, BATCH, LENGTH, VOCABULARY = 2, 2, 6, 61
+
+
+def llama() -> nn.Module:
+    """Grouped-query attention, tied embeddings."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def gpt2() -> nn.Module:
+    """Fused queries, keys and values; Conv1D; learned positions; tied embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    return MODELS[name]()
+
+
+def batch_of(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def data_of(rank: int, accumulation: int) -> Iterator[dict[str, torch.Tensor]]:
+    for step, micro in itertools.product(range(STEPS), range(accumulation)):
+        yield batch_of(step, micro, rank)
+
+
+def reference(name: str, data: int, accumulation: int) -> dict[str, Any]:
+    model = build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
+    norms, losses = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for micro, rank in itertools.product(range(accumulation), range(data)):
+            loss = model(**batch_of(step, micro, rank)).loss / (accumulation * data)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def train(name: str, tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, Any]:
+    engine = zerorun.initialize(build(name), {**config, "tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}})
+    accumulation, topology = engine.gradient_accumulation_steps(), engine.topology
+    data = data_of(topology.data_parallel_rank, accumulation)
+    norms, losses = [], []
+    for _ in range(STEPS):
+        losses.append(one_step(engine, data, accumulation, pipe))
+        norms.append(engine.get_global_grad_norm())
+    module = engine.module
+    engine.destroy()
+    weights = {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def one_step(engine: Any, data: Iterator[dict[str, torch.Tensor]], accumulation: int, pipe: int) -> float:
+    if pipe > 1:
+        return float(engine.train_batch(data))
+    total = 0.0
+    for _ in range(accumulation):
+        loss = engine(**next(data)).loss
+        total += loss.item() / accumulation
+        engine.backward(loss)
+        engine.step()
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, total)
+    return sum(found) / len(found)
+
+
+def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    seen = set()
+    for result in found:
+        for kind in ("losses", "norms"):
+            torch.testing.assert_close(torch.tensor(result[kind]), torch.tensor(expected[kind]), rtol=1e-6, atol=0)
+        for name, value in result["weights"].items():
+            torch.testing.assert_close(value, expected["weights"][name], rtol=1e-6, atol=2e-6)
+            seen.add(name)
+    assert seen == set(expected["weights"])
+
+
+CELLS = [
+    (stage, tensor, pipe, data, accumulation)
+    for stage, tensor, pipe, data, accumulation in itertools.product((0, 1, 2, 3), (1, 2), (1, 2, 3), (1, 2), (1, 4))
+    if 1 < tensor * pipe <= 8
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "accumulation"), CELLS)
+def test_equals_one_process(name: str, stage: int, tensor: int, pipe: int, data: int, accumulation: int) -> None:
+    config = make_config(stage, accumulation=accumulation, clip=0.5)
+    found = run_ranks(tensor * pipe * data, train, name, tensor, pipe, config)
+    compare(found, reference(name, data, accumulation))
