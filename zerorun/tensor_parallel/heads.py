@@ -13,36 +13,25 @@ from torch import nn
 
 from ..errors import ModelError
 
-QUERY_NAMES = frozenset(
-    """
-    q_proj query q_lin wq to_q q query_proj q_b_proj kv_b_proj
-    """.split()
-)
-KEY_VALUE_NAMES = frozenset(
-    ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "wk", "wv", "to_k", "to_v", "k", "v", "key_proj", "value_proj")
-)
-FUSED_NAMES = frozenset(
-    ("c_attn", "qkv", "query_key_value", "qkv_proj", "Wqkv", "W_pack", "in_proj", "attn_qkv", "qkv_lin", "to_qkv", "wqkv")
-)
+QUERY_NAMES = {"q_proj", "query", "q_lin", "wq", "to_q", "q", "query_proj", "q_b_proj", "kv_b_proj"}
+KEY_VALUE_NAMES = {"k_proj", "key", "k_lin", "wk", "to_k", "k", "key_proj"}
+KEY_VALUE_NAMES |= {"v_proj", "value", "v_lin", "wv", "to_v", "v", "value_proj"}
+FUSED_NAMES = {
+    "c_attn",
+    "qkv",
+    "query_key_value",
+    "qkv_proj",
+    "Wqkv",
+    "wqkv",
+    "W_pack",
+    "in_proj",
+    "attn_qkv",
+    "qkv_lin",
+    "to_qkv",
+}
 # Column layers of MLPs that may lie in the same module as an attention.
-MLP_NAMES = frozenset(
-    (
-        "fc1",
-        "fc_in",
-        "c_fc",
-        "up",
-        "gate",
-        "up_proj",
-        "gate_proj",
-        "gate_up_proj",
-        "w1",
-        "w3",
-        "lin1",
-        "linear1",
-        "dense_h_to_4h",
-        "dense",
-    )
-)
+MLP_NAMES = {"fc1", "fc_in", "c_fc", "up", "gate", "up_proj", "gate_proj", "gate_up_proj", "w1", "w3", "lin1", "linear1"}
+MLP_NAMES |= {"dense_h_to_4h", "dense"}
 
 _QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads")
 _KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")

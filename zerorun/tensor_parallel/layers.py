@@ -252,6 +252,8 @@ def _subclass(ordinary: type[nn.Module], kind: type[nn.Module]) -> type[nn.Modul
     """A class that computes as ``kind`` does and is an ``ordinary`` one for everybody who asks."""
     if ordinary in (nn.Linear, nn.Embedding):
         return kind
+    if issubclass(ordinary, nn.Linear | nn.Embedding):  # what an embedding does to the result of super().forward() stays
+        return type(f"{kind.__name__}{ordinary.__name__}", (ordinary, kind), {})
     members = {name: value for base in (Parallel, kind) for name, value in vars(base).items() if name not in _NOT_COPIED}
     return type(f"{kind.__name__}{ordinary.__name__}", (Parallel, ordinary), members)
 
@@ -264,13 +266,26 @@ def is_transposed(layer: nn.Module) -> bool:
     return any(kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(layer).__mro__)
 
 
+def computes_by_itself(layer: nn.Module) -> bool:
+    """True if ``layer`` is a linear layer or embedding whose class computes in a way of its own, and cannot be divided.
+
+    An embedding may do something to the result of ``super().forward``, which is whole, such as to scale it.
+    """
+    forward: Any = type(layer).forward
+    if isinstance(layer, nn.Embedding):
+        return forward is not nn.Embedding.forward and "__class__" not in forward.__code__.co_freevars
+    if isinstance(layer, nn.Linear):
+        return forward is not nn.Linear.forward and not isinstance(layer, Parallel)
+    return not forward.__module__.startswith("transformers.")
+
+
 def _output_dim(layer: nn.Module) -> int:
     """The dimension of the weight that belongs to the output. Raises ModelError for what is not a linear layer."""
-    if is_transposed(layer):
+    if is_transposed(layer) and not computes_by_itself(layer):
         return 1
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, nn.Linear) and not computes_by_itself(layer):
         return 0
-    raise ModelError(f"an nn.Linear or Conv1D is needed, got {type(layer).__name__}.")
+    raise ModelError(f"an nn.Linear or Conv1D with their own forward is needed, got {type(layer).__name__}.")
 
 
 def _product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

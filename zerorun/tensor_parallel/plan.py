@@ -47,7 +47,7 @@ from .heads import (
     query_width_of,
     text_config,
 )
-from .layers import is_transposed
+from .layers import computes_by_itself, is_transposed
 from .share import Ranges, fused_ranges, shares_of
 
 COLUMN = ("colwise", "colwise_gather_output", "packed_colwise", "fused_colwise")
@@ -239,15 +239,18 @@ class _Maker:
 
     def _module(self, name: str, pattern: str, style: str, lengths: tuple[int, ...]) -> Entry:
         module = self.modules[name]
+        if isinstance(self.modules[name.rpartition(".")[0]], nn.MultiheadAttention):
+            raise _wrong(name, module, style, "layers that are called; nn.MultiheadAttention uses their weights")
         if style in COLUMN:
             return self._column(name, pattern, style, lengths)
         if style in ("rowwise", "rowwise_split_input"):
             _, width = linear_sizes(name, module, style)
             return Entry(name, pattern, style, lengths=(width,))
         if style == "embedding_rowwise":
-            if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+            fits = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
+            if not fits or computes_by_itself(module):
                 raise _wrong(name, module, style, "an nn.Embedding without max_norm and sparse gradients")
-            return Entry(name, pattern, style, lengths=(module.num_embeddings,))
+            return Entry(name, pattern, style, lengths=(int(module.weight.shape[0]),))  # type: ignore[union-attr, index]
         if style == "packed_rowwise":
             raise _wrong(name, module, style, "a parameter of experts")
         if style == "mla_kv_a_proj":
@@ -396,6 +399,8 @@ class _Maker:
 
 def linear_sizes(name: str, module: nn.Module, style: str) -> tuple[int, int]:
     """(out, in) features of a linear layer. Raises ModelError for what is none."""
+    if computes_by_itself(module) and (is_transposed(module) or isinstance(module, nn.Linear)):
+        raise _wrong(name, module, style, "linear layers that compute as those of torch do")
     if is_transposed(module):
         width, out = module.weight.shape  # type: ignore[union-attr, misc]
         return int(out), int(width)
