@@ -108,6 +108,8 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def whole_gradients(model: nn.Module, axis: ThreadAxis) -> dict[str, torch.Tensor]:
     shares, partial, found = shares_of(model), partial_of(model), gradients(model)
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         if id(param) in shares:
             found[name] = whole_of(found[name], shares[id(param)], axis)
         elif id(param) in partial:
@@ -171,3 +173,115 @@ def test_loss_and_gradients_equal_the_whole_model(name: str, size: int) -> None:
 )
 def test_with_sequence_parallelism(name: str, size: int) -> None:
     check(make(name), size, sequence_parallel=True)
+
+
+def test_head_and_loss_stay_divided() -> None:
+    for name in ("llama", "llama, tied", "gemma2", "gpt2"):
+        sent = check(make(name), 2, vocab_parallel_loss=True)[3]
+        assert sent["tensor: cross-entropy"] == 3 * 2 * TOKENS * 4
+        assert "tensor: all-gather forward" not in sent
+        check(make(name), 2, arguments={"num_items_in_batch": torch.tensor(9)}, vocab_parallel_loss=True)
+    check(make("llama"), 2, vocab_parallel_loss=True, sequence_parallel=True)
+
+
+BODY = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_bytes_of_a_layer(size: int) -> None:
+    """Two all-reduces of [batch, sequence, width] forward and two backward, each 2 n (t - 1) / t elements (fp32)."""
+    layers, elements = 2, 2 * TOKENS * 32
+    sent = check(make("llama"), size, BODY)[3]
+    once = layers * 2 * (2 * elements * (size - 1) // size) * 4
+    assert sent == {"tensor: all-reduce forward": once, "tensor: all-reduce backward": once}
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_bytes_of_a_layer_with_sequence_parallelism(size: int) -> None:
+    """Four all-gathers and four reduce-scatters, each of n (t - 1) / t elements: as many bytes as without."""
+    layers, model = 2, make("llama")
+    expected = loss_of(model).detach()
+    outer = 32 * 4  # one position, all columns, fp32
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        parallelize(mine, BODY, region=Region(axis), sequence_parallel=True)
+        axis.sent.clear()
+        loss = loss_of(mine)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), expected)
+        return axis.sent
+
+    sent = on_threads(size, work)
+    total = {label: sum(one[label] for one in sent) for label in sent[0]}
+    of_regions = 2 * layers * 2 * TOKENS * outer * (size - 1)  # of all ranks, forward; backward the same
+    at_the_ends = 2 * TOKENS * outer * (size - 1)  # gathered after the last block; its gradient's part before the first
+    assert total["tensor: all-gather forward"] == of_regions + at_the_ends
+    assert total["tensor: all-gather backward"] == of_regions + at_the_ends
+    assert total["tensor: reduce-scatter forward"] == total["tensor: reduce-scatter backward"] == of_regions
+
+
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_recomputed_blocks(sequence_parallel: bool) -> None:
+    """Gradient checkpointing runs blocks again in backward, out of order, when the last block has been left."""
+    model = make("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    check(model, 2, sequence_parallel=sequence_parallel)
+
+
+def test_values_of_rank_zero_count_and_frozen_parameters_stay_so() -> None:
+    model = make("llama")
+    model.get_submodule("model.layers.0").requires_grad_(False)
+    expected = loss_of(model)
+    expected.backward()
+    wanted = copy.deepcopy(gradients(model))
+    model.zero_grad()
+    frozen = [param.requires_grad for param in model.parameters()]
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        if axis.rank:
+            for param in mine.parameters():
+                nn.init.zeros_(param)
+        parallelize(mine, region=Region(axis))
+        loss = loss_of(mine)
+        loss.backward()
+        assert [param.requires_grad for param in mine.parameters()] == frozen
+        return loss.detach(), whole_gradients(mine, axis)
+
+    for loss, found in on_threads(2, work):
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2"))
+def test_models_without_values(name: str) -> None:
+    """On the meta device the shapes are cut, and undo gives them back."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(configuration(name))
+    shapes = [param.shape for param in model.parameters()]
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        done = parallelize(mine, region=Region(axis))
+        local = sum(param.numel() for param in mine.parameters())
+        done.undo()
+        assert [param.shape for param in mine.parameters()] == shapes
+        return local
+
+    whole = sum(param.numel() for param in model.parameters())
+    assert all(whole * 0.45 < local < whole * 0.6 for local in on_threads(2, work))
+
+
+def test_one_of_two_tied_layers_in_the_plan() -> None:
+    tied = make("llama, tied")
+    check(tied, 2, {**BODY, "lm_head": "colwise_gather_output"})
+    check(tied, 2, {**BODY, "model.embed_tokens": "embedding_rowwise"})

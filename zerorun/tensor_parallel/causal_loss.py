@@ -13,7 +13,7 @@ from torch.nn import functional
 from ..errors import ModelError
 from .collectives import Region
 from .loss import vocab_parallel_cross_entropy
-from .plan import Plan
+from .styles import Plan
 
 
 def head_of(model: nn.Module) -> nn.Module:

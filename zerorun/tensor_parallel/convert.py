@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Region
 from .hooks import hook
 from .layers import divide, join, make_column_parallel, make_row_parallel, make_vocab_parallel, restore, use_columns
-from .plan import COLUMN, HOOKED, Entry, Plan
+from .styles import COLUMN, HOOKED, Entry, Plan
 
 
 def convert(model: nn.Module, plan: Plan, region: Region) -> list[Callable[[], None]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from .plan import Entry, Plan
 from .share import Share
+from .styles import Entry, Plan
 
 
 def shares(model: nn.Module, plan: Plan, rank: int) -> dict[str, Share]:

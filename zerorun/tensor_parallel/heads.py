@@ -16,19 +16,8 @@ from ..errors import ModelError
 QUERY_NAMES = {"q_proj", "query", "q_lin", "wq", "to_q", "q", "query_proj", "q_b_proj", "kv_b_proj"}
 KEY_VALUE_NAMES = {"k_proj", "key", "k_lin", "wk", "to_k", "k", "key_proj"}
 KEY_VALUE_NAMES |= {"v_proj", "value", "v_lin", "wv", "to_v", "v", "value_proj"}
-FUSED_NAMES = {
-    "c_attn",
-    "qkv",
-    "query_key_value",
-    "qkv_proj",
-    "Wqkv",
-    "wqkv",
-    "W_pack",
-    "in_proj",
-    "attn_qkv",
-    "qkv_lin",
-    "to_qkv",
-}
+FUSED_NAMES = {"c_attn", "qkv", "query_key_value", "qkv_proj", "Wqkv", "wqkv", "W_pack", "in_proj", "attn_qkv", "qkv_lin"}
+FUSED_NAMES |= {"to_qkv"}
 # Column layers of MLPs that may lie in the same module as an attention.
 MLP_NAMES = {"fc1", "fc_in", "c_fc", "up", "gate", "up_proj", "gate_proj", "gate_up_proj", "w1", "w3", "lin1", "linear1"}
 MLP_NAMES |= {"dense_h_to_4h", "dense"}

@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .axis import Axis
 from .collectives import enter_alone, leave_alone
-from .plan import Entry
+from .styles import Entry
 
 
 def hook(module: nn.Module, entry: Entry, axis: Axis) -> list[RemovableHandle]:

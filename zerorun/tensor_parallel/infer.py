@@ -20,8 +20,9 @@ from torch import nn
 from ..errors import ModelError
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
 from .layers import is_transposed
-from .plan import Style, linear_sizes, make_plan
+from .plan import linear_sizes, make_plan
 from .probe import capture, difference
+from .styles import Plan, Style
 
 _REMEDY = 'Remedy: pass a plan (name pattern -> style), for example {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
 
@@ -79,6 +80,30 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
             f"no plan can be inferred for {type(model).__name__}: no blocks with linear layers found. {_REMEDY}"
         )
     return {**_vocabulary(model), **plan}
+
+
+def prove_fused(model: nn.Module, plan: Plan) -> None:
+    """Try out the blocks of ``model`` in which ``plan``, given by somebody, divides layers that hold several in one.
+
+    Names do not tell how such a layer is laid out. Raises ModelError if a block then computes something else. A block that
+    cannot be run alone is taken as it is given.
+    """
+    fused = [e.name for e in plan.entries if e.style.endswith("colwise") and (e.leaf in FUSED_NAMES or len(e.lengths) > 1)]
+    proven: set[object] = set()
+    for container in _containers(model):
+        for own, block in model.get_submodule(container).named_children():
+            name = f"{container}.{own}"
+            if _kind(block) in proven or not any(other.startswith(name + ".") for other in fused):
+                continue
+            proven.add(_kind(block))
+            width = next((layer.width for layer in _linears(block) if f"{name}.{layer.name}" in fused), 0)
+            call = capture(model, block, width)
+            found = difference(block, plan.within(name), call, width) if call is not None else None
+            if found is not None:
+                raise ModelError(
+                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, differs in {found}. "
+                    'Remedy: "fused_colwise" for query, key and value blocks, "colwise" for those of each head in turn.'
+                )
 
 
 def _containers(model: nn.Module) -> list[str]:

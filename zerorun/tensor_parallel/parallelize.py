@@ -14,9 +14,10 @@ from .causal_loss import use_divided_logits, with_divided_head
 from .collectives import Region
 from .convert import convert
 from .describe import describe
-from .infer import infer_plan
-from .plan import Plan, Style, make_plan, own_plan
+from .infer import infer_plan, prove_fused
+from .plan import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
+from .styles import Plan, Style
 
 
 class Parallelized:
@@ -65,7 +66,11 @@ def parallelize(
     size = region.axis.size
     if plan is None and not own_plan(model):
         plan = infer_plan(model, size)
-    made = make_plan(model, plan, size)
+        made = make_plan(model, plan, size)
+    else:
+        made = make_plan(model, plan, size)
+        if plan is not None:
+            prove_fused(model, made)
     if vocab_parallel_loss:
         made = with_divided_head(model, made)
     if sequence_parallel:

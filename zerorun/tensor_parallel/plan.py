@@ -1,34 +1,10 @@
-"""Plans of tensor parallelism: which layer of a model is divided how. Pure data, checked before anything is changed.
-
-[Note: styles]
-A plan maps patterns of module or parameter names ("*" stands for one part between dots) to styles. They are those of the
-tensor-parallel plans of Hugging Face, and mean what they mean there:
-
-    colwise, rowwise                linear layers: columns of output, of input (Shoeybi et al. 2019, arXiv:1909.08053)
-    colwise_gather_output           the output is whole again (also called colwise_rep)
-    rowwise_split_input             the input is whole (also called rowwise_rep)
-    embedding_rowwise               rows of an embedding, that is its vocabulary
-    packed_colwise, packed_rowwise  two halves, gate and up, one after the other, each divided
-    replicated_with_grad_allreduce  whole, but each rank's gradient is a summand (a norm of each head)
-    all_reduce                      the ranks' outputs are summed
-    moe_tp_experts                  experts whose 3-D parameters are divided; inputs enter, and the output is summed
-    moe_identity_expert             its input is divided by the number of ranks, since outputs are summed
-    mla_kv_a_proj                   whole; the gradients of the columns that go to all heads (rotary) are summed
-    replicate, local_params         nothing to do
-
-and one more, for query, key and value in one linear layer, as three blocks one after the other:
-
-    fused_colwise                   or {"style": "fused_colwise", "lengths": [query, key, value]} where heads do not tell
-
-"colwise" of such a fused layer means that it holds query, key and value of the first head, then of the second, and so on.
-"""
+"""Making a plan of tensor parallelism for a model. Everything is checked here, before anything is changed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
@@ -48,71 +24,9 @@ from .heads import (
     text_config,
 )
 from .layers import computes_by_itself, is_transposed
-from .share import Ranges, fused_ranges, shares_of
-
-COLUMN = ("colwise", "colwise_gather_output", "packed_colwise", "fused_colwise")
-DIVIDED_COLUMN = ("colwise", "packed_colwise", "fused_colwise")
-ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
-HOOKED = ("all_reduce", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj")
-WHOLE = ("replicated_with_grad_allreduce", "replicate", "local_params")
-STYLES = (*COLUMN, *ROW, "embedding_rowwise", *HOOKED, *WHOLE)
-SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-Style = str | Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One module, or one parameter if ``parameter``, and what becomes of it.
-
-    ``lengths``: the divided dimension as blocks, of which each rank has an even part. ``dim``: of a parameter.
-    ``shared_heads``: the layer stays whole, and ranks use the columns of one of so many heads.
-    """
-
-    name: str
-    pattern: str
-    style: str
-    parameter: bool = False
-    dim: int = 0
-    lengths: tuple[int, ...] = ()
-    shared_heads: int = 0
-
-    def own(self, rank: int, size: int) -> Ranges:
-        """What ``rank`` keeps of the divided dimension."""
-        return fused_ranges(self.lengths, rank, size)
-
-    def used(self, rank: int, size: int) -> tuple[int, int]:
-        """The columns of its head that ``rank`` uses of a whole layer."""
-        head, width = rank * self.shared_heads // size, self.lengths[0] // self.shared_heads
-        return head * width, (head + 1) * width
-
-    @property
-    def owner(self) -> str:
-        """The module that holds it."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def leaf(self) -> str:
-        return self.name.rpartition(".")[2]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What becomes of a model on ``size`` tensor ranks: entries in the model's order, and attributes to adapt."""
-
-    size: int
-    entries: tuple[Entry, ...]
-    attributes: tuple[Attribute, ...] = ()
-
-    def within(self, prefix: str) -> Plan:
-        """The part that belongs to the module ``prefix``, with names relative to it."""
-        start = prefix + "."
-        entries = [replace(e, name=e.name[len(start) :]) for e in self.entries if e.name.startswith(start)]
-        attributes = [
-            replace(a, owner=a.owner[len(start) :])
-            for a in self.attributes
-            if a.owner == prefix or a.owner.startswith(start)
-        ]
-        return Plan(self.size, tuple(entries), tuple(attributes))
+from .pairs import pairing_problems
+from .share import shares_of
+from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Entry, Plan, Style
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:
@@ -131,10 +45,10 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> Plan:
     """What becomes of each layer of ``model`` on ``size`` ranks. Nothing is changed.
 
-    ``plan``: see the styles above; None: the model's own, of which patterns that match nothing are passed over. Raises
-    ModelError, with everything that was found: patterns that match nothing, styles that are not known, layers of another
-    kind than the style is for, heads that ``size`` does not divide, column- and row-parallel layers that do not belong
-    together, a model that is divided already or has LoRA adapters.
+    ``plan``: name pattern -> style, see styles.py; None: the model's own, of which patterns that match nothing are passed
+    over. Raises ModelError, with everything that was found: patterns that match nothing, styles that are not known, layers
+    of another kind than the style is for, heads that ``size`` does not divide, column- and row-parallel layers that do not
+    belong together, a model that is divided already or has LoRA adapters.
     """
     patterns = own_plan(model) if plan is None else dict(plan)
     if size < 1 or not patterns:
@@ -150,7 +64,7 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
     entries = made.in_order()
     attributes = made.attributes(entries)
     if not made.problems:
-        made.problems += _pairing_problems(model, entries)
+        made.problems += pairing_problems(model, entries)
     if made.problems:
         found = list(dict.fromkeys(made.problems))
         noun = "problem" if len(found) == 1 else "problems"
@@ -417,44 +331,3 @@ def _wrong(name: str, module: nn.Module, style: str, needed: str) -> ModelError:
 
 def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-
-
-def _pairing_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
-    """Columns that nothing joins, and rows whose input nothing divides, or divides otherwise.
-
-    Partners are looked for in the module that holds the layer, then in the one around it.
-    """
-    columns = [e for e in entries if e.style in DIVIDED_COLUMN and not e.parameter]
-    rows = [e for e in entries if e.style == "rowwise" and not e.parameter]
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for entry in columns:
-        if model.get_submodule(entry.name) is not head and not _partners(entry, rows):
-            yield (
-                f"{entry.name} ({entry.style}) has columns on each rank that no row-parallel layer near it joins. Remedy: "
-                "divide the layer that follows as rowwise, or use colwise_gather_output."
-            )
-    for entry in rows:
-        partners = _partners(entry, columns)
-        widths = {e.lengths[0] if len(e.lengths) > 1 else sum(e.lengths) for e in partners if not e.shared_heads}
-        by_heads = any(e.leaf in QUERY_NAMES | FUSED_NAMES for e in partners)
-        if not partners:
-            yield (
-                f"{entry.name} (rowwise) needs an input that is divided, and no column-parallel layer is near it. Remedy: "
-                "divide the layer before it as colwise, or use rowwise_split_input."
-            )
-        elif entry.lengths[0] not in widths and not by_heads:
-            yield (
-                f"{entry.name} (rowwise) has {entry.lengths[0]} input columns, and the column-parallel layers near it "
-                f"have {sorted(widths)}, so that its input is not divided as its weight. Remedy: rowwise_split_input with "
-                "colwise_gather_output."
-            )
-
-
-def _partners(entry: Entry, others: list[Entry]) -> list[Entry]:
-    scope = entry.owner
-    for _ in range(2):
-        found = [other for other in others if not scope or other.name.startswith(scope + ".")]
-        if found or not scope:
-            return found
-        scope = scope.rpartition(".")[0]
-    return []

@@ -18,8 +18,8 @@ from .axis import Axis
 from .collectives import Region
 from .convert import convert
 from .layers import whole_of
-from .plan import Plan
 from .share import partial_of, shares_of
+from .styles import Plan
 from .threads import ThreadAxis, on_threads
 
 BATCH, TOKENS = 2, 5

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
-from .plan import COLUMN, HOOKED, Plan
+from .styles import COLUMN, HOOKED, Plan
 
 _POSITION_WISE = ("norm",)  # in the lower-case names of classes
 
@@ -36,8 +36,11 @@ class SequenceParallel:
         blocks = list(model.get_submodule(name).children())
         for block in blocks:
             self._mark_partial(block)
-            self.handles.append(block.register_forward_pre_hook(self._inside))
-        self._gather_at_owners(model, plan.within(name), name)
+        inner = plan.within(name)
+        for entry in inner.entries:  # by itself each: whoever recomputes a block may call its forward without hooks
+            layer = model.get_submodule(f"{name}.{entry.name}")
+            self.handles.append(layer.register_forward_pre_hook(self._inside))
+        self._gather_at_owners(model, inner, name)
         self.handles += [
             model.register_forward_pre_hook(self._outside),
             blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -89,11 +92,12 @@ class SequenceParallel:
         self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
         return _with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
 
-    def _inside(self, block: nn.Module, args: Any) -> None:
+    def _inside(self, layer: nn.Module, args: Any) -> None:
         self.region.sequence_length = self.length
 
     def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(module, args, kwargs)
+        self.region.sequence_length = self.length
         return _with_hidden(self.region.enter(hidden, training=False), args, kwargs)
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> Any:

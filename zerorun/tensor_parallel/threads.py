@@ -63,17 +63,17 @@ class ThreadAxis:
 
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
-    """``work(axis)`` on ``size`` threads that are the ranks of one axis; their results by rank, or the first error."""
+    """``work(axis)`` on ``size`` threads that are the ranks of one axis; their results by rank, or the first one's error."""
     meeting = _Meeting(size)
     results: list[Any] = [None] * size
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}
 
     def run(rank: int) -> None:
         try:
             results[rank] = work(ThreadAxis(rank, size, meeting))
         except BaseException as error:
             if not isinstance(error, threading.BrokenBarrierError):
-                errors.append(error)
+                errors[rank] = error
             meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -82,5 +82,5 @@ def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
     for thread in threads:
         thread.join()
     if errors:
-        raise errors[0]
+        raise errors[min(errors)]
     return results
