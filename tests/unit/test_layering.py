@@ -55,7 +55,7 @@ LAYERS = {
     "tensor_parallel.infer": 3,
     "tensor_parallel.layers": 3,
     "tensor_parallel.loss": 3,
-    "tensor_parallel.parallelize": 3,
+    "tensor_parallel.parallelized": 3,
     "tensor_parallel.pairs": 3,
     "tensor_parallel.plan": 3,
     "tensor_parallel.probe": 3,

@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from zerorun.tensor_parallel import parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
-from zerorun.tensor_parallel.parallelize import parallelize
 from zerorun.tensor_parallel.share import partial_of, shares_of
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 

@@ -11,7 +11,7 @@ _EXPORTS = {
     "VocabParallelEmbedding": "layers",
     "infer_plan": "infer",
     "make_plan": "plan",
-    "parallelize": "parallelize",
+    "parallelize": "parallelized",
     "vocab_parallel_cross_entropy": "loss",
 }
 __all__ = list(_EXPORTS)

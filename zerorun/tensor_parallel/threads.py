@@ -63,7 +63,7 @@ class ThreadAxis:
 
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
-    """``work(axis)`` on ``size`` threads that are the ranks of one axis; their results by rank, or the first one's error."""
+    """``work(axis)`` on ``size`` threads that are the ranks of one axis; their results by rank, or the first error."""
     meeting = _Meeting(size)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}
