@@ -20,6 +20,7 @@ from .pipeline.pretrained import split_pretrained
 from .tensor_parallel.axis import ChannelAxis, make_axis
 from .tensor_parallel.collectives import make_region
 from .tensor_parallel.layers import whole_of
+from .tensor_parallel.parallelized import parallelize
 from .tensor_parallel.share import Share, partial_of, shares_of
 from .topology import Topology
 from .zero.spread import ALONE, Spread
@@ -103,8 +104,6 @@ def _divide_layers(model: nn.Module, config: Config, topology: Topology, device:
     section, axis = config.tensor_parallel, make_axis(topology, device)
     undo = Divided().undo
     if not shares_of(model):
-        from .tensor_parallel.parallelize import parallelize
-
         made = parallelize(
             model,
             section.plan or None,

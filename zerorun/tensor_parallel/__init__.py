@@ -9,6 +9,9 @@ _EXPORTS = {
     "ColumnParallelLinear": "layers",
     "RowParallelLinear": "layers",
     "VocabParallelEmbedding": "layers",
+    "infer_plan": "infer",
+    "make_plan": "plan",
+    "parallelize": "parallelized",
     "vocab_parallel_cross_entropy": "loss",
 }
 __all__ = list(_EXPORTS)

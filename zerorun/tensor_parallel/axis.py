@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..channel import Books, Channel
 from ..topology import Topology
@@ -32,6 +33,10 @@ class Axis(Protocol):
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         """This rank's part along ``dim`` of the sum over ranks."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        """Let ``tensor`` be that of rank 0, in place."""
         ...
 
 
@@ -71,6 +76,16 @@ class ChannelAxis:
         out = torch.empty(parts[self.rank].numel(), dtype=tensor.dtype, device=tensor.device)
         self.channel.reduce_scatter(flat, [row * bound for bound in bounds], out, label)
         return out.view(parts[self.rank].shape)
+
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        if self.size == 1:
+            return
+        whole = _flat(tensor)
+        channel, sent = self.channel, whole.numel() * whole.element_size()
+        channel.books.count(label, sent * (self.size - 1) if self.rank == 0 else 0)
+        through = whole if channel.nccl else whole.cpu()
+        dist.broadcast(through, group=channel.group, group_src=0)
+        tensor.detach().copy_(through.view(tensor.shape))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..errors import ModelError
 from ..topology import Topology
 from .axis import Axis, make_axis
 from .random import Streams
@@ -107,6 +108,16 @@ def split_columns(x: torch.Tensor, axis: Axis, bounds: Sequence[int]) -> torch.T
     return _Scatter.apply(x, axis, -1, bounds, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def enter_alone(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """``x`` as it is; its gradient is the sum over ranks. For what enters no region of layers."""
+    return _Enter.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def leave_alone(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum over ranks of the summands ``x``, which all use alike."""
+    return _Leave.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def split_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Whole [..., sequence, width] -> this rank's part of the sequence."""
     bounds = even_bounds(x.shape[SEQUENCE], axis.size)
@@ -142,8 +153,11 @@ class Region:
         return self
 
     def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """``x`` as the layers inside may use it. The same tensor enters once."""
-        if training:
+        """``x`` as the layers inside may use it. The same tensor enters once.
+
+        While activations are divided along the sequence, each rank draws from its own stream outside regions, too.
+        """
+        if training and self.sequence_length is None:
             self.streams.enter(x.device)
         known = self._outside() if self._outside is not None else None
         if known is x and self._version == x._version and self._inside is not None and self._fits(x):
@@ -152,6 +166,7 @@ class Region:
             entered = _Enter.apply(x, self.axis)  # type: ignore[no-untyped-call]
         else:
             bounds = even_bounds(self.sequence_length, self.axis.size)
+            self._check(x, bounds[self.axis.rank + 1] - bounds[self.axis.rank])
             entered = _Gather.apply(x, self.axis, SEQUENCE, bounds, True)  # type: ignore[no-untyped-call]
         self._outside, self._inside, self._version = weakref.ref(x), entered, x._version
         return entered  # type: ignore[no-any-return]
@@ -160,6 +175,14 @@ class Region:
         """Nothing is inside any more, without a sum."""
         self._outside = self._inside = None
 
+    def _check(self, x: torch.Tensor, length: int) -> None:
+        if x.dim() < 2 or x.shape[SEQUENCE] != length:
+            raise ModelError(
+                f"with sequence parallelism an activation of shape {tuple(x.shape)} came where [..., {length}, width] is "
+                f"needed, of a sequence of {self.sequence_length}: the model reshapes what is divided along the sequence. "
+                "Remedy: sequence_parallel=False."
+            )
+
     def _fits(self, x: torch.Tensor) -> bool:
         """False if what is remembered was made in another grad mode."""
         assert self._inside is not None
@@ -167,9 +190,10 @@ class Region:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of the summands ``x``; with sequence parallelism, this rank's part of it."""
-        self.streams.leave()
         self.forget()
         if self.sequence_length is None:
+            self.streams.leave()
             return _Leave.apply(x, self.axis)  # type: ignore[no-any-return, no-untyped-call]
+        self._check(x, self.sequence_length)
         bounds = even_bounds(self.sequence_length, self.axis.size)
         return _Scatter.apply(x, self.axis, SEQUENCE, bounds, True)  # type: ignore[no-any-return, no-untyped-call]

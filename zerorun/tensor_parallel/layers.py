@@ -42,6 +42,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
     """
 
     enters = True  # False: somebody before it has entered the region
+    own_stream = True  # False: nothing leaves the region that it enters
     gather_output = False
     used: tuple[int, int] | None = None  # the weight is whole, and these rows of it are used
 
@@ -62,7 +63,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.enters:
-            x = self.region.enter(x, training=self.training and not self.gather_output)
+            x = self.region.enter(x, training=self.training and self.own_stream and not self.gather_output)
         y = _product(self, x, *self._weights())
         if self.gather_output:
             self.region.forget()
@@ -72,7 +73,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.used is None:
             return self.weight, self.bias
-        dim, (low, high) = 1 if _is_transposed(self) else 0, self.used
+        dim, (low, high) = 1 if is_transposed(self) else 0, self.used
         bias = None if self.bias is None else self.bias[low:high]
         return self.weight.narrow(dim, low, high - low), bias
 
@@ -172,22 +173,34 @@ def make_vocab_parallel(layer: nn.Module, region: Region) -> None:
 def restore(layer: nn.Module) -> None:
     """Let a layer of this file be the ordinary one again, with whole weights. All tensor ranks must call it."""
     assert isinstance(layer, Parallel)
-    for name, share in layer.tensor_shares.items():
-        param = layer._parameters.get(name)
-        if param is not None:
-            param.data = whole_of(param.data, share, layer.axis)
+    join(layer, layer.axis)
     for name, size in layer.whole_sizes.items():
         setattr(layer, name, size)
     layer.__class__ = layer.ordinary  # type: ignore[assignment]
     for name in ("region", "tensor_shares", "partial_gradients", "ordinary", "whole_sizes", "used", "gather_output"):
         layer.__dict__.pop(name, None)
-    for name in ("split_input", "enters"):
+    for name in ("split_input", "enters", "own_stream"):
         layer.__dict__.pop(name, None)
+
+
+def join(module: nn.Module, axis: Axis) -> None:
+    """Let the divided parameters of ``module`` itself be whole, and forget their gradients. All tensor ranks must call it.
+
+    A parameter that two layers share has become whole with the first of them.
+    """
+    for name, share in getattr(module, "tensor_shares", {}).items():
+        param = module._parameters.get(name)
+        if param is None or tuple(param.shape) != share.local_shape:
+            continue
+        param.grad = None
+        param.data = whole_of(param.data, share, axis)
 
 
 def whole_of(part: torch.Tensor, share: Share, axis: Axis) -> torch.Tensor:
     """The whole tensor, of which each rank has a ``part``. All tensor ranks must call it."""
     summand = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
+    if part.is_meta:
+        return summand
     share.put(part, summand)
     return axis.all_reduce(summand, "tensor: whole weights")
 
@@ -210,7 +223,7 @@ def _convert(
     for name, (dim, own) in divided.items():
         param = layer._parameters.get(name)
         if param is not None:
-            converted.tensor_shares[name] = _divide(param, dim, own, region)
+            converted.tensor_shares[name] = divide(param, dim, own, region)
     length = sum(high - low for low, high in next(iter(divided.values()), (0, ()))[1])
     for name in converted.whole_sizes:
         setattr(layer, name, length)
@@ -221,7 +234,8 @@ def _convert(
         converted.ordinary = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
 
 
-def _divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
+def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
+    """Let ``param`` be this rank's part, ``own`` along ``dim``. Raises ModelError if it is divided in another way."""
     known = region.divided.get(param)
     if known is None:
         known = region.divided[param] = Share(tuple(param.shape), dim, own)
@@ -238,6 +252,8 @@ def _subclass(ordinary: type[nn.Module], kind: type[nn.Module]) -> type[nn.Modul
     """A class that computes as ``kind`` does and is an ``ordinary`` one for everybody who asks."""
     if ordinary in (nn.Linear, nn.Embedding):
         return kind
+    if issubclass(ordinary, nn.Linear | nn.Embedding):  # what an embedding does to the result of super().forward() stays
+        return type(f"{kind.__name__}{ordinary.__name__}", (ordinary, kind), {})
     members = {name: value for base in (Parallel, kind) for name, value in vars(base).items() if name not in _NOT_COPIED}
     return type(f"{kind.__name__}{ordinary.__name__}", (Parallel, ordinary), members)
 
@@ -245,22 +261,35 @@ def _subclass(ordinary: type[nn.Module], kind: type[nn.Module]) -> type[nn.Modul
 _NOT_COPIED = ("__init__", "__dict__", "__weakref__", "__module__", "__doc__", "__annotations__")
 
 
-def _is_transposed(layer: nn.Module) -> bool:
+def is_transposed(layer: nn.Module) -> bool:
     """True for a Hugging Face Conv1D: its weight is [in, out]."""
     return any(kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.") for kind in type(layer).__mro__)
 
 
+def computes_by_itself(layer: nn.Module) -> bool:
+    """True if ``layer`` is a linear layer or embedding whose class computes in a way of its own, and cannot be divided.
+
+    An embedding may do something to the result of ``super().forward``, which is whole, such as to scale it.
+    """
+    forward: Any = type(layer).forward
+    if isinstance(layer, nn.Embedding):
+        return forward is not nn.Embedding.forward and "__class__" not in forward.__code__.co_freevars
+    if isinstance(layer, nn.Linear):
+        return forward is not nn.Linear.forward and not isinstance(layer, Parallel)
+    return not forward.__module__.startswith("transformers.")
+
+
 def _output_dim(layer: nn.Module) -> int:
     """The dimension of the weight that belongs to the output. Raises ModelError for what is not a linear layer."""
-    if _is_transposed(layer):
+    if is_transposed(layer) and not computes_by_itself(layer):
         return 1
-    if isinstance(layer, nn.Linear):
+    if isinstance(layer, nn.Linear) and not computes_by_itself(layer):
         return 0
-    raise ModelError(f"an nn.Linear or Conv1D is needed, got {type(layer).__name__}.")
+    raise ModelError(f"an nn.Linear or Conv1D with their own forward is needed, got {type(layer).__name__}.")
 
 
 def _product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if not _is_transposed(layer):
+    if not is_transposed(layer):
         return functional.linear(x, weight, bias)
     if bias is None:
         return x @ weight

@@ -59,6 +59,11 @@ class ThreadAxis:
         total = torch.stack(self._exchange(tensor)).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
         return total.to(tensor.dtype).narrow(dim, low, high - low).contiguous()
 
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        self._count(label, tensor.numel() * (self.size - 1) if self.rank == 0 else 0, tensor)
+        tensor.detach().copy_(self._exchange(tensor)[0])
+        self._meeting.barrier.wait()
+
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
     """``work(axis)`` on ``size`` threads that are the ranks of one axis; results by rank, or the error of the first."""

@@ -1,0 +1,287 @@
+"""Models divided by plans, on threads: loss and all whole gradients equal to the undivided model's, and bytes exchanged."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from zerorun.tensor_parallel import parallelize
+from zerorun.tensor_parallel.collectives import Region
+from zerorun.tensor_parallel.layers import whole_of
+from zerorun.tensor_parallel.share import partial_of, shares_of
+from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+VOCABULARY, TOKENS = 51, 7
+PLAIN: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+COMMON: dict[str, Any] = {
+    **PLAIN,
+    "hidden_size": 32,
+    "intermediate_size": 42,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+OLD: dict[str, Any] = {**PLAIN, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT: dict[str, Any] = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+GPT2: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "attn_pdrop": 0, "resid_pdrop": 0}
+THREE: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}
+
+
+def configuration(name: str) -> Any:
+    t = transformers
+    makers: dict[str, Callable[[], Any]] = {
+        "llama": lambda: t.LlamaConfig(**COMMON),
+        "llama, tied": lambda: t.LlamaConfig(**COMMON, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+        "llama, 3 key-value heads": lambda: t.LlamaConfig(**{**COMMON, **THREE}),
+        "qwen2": lambda: t.Qwen2Config(**COMMON),
+        "qwen3": lambda: t.Qwen3Config(**COMMON, head_dim=8),
+        "mistral": lambda: t.MistralConfig(**COMMON),
+        "gemma2": lambda: t.Gemma2Config(**COMMON, head_dim=8, query_pre_attn_scalar=8),
+        "phi3": lambda: t.Phi3Config(**COMMON),
+        "gpt2": lambda: t.GPT2Config(**PLAIN, **GPT2, embd_pdrop=0),
+        "gpt-neox": lambda: t.GPTNeoXConfig(**OLD, intermediate_size=42),
+        "opt": lambda: t.OPTConfig(**OLD, ffn_dim=42, word_embed_proj_dim=32, dropout=0),
+        "bert": lambda: t.BertConfig(**OLD, intermediate_size=42, is_decoder=True),
+        "mixtral": lambda: t.MixtralConfig(**{**COMMON, "intermediate_size": 48}, num_local_experts=4),
+        "qwen2-moe": lambda: t.Qwen2MoeConfig(**COMMON, **MOE, shared_expert_intermediate_size=24),
+        "qwen3-moe": lambda: t.Qwen3MoeConfig(**COMMON, **MOE, head_dim=8),
+        "deepseek-v2": lambda: t.DeepseekV2Config(
+            **{**COMMON, "num_key_value_heads": 4}, **LATENT, q_lora_rank=16, n_routed_experts=4, n_shared_experts=1,
+            num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1, n_group=1, topk_group=1,
+        ),
+    }  # fmt: skip
+    return makers[name]()
+
+
+def make(name: str, **changes: Any) -> nn.Module:
+    """A model with random values everywhere: no bias is zero, no norm one."""
+    torch.manual_seed(0)
+    if name == "example":
+        from train_gpt import GPT
+
+        model: nn.Module = GPT(2, 32, 4, 32)
+    else:
+        config = configuration(name)
+        for key, value in changes.items():
+            setattr(config, key, value)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.1)
+    return model.eval()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(VOCABULARY, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, 3] = -100
+    return ids, labels
+
+
+def loss_of(model: nn.Module, **kwargs: Any) -> torch.Tensor:
+    ids, labels = batch()
+    if hasattr(model, "config"):
+        return model(input_ids=ids, labels=labels, use_cache=False, **kwargs).loss  # type: ignore[no-any-return]
+    return functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+
+
+def whole_gradients(model: nn.Module, axis: ThreadAxis) -> dict[str, torch.Tensor]:
+    shares, partial, found = shares_of(model), partial_of(model), gradients(model)
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        if id(param) in shares:
+            found[name] = whole_of(found[name], shares[id(param)], axis)
+        elif id(param) in partial:
+            found[name] = axis.all_reduce(found[name], "test: partial")
+    return found
+
+
+def check(model: nn.Module, size: int, plan: Any = None, arguments: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    """Train once whole and once divided; returns rank 0's Axis, and bytes by label of forward and backward."""
+    expected_loss = loss_of(model, **(arguments or {}))
+    expected_loss.backward()
+    expected = copy.deepcopy(gradients(model))
+    values, classes = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
+    model.zero_grad()
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        done = parallelize(mine, plan, region=Region(axis), **kwargs)
+        axis.sent.clear()
+        loss = loss_of(mine, **(arguments or {}))
+        loss.backward()
+        sent = dict(axis.sent)
+        found = whole_gradients(mine, axis)
+        done.undo()
+        assert [type(module) for module in mine.modules()] == classes
+        torch.testing.assert_close(mine.state_dict(), values, rtol=0, atol=0)
+        again = loss_of(mine, **(arguments or {}))
+        return loss.detach(), found, again.detach(), sent, done.describe()
+
+    results = on_threads(size, work)
+    for loss, found, again, _, _ in results:
+        torch.testing.assert_close(loss, expected_loss.detach())
+        torch.testing.assert_close(again, expected_loss.detach())
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            close = torch.allclose(found[name], value, rtol=1e-4, atol=2e-6)
+            assert close, f"{name}: {(found[name] - value).abs().max()} of {value.abs().max()}"
+    return results[0]
+
+
+CASES = [
+    *[(name, 2) for name in ("llama", "llama, tied", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "gpt-neox")],
+    *[(name, 2) for name in ("opt", "bert", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "example")],
+    *[(name, 4) for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "mixtral", "deepseek-v2")],
+    ("llama, 3 key-value heads", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_loss_and_gradients_equal_the_whole_model(name: str, size: int) -> None:
+    check(make(name), size)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *[(name, 2) for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox", "bert", "example")],
+        *[(name, 4) for name in ("llama", "gpt2", "example")],
+        ("llama, 3 key-value heads", 3),
+    ],
+)
+def test_with_sequence_parallelism(name: str, size: int) -> None:
+    check(make(name), size, sequence_parallel=True)
+
+
+def test_head_and_loss_stay_divided() -> None:
+    for name in ("llama", "llama, tied", "gemma2", "gpt2"):
+        sent = check(make(name), 2, vocab_parallel_loss=True)[3]
+        assert sent["tensor: cross-entropy"] == 3 * 2 * TOKENS * 4
+        assert "tensor: all-gather forward" not in sent
+        check(make(name), 2, arguments={"num_items_in_batch": torch.tensor(9)}, vocab_parallel_loss=True)
+    check(make("llama"), 2, vocab_parallel_loss=True, sequence_parallel=True)
+
+
+BODY = {
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_bytes_of_a_layer(size: int) -> None:
+    """Two all-reduces of [batch, sequence, width] forward and two backward, each 2 n (t - 1) / t elements (fp32)."""
+    layers, elements = 2, 2 * TOKENS * 32
+    sent = check(make("llama"), size, BODY)[3]
+    once = layers * 2 * (2 * elements * (size - 1) // size) * 4
+    assert sent == {"tensor: all-reduce forward": once, "tensor: all-reduce backward": once}
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_bytes_of_a_layer_with_sequence_parallelism(size: int) -> None:
+    """Four all-gathers and four reduce-scatters, each of n (t - 1) / t elements: as many bytes as without."""
+    layers, model = 2, make("llama")
+    expected = loss_of(model).detach()
+    outer = 32 * 4  # one position, all columns, fp32
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        parallelize(mine, BODY, region=Region(axis), sequence_parallel=True)
+        axis.sent.clear()
+        loss = loss_of(mine)
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), expected)
+        return axis.sent
+
+    sent = on_threads(size, work)
+    total = {label: sum(one[label] for one in sent) for label in sent[0]}
+    of_regions = 2 * layers * 2 * TOKENS * outer * (size - 1)  # of all ranks, forward; backward the same
+    at_the_ends = 2 * TOKENS * outer * (size - 1)  # gathered after the last block; its gradient's part before the first
+    assert total["tensor: all-gather forward"] == of_regions + at_the_ends
+    assert total["tensor: all-gather backward"] == of_regions + at_the_ends
+    assert total["tensor: reduce-scatter forward"] == total["tensor: reduce-scatter backward"] == of_regions
+
+
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_recomputed_blocks(sequence_parallel: bool) -> None:
+    """Gradient checkpointing runs blocks again in backward, out of order, when the last block has been left."""
+    model = make("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    check(model, 2, sequence_parallel=sequence_parallel)
+
+
+def test_values_of_rank_zero_count_and_frozen_parameters_stay_so() -> None:
+    model = make("llama")
+    model.get_submodule("model.layers.0").requires_grad_(False)
+    expected = loss_of(model)
+    expected.backward()
+    wanted = copy.deepcopy(gradients(model))
+    model.zero_grad()
+    frozen = [param.requires_grad for param in model.parameters()]
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        if axis.rank:
+            for param in mine.parameters():
+                nn.init.zeros_(param)
+        parallelize(mine, region=Region(axis))
+        loss = loss_of(mine)
+        loss.backward()
+        assert [param.requires_grad for param in mine.parameters()] == frozen
+        return loss.detach(), whole_gradients(mine, axis)
+
+    for loss, found in on_threads(2, work):
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2"))
+def test_models_without_values(name: str) -> None:
+    """On the meta device the shapes are cut, and undo gives them back."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(configuration(name))
+    shapes = [param.shape for param in model.parameters()]
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        done = parallelize(mine, region=Region(axis))
+        local = sum(param.numel() for param in mine.parameters())
+        done.undo()
+        assert [param.shape for param in mine.parameters()] == shapes
+        return local
+
+    whole = sum(param.numel() for param in model.parameters())
+    assert all(whole * 0.45 < local < whole * 0.6 for local in on_threads(2, work))
+
+
+def test_one_of_two_tied_layers_in_the_plan() -> None:
+    tied = make("llama, tied")
+    check(tied, 2, {**BODY, "lm_head": "colwise_gather_output"})
+    check(tied, 2, {**BODY, "model.embed_tokens": "embedding_rowwise"})

@@ -1,0 +1,366 @@
+"""Plans of tensor parallelism: names, heads, what is refused, and plans for models that ship none."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from zerorun.errors import ModelError
+from zerorun.tensor_parallel import infer_plan, make_plan, parallelize
+from zerorun.tensor_parallel.collectives import Region
+from zerorun.tensor_parallel.describe import bytes_per_rank, describe
+from zerorun.tensor_parallel.heads import Heads
+from zerorun.tensor_parallel.plan import own_plan
+from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+
+SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MLP = {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+
+
+def llama(**changes: Any) -> nn.Module:
+    config: dict[str, Any] = {**SIZES, **TOKENS, "intermediate_size": 40, "num_key_value_heads": 2, **changes}
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Fused query, key and value in one of three layouts."""
+
+    def __init__(self, layout: str, heads: int = 4, key_value_heads: int = 4) -> None:
+        super().__init__()
+        self.layout, self.num_heads, self.num_kv_heads = layout, heads, key_value_heads
+        self.qkv = nn.Linear(32, 8 * (heads + 2 * key_value_heads))
+        self.out = nn.Linear(8 * heads, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        qkv, groups = self.qkv(x), self.num_heads // self.num_kv_heads
+        if self.layout == "heads in turn":
+            q, k, v = qkv.view(b, s, self.num_kv_heads, groups + 2, 8).split([groups, 1, 1], 3)
+            q = q.flatten(2, 3).transpose(1, 2)
+            k, v = (part.squeeze(3).transpose(1, 2) for part in (k, v))
+        else:
+            lengths = [8 * self.num_heads, 8 * self.num_kv_heads, 8 * self.num_kv_heads]
+            q, k, v = (part.unflatten(-1, (-1, 8)).transpose(1, 2) for part in qkv.split(lengths, -1))
+            if self.layout == "values summed":  # what one head gives depends on the others
+                v = v + v.sum(1, keepdim=True)
+        k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(32), Attention(*args)
+        self.fc1, self.fc2 = nn.Linear(32, 50), nn.Linear(50, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.fc2(functional.gelu(self.fc1(x)))  # type: ignore[no-any-return]
+
+
+class Stack(nn.Module):
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+        self.token = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Block(*args) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.token(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x  # type: ignore[no-any-return]
+
+
+# -- names and arithmetic ------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_data_in_the_order_of_the_model() -> None:
+    model = llama()
+    before = [type(module) for module in model.modules()]
+    plan = make_plan(model, None, 2)
+    names = [entry.name for entry in plan.entries]
+    assert names[:4] == ["model.embed_tokens", *(f"model.layers.0.self_attn.{x}_proj" for x in "qkv")]
+    assert names[-1] == "lm_head" and len(names) == 16
+    assert {entry.style for entry in plan.entries} == {"embedding_rowwise", "colwise", "rowwise", "colwise_gather_output"}
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_patterns_stand_for_whole_parts_of_names() -> None:
+    model = llama()
+    assert len(make_plan(model, MLP, 2).entries) == 4
+    one = {pattern.replace("*", "1"): style for pattern, style in MLP.items()}
+    assert [entry.owner for entry in make_plan(model, one, 2).entries] == ["model.layers.1.mlp"] * 2
+    with pytest.raises(ModelError, match=r"pattern 'layers\.\*\.mlp\.up_proj' matches no module"):
+        make_plan(model, {"layers.*.mlp.up_proj": "colwise", **MLP}, 2)
+
+
+def test_older_models_have_the_plan_of_their_base() -> None:
+    class Config:
+        base_model_tp_plan: dict[str, str] = {"layers.*.up": "colwise"}  # noqa: RUF012
+
+    model = nn.Module()
+    model.config, model.base_model_prefix, model.model = Config(), "model", nn.Module()  # type: ignore[assignment]
+    assert own_plan(model) == {"model.layers.*.up": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("key_value", "size", "local"), [(8, 2, Heads(4, 4)), (2, 2, Heads(4, 1)), (2, 4, Heads(2, 1)), (1, 8, Heads(1, 1))]
+)
+def test_heads_of_one_rank(key_value: int, size: int, local: Heads) -> None:
+    heads = Heads(8, key_value)
+    assert heads.problem("attention", size) is None
+    assert heads.local(size) == local
+
+
+def test_key_value_heads_that_several_ranks_use() -> None:
+    plan = make_plan(llama(), None, 4)
+    key = next(entry for entry in plan.entries if entry.leaf == "k_proj")
+    assert [key.used(rank, 4) for rank in range(4)] == [(0, 8), (0, 8), (8, 16), (8, 16)]
+    groups = next(a for a in plan.attributes if a.name == "num_key_value_groups")
+    assert (groups.whole, groups.local) == (2, (1, 1, 1, 1))
+
+
+def test_sizes_in_words_and_bytes() -> None:
+    model = llama()
+    plan = make_plan(model, None, 2)
+    lines = describe(model, plan).splitlines()
+    assert "model.layers.*.mlp.down_proj: rowwise, 2 x [32, 40] -> [32, 20]" in lines
+    whole = sum(param.numel() for param in model.parameters()) * 4
+    norms = 5 * 32 * 4
+    assert bytes_per_rank(model, plan) == [(whole - norms) // 2 + norms] * 2
+    assert "2 heads used by 4 ranks" in describe(model, make_plan(model, None, 4))
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    wrong = {**MLP, "model.nothing": "colwise", "model.norm": "rowwise", "model.embed_tokens": "sideways"}
+    with pytest.raises(ModelError) as caught:
+        make_plan(llama(), wrong, 2)
+    text = str(caught.value)
+    assert "3 problems" in text and text.count("Remedy:") == 3
+    assert "'model.nothing' matches no module" in text
+    assert "model.norm is a LlamaRMSNorm, and style 'rowwise' is for an nn.Linear" in text
+    assert "style 'sideways' is not known" in text and "colwise_gather_output" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({}, 3, r"4 query heads, which tensor_parallel.size 3 does not divide. Remedy: use a size of \[1, 2, 4\]"),
+        (
+            {"num_attention_heads": 12, "hidden_size": 48, "num_key_value_heads": 4},
+            6,
+            r"4 key-value heads, which tensor_parallel.size 6 neither divides nor .* a size of \[1, 2, 4, 12\]",
+        ),
+    ],
+)
+def test_heads_that_do_not_divide(changes: dict[str, Any], size: int, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        make_plan(llama(**changes), None, size)
+
+
+def test_columns_and_rows_belong_together() -> None:
+    model = llama()
+    up, down = MLP
+    with pytest.raises(ModelError, match=r"up_proj \(colwise\) has columns .* that no row-parallel layer near it joins"):
+        make_plan(model, {up: "colwise"}, 2)
+    with pytest.raises(ModelError, match=r"down_proj \(rowwise\) needs an input that is divided"):
+        make_plan(model, {down: "rowwise"}, 2)
+    with pytest.raises(ModelError, match=r"down_proj \(rowwise\) has 40 input columns, .* have \[20\]"):
+        make_plan(model, {up: "packed_colwise", down: "rowwise"}, 2)
+    assert make_plan(model, {up: "colwise_gather_output", down: "rowwise_split_input"}, 2).entries
+
+
+def test_no_plan_and_no_ranks() -> None:
+    with pytest.raises(ModelError, match="infer_plan"):
+        make_plan(Stack("blocks"), None, 2)
+    with pytest.raises(ModelError, match="pass topology"):
+        parallelize(llama())
+
+
+def test_a_model_is_divided_once() -> None:
+    def work(axis: ThreadAxis) -> None:
+        model, region = llama(), Region(axis)
+        parallelize(model, region=region)
+        with pytest.raises(ModelError, match="divided over tensor-parallel ranks already"):
+            parallelize(model, region=region)
+
+    on_threads(2, work)
+
+
+def test_adapters_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES, **TOKENS, intermediate_size=40))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ModelError, match=r"q_proj has an adapter .*merge_and_unload"):
+        make_plan(adapted, {"base_model.model.model.layers.*.mlp.up_proj": "colwise"}, 2)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self.weight) * 3
+
+
+class Scaling(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
+@pytest.mark.parametrize(("layer", "style"), [(Scaled(6, 4), "embedding_rowwise"), (Scaling(4, 6), "colwise")])
+def test_layers_that_compute_in_their_own_way_are_refused(layer: nn.Module, style: str) -> None:
+    with pytest.raises(ModelError, match=rf"0 is a {type(layer).__name__}, and style '{style}' is for"):
+        make_plan(nn.Sequential(layer), {"0": style}, 2)
+
+
+def test_attention_of_torch_is_refused() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
+    with pytest.raises(ModelError, match=r"nn\.MultiheadAttention uses their weights"):
+        make_plan(model, {"layers.*.self_attn.out_proj": "rowwise_split_input"}, 2)
+
+
+def test_what_a_tie_leaves_open_is_refused() -> None:
+    model = Stack("blocks")
+    model.other = model.blocks[0].fc1
+    model.free = nn.Module()
+    model.free.weight = model.blocks[0].fc1.weight  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"free\.weight is the same parameter as one of blocks\.0\.fc1"):
+        make_plan(model, {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("MixtralConfig", r"mlp\.experts \(moe_tp_experts\): sequence parallelism cannot be done"),
+        ("OPTConfig", r"reshapes what is divided along the sequence"),
+    ],
+)
+def test_sequence_parallelism_is_refused(name: str, message: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SIZES, **TOKENS, **OTHER[name]))
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        parallelize(mine, region=Region(axis), sequence_parallel=True)
+        return mine(torch.zeros(2, 6, dtype=torch.long))
+
+    with pytest.raises(ModelError, match=message):
+        on_threads(2, work)
+
+
+OTHER: dict[str, dict[str, Any]] = {
+    "MixtralConfig": {"intermediate_size": 48, "num_key_value_heads": 2},
+    "OPTConfig": {"ffn_dim": 40, "word_embed_proj_dim": 32},
+}
+
+
+def test_layers_with_parameters_need_a_plan_for_sequence_parallelism() -> None:
+    plan = {"blocks.*.fc1": "colwise", "blocks.*.fc2": "rowwise"}
+    with pytest.raises(ModelError, match=r"blocks\.0\.attention\.qkv \(Linear\) has parameters and is not in the plan"):
+        on_threads(2, lambda axis: parallelize(Stack("blocks"), plan, region=Region(axis), sequence_parallel=True))
+
+
+# -- plans for models that ship none -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key_value_heads", (4, 2))
+@pytest.mark.parametrize(("layout", "style"), [("blocks", "fused_colwise"), ("heads in turn", "colwise")])
+def test_the_layout_of_fused_layers_is_found_out(layout: str, style: str, key_value_heads: int) -> None:
+    plan = infer_plan(Stack(layout, 4, key_value_heads), 2)
+    assert plan == {
+        "blocks.*.attention.qkv": style,
+        "blocks.*.attention.out": "rowwise",
+        "blocks.*.fc1": "colwise",
+        "blocks.*.fc2": "rowwise",
+    }
+
+
+def test_on_the_meta_device_too() -> None:
+    with torch.device("meta"):
+        model = Stack("heads in turn")
+    assert infer_plan(model, 2)["blocks.*.attention.qkv"] == "colwise"
+
+
+def test_blocks_of_which_none_is_like_the_other() -> None:
+    model = Stack("blocks")
+    model.blocks[1] = Block("heads in turn")
+    model.blocks[1].fc1, model.blocks[1].fc2 = nn.Linear(32, 30), nn.Linear(30, 32)
+    plan = infer_plan(model, 2)
+    assert (plan["blocks.0.attention.qkv"], plan["blocks.1.attention.qkv"]) == ("fused_colwise", "colwise")
+
+
+def test_what_cannot_be_proven_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"no plan can be inferred for Block \(blocks\.0\) over 2 ranks.*\n.*differs in"):
+        infer_plan(Stack("values summed"), 2)
+    with pytest.raises(ModelError, match=r"4 query heads, which tensor_parallel.size 3 does not divide"):
+        infer_plan(Stack("blocks"), 3)
+    with pytest.raises(ModelError, match="no plan can be inferred for TransformerEncoderLayer"):
+        infer_plan(nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2), 2)
+    bloom = transformers.BloomConfig(**TOKENS, vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(ModelError, match=r"no plan can be inferred for BloomBlock \(transformer\.h\.0\)"):
+        infer_plan(transformers.AutoModelForCausalLM.from_config(bloom), 2)
+    with pytest.raises(ModelError, match="no blocks with linear layers"):
+        infer_plan(nn.Linear(3, 3), 2)
+
+
+def test_a_given_plan_with_the_wrong_layout_is_refused() -> None:
+    model = Stack("blocks")
+    plan = {"blocks.*.attention.qkv": "colwise", "blocks.*.attention.out": "rowwise"}
+    with pytest.raises(ModelError, match=r"Block \(blocks\.0\), divided by the plan over 2 ranks, differs in the output"):
+        on_threads(2, lambda axis: parallelize(copy.deepcopy(model), plan, region=Region(axis)))
+
+
+def test_a_given_plan_with_lengths() -> None:
+    model = Stack("blocks", 4, 2).eval()
+    ids = torch.arange(14).view(2, 7)
+    expected = model(ids)
+    qkv = {"style": "fused_colwise", "lengths": [32, 16, 16]}
+    plan: Any = {"blocks.*.attention.qkv": qkv, "blocks.*.attention.out": "rowwise"}
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        parallelize(mine, plan, region=Region(axis))
+        return mine(ids)  # type: ignore[no-any-return]
+
+    for found in on_threads(2, work):
+        torch.testing.assert_close(found, expected)
+    qkv["lengths"] = [32, 16, 8]
+    with pytest.raises(ModelError, match=r"blocks of \[32, 16, 8\] columns are not the 64"):
+        make_plan(model, plan, 2)
+    with pytest.raises(ModelError, match=r"2 key-value heads, fewer than tensor_parallel.size 4"):
+        make_plan(model, {**plan, "blocks.*.attention.qkv": "fused_colwise"}, 4)
+
+
+def test_inferring_changes_nothing() -> None:
+    model = Stack("blocks").train()
+    values, draws = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    infer_plan(model, 2)
+    assert model.training and model.blocks[0].training
+    assert torch.equal(draws, torch.get_rng_state())
+    torch.testing.assert_close(model.state_dict(), values, rtol=0, atol=0)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2] / 'examples')!r})\n"
+        "from train_gpt import GPT\ndef make():\n    return GPT(2, 32, 4, 16)\n"
+    )
+    command = [sys.executable, "-m", "zerorun.tensor_parallel", "--size", "2", "--dry-run", "--model"]
+    done = subprocess.run([*command, "mine:make"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "blocks.*.qkv: fused_colwise, 2 x [96, 32] -> [48, 32]" in done.stdout
+    assert "bytes of parameters: " in done.stdout
+    failed = subprocess.run([*command, "mine:other"], cwd=tmp_path, capture_output=True, text=True)
+    assert failed.returncode == 1 and "has no attribute 'other'. Remedy:" in failed.stderr

@@ -1,0 +1,54 @@
+"""Shows what tensor parallelism would do to a model, without ranks: ``python -m zerorun.tensor_parallel --help``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from torch import nn
+
+from ..errors import ModelError, ZerorunError
+from .describe import bytes_per_rank, describe
+from .infer import infer_plan
+from .plan import make_plan, own_plan
+
+
+def load_model(name: str) -> nn.Module:
+    """The model that ``module:factory`` gives. Raises ModelError if it gives none."""
+    module_name, _, factory = name.partition(":")
+    try:
+        model = getattr(importlib.import_module(module_name), factory)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"--model {name}: {error}. Remedy: give module:factory, a function that returns the model."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"--model {name} gives a {type(model).__name__}. Remedy: let it return an nn.Module.")
+    return model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m zerorun.tensor_parallel", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="MODULE:FACTORY", help="a function that returns the model")
+    parser.add_argument("--size", required=True, type=int, help="tensor-parallel ranks")
+    parser.add_argument("--dry-run", action="store_true", required=True, help="print the plan; nothing is divided")
+    given = parser.parse_args(arguments)
+    sys.path.insert(0, "")
+    try:
+        model = load_model(given.model)
+        shipped = own_plan(model)
+        plan = make_plan(model, None if shipped else infer_plan(model, given.size), given.size)
+    except ZerorunError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{type(model).__name__}: {'its own plan' if shipped else 'inferred plan'}, {given.size} ranks")
+    print(describe(model, plan))
+    whole = sum(param.numel() * param.element_size() for param in model.parameters())
+    parts = " ".join(f"{count:,}" for count in bytes_per_rank(model, plan))
+    print(f"bytes of parameters: {whole:,} whole; by rank {parts}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

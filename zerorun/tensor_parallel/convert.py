@@ -1,0 +1,79 @@
+"""Dividing the layers of a model by a plan, and putting them together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .collectives import Region
+from .hooks import hook
+from .layers import divide, join, make_column_parallel, make_row_parallel, make_vocab_parallel, restore, use_columns
+from .styles import COLUMN, HOOKED, Entry, Plan
+
+
+def convert(model: nn.Module, plan: Plan, region: Region) -> list[Callable[[], None]]:
+    """Divide ``model`` by ``plan``, which was made for it; returns what undoes it, last first. No values are exchanged."""
+    rank, undo = region.axis.rank, []
+    for entry in plan.entries:
+        undo.append(
+            _convert_parameter(model, entry, plan, region) if entry.parameter else _convert(model, entry, plan, region)
+        )
+    for attribute in plan.attributes:
+        owner = model.get_submodule(attribute.owner)
+        setattr(owner, attribute.name, attribute.local[rank])
+        undo.append(partial(setattr, owner, attribute.name, attribute.whole))
+    return undo
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _convert(model: nn.Module, entry: Entry, plan: Plan, region: Region) -> Callable[[], None]:
+    module, rank = model.get_submodule(entry.name), region.axis.rank
+    if entry.style in HOOKED:
+        handles = hook(module, entry, region.axis)
+        return partial(_remove, handles)
+    if entry.style == "replicated_with_grad_allreduce":
+        return _mark_partial(module, tuple(name for name, _ in module.named_parameters(recurse=False)))
+    if entry.style not in (*COLUMN, "rowwise", "rowwise_split_input", "embedding_rowwise"):
+        return lambda: None
+    if entry.shared_heads:
+        use_columns(module, region, entry.used(rank, plan.size))
+    elif entry.style in COLUMN:
+        gather = entry.style == "colwise_gather_output"
+        make_column_parallel(module, region, entry.own(rank, plan.size), gather_output=gather)
+    elif entry.style == "embedding_rowwise":
+        make_vocab_parallel(module, region)
+    else:
+        split = entry.style == "rowwise_split_input"
+        make_row_parallel(module, region, entry.own(rank, plan.size), split_input=split)
+    return partial(restore, module)
+
+
+def _convert_parameter(model: nn.Module, entry: Entry, plan: Plan, region: Region) -> Callable[[], None]:
+    """A parameter of a module that stays what it is."""
+    owner: Any = model.get_submodule(entry.owner)
+    if entry.style == "replicated_with_grad_allreduce":
+        return _mark_partial(owner, (entry.leaf,))
+    if not entry.lengths:
+        return lambda: None
+    share = divide(owner._parameters[entry.leaf], entry.dim, entry.own(region.axis.rank, plan.size), region)
+    owner.tensor_shares = {**getattr(owner, "tensor_shares", {}), entry.leaf: share}
+
+    def undo() -> None:
+        join(owner, region.axis)
+        owner.__dict__.pop("tensor_shares", None)
+
+    return undo
+
+
+def _mark_partial(module: Any, names: tuple[str, ...]) -> Callable[[], None]:
+    had = vars(module).get("partial_gradients", ())
+    module.partial_gradients = (*had, *names)
+    return lambda: module.__dict__.pop("partial_gradients", None)

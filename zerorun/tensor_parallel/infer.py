@@ -1,0 +1,210 @@
+"""Plans for models that ship none: proposed from names and shapes, proven by numbers, or refused.
+
+[Note: what is proposed]
+Blocks are the items of the outermost ModuleLists (and Sequentials of modules with children). In a block, linear layers are
+read in their order: one or more, and one that brings back the width, are a column- and row-parallel group: an MLP, or an
+attention if they are called as its projections are. Other layers stay whole. A fused query-key-value layer may hold three
+blocks, or query, key and value of one head after the other: both are tried. Every class of blocks is then proven by
+probe.py. Of Hugging Face models, embedding and head are divided by vocabulary; of others they stay whole, since nothing
+tells whether something uses their weights in another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from torch import nn
+
+from ..errors import ModelError
+from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
+from .layers import is_transposed
+from .plan import linear_sizes, make_plan
+from .probe import capture, difference
+from .styles import Plan, Style
+
+_REMEDY = 'Remedy: pass a plan (name pattern -> style), for example {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear layer of a block, by its name in the block."""
+
+    name: str
+    out: int
+    width: int  # of the input
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def projects(self) -> bool:
+        """True for a projection to query, key or value alone."""
+        return self.leaf in QUERY_NAMES | KEY_VALUE_NAMES
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Column-parallel layers and the row-parallel one that joins them, and what the columns may be."""
+
+    columns: tuple[_Linear, ...]
+    row: _Linear
+    styles: tuple[str, ...]
+
+    def plan(self, style: str) -> dict[str, Style]:
+        return {**{column.name: style for column in self.columns}, self.row.name: "rowwise"}
+
+
+def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
+    """A plan for ``model`` over ``size`` ranks: name pattern -> style. Nothing is changed.
+
+    Raises ModelError, naming the class of the block and what differs in it, if no plan is proven to give the same outputs
+    and gradients.
+    """
+    plan: dict[str, Style] = {}
+    proven: dict[object, dict[str, Style]] = {}
+    for container in _containers(model):
+        names = [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
+        kinds = [_kind(model.get_submodule(name)) for name in names]
+        for name, kind in zip(names, kinds, strict=True):
+            if kind not in proven:
+                proven[kind] = _prove(model, name, size)
+        alike = len(set(kinds)) == 1
+        for name, kind in zip(names, kinds, strict=True):
+            prefix = f"{container}.*" if alike else name
+            plan |= {f"{prefix}.{own}": style for own, style in proven[kind].items()}
+    if not plan:
+        raise ModelError(
+            f"no plan can be inferred for {type(model).__name__}: no blocks with linear layers found. {_REMEDY}"
+        )
+    return {**_vocabulary(model), **plan}
+
+
+def prove_fused(model: nn.Module, plan: Plan) -> None:
+    """Try out the blocks of ``model`` in which ``plan``, given by somebody, divides layers that hold several in one.
+
+    Names do not tell how such a layer is laid out. Raises ModelError if a block then computes something else. A block that
+    cannot be run alone is taken as it is given.
+    """
+    fused = [e.name for e in plan.entries if e.style.endswith("colwise") and (e.leaf in FUSED_NAMES or len(e.lengths) > 1)]
+    proven: set[object] = set()
+    for container in _containers(model):
+        for own, block in model.get_submodule(container).named_children():
+            name = f"{container}.{own}"
+            if _kind(block) in proven or not any(other.startswith(name + ".") for other in fused):
+                continue
+            proven.add(_kind(block))
+            width = next((layer.width for layer in _linears(block) if f"{name}.{layer.name}" in fused), 0)
+            call = capture(model, block, width)
+            found = difference(block, plan.within(name), call, width) if call is not None else None
+            if found is not None:
+                raise ModelError(
+                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, differs in {found}. "
+                    'Remedy: "fused_colwise" for query, key and value blocks, "colwise" for those of each head in turn.'
+                )
+
+
+def _containers(model: nn.Module) -> list[str]:
+    """Names of what holds the blocks."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not name or any(name.startswith(other + ".") for other in found):
+            continue
+        holds = isinstance(module, nn.ModuleList) or (
+            isinstance(module, nn.Sequential) and all(list(child.children()) for child in module)
+        )
+        if holds and any(True for _ in _linears(module)):
+            found.append(name)
+    return found
+
+
+def _linears(block: nn.Module) -> Iterator[_Linear]:
+    for name, module in block.named_modules():
+        if name and (isinstance(module, nn.Linear) or is_transposed(module)):
+            yield _Linear(name, *linear_sizes(name, module, "colwise"))
+
+
+def _kind(block: nn.Module) -> object:
+    """The same for blocks that compute the same."""
+    return type(block), tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
+
+
+def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
+    """The plan of the block ``name``, with names in it."""
+    block = model.get_submodule(name)
+    label = f"{type(block).__name__} ({name})"
+    groups = list(_groups(block))
+    if not groups:
+        raise ModelError(f"no plan can be inferred for {label}: its layers are of no known structure. {_REMEDY}")
+    width = groups[0].columns[0].width
+    call = capture(model, block, width)
+    if call is None:
+        raise ModelError(
+            f"no plan can be inferred for {label}: the model does not run on token ids alone, and the block not on hidden "
+            f"states alone, so that nothing can be tried out. {_REMEDY}"
+        )
+    reasons: list[str] = []
+    for styles in product(*(group.styles for group in groups)):
+        chosen: dict[str, Style] = {}
+        for group, style in zip(groups, styles, strict=True):
+            chosen |= group.plan(style)
+        try:
+            made = make_plan(model, {f"{name}.{own}": style for own, style in chosen.items()}, size)
+        except ModelError as error:
+            reasons.append(str(error))
+            continue
+        found = difference(block, made.within(name), call, width)
+        if found is None:
+            return chosen
+        reasons.append(f"{', '.join(f'{own}: {style}' for own, style in chosen.items())}: differs in {found}")
+    raise ModelError(
+        f"no plan can be inferred for {label} over {size} ranks. Tried:\n  " + "\n  ".join(reasons) + f"\n{_REMEDY}"
+    )
+
+
+def _groups(block: nn.Module) -> Iterator[_Group]:
+    pending: list[_Linear] = []
+    for layer in _linears(block):
+        styles = _closes(pending, layer)
+        if styles:
+            yield _Group(tuple(pending), layer, styles)
+            pending = []
+        else:
+            pending = [*pending, layer] if pending and pending[0].width == layer.width else [layer]
+
+
+def _closes(columns: list[_Linear], row: _Linear) -> tuple[str, ...]:
+    """The styles that ``columns`` may have if ``row`` joins them; none if it does not."""
+    if not columns or row.out != columns[0].width:
+        return ()
+    first = columns[0]
+    if any(column.projects for column in columns):
+        query = [column for column in columns if column.leaf in QUERY_NAMES]
+        whole = len(columns) == 3 and all(column.projects for column in columns)
+        return ("colwise",) if whole and not row.projects and [column.out for column in query] == [row.width] else ()
+    if len(columns) == 1 and first.leaf in FUSED_NAMES:
+        return ("fused_colwise", "colwise") if first.out > row.width else ()
+    if all(column.out == row.width for column in columns):
+        return ("colwise",)
+    if len(columns) == 1 and first.out == 2 * row.width:
+        return ("packed_colwise",)
+    return ()
+
+
+def _vocabulary(model: nn.Module) -> dict[str, Style]:
+    """Embedding and head of a Hugging Face model, unless they share parameters with anything else."""
+    found: dict[str, Style] = {}
+    chosen = {"get_input_embeddings": "embedding_rowwise", "get_output_embeddings": "colwise_gather_output"}
+    for method, style in chosen.items():
+        get = getattr(model, method, None)
+        layer = get() if callable(get) else None
+        if isinstance(layer, nn.Embedding | nn.Linear) and isinstance(layer, nn.Embedding) == style.startswith("embedding"):
+            found |= {name: style for name, module in model.named_modules() if module is layer}
+    inside = {id(param) for name in found for param in model.get_submodule(name).parameters()}
+    for name, module in model.named_modules():
+        shares = any(id(param) in inside for param in module._parameters.values())
+        if shares and name not in found:
+            return {}
+    return found

@@ -1,0 +1,51 @@
+"""Column- and row-parallel layers of a plan must belong together: what is left divided by one is joined by another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from .heads import FUSED_NAMES, QUERY_NAMES
+from .styles import DIVIDED_COLUMN, Entry
+
+
+def pairing_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
+    """Columns that nothing joins, and rows whose input nothing divides, or divides otherwise.
+
+    Partners are looked for in the module that holds the layer, then in the one around it.
+    """
+    columns = [e for e in entries if e.style in DIVIDED_COLUMN and not e.parameter]
+    rows = [e for e in entries if e.style == "rowwise" and not e.parameter]
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    for entry in columns:
+        if model.get_submodule(entry.name) is not head and not _partners(entry, rows):
+            yield (
+                f"{entry.name} ({entry.style}) has columns on each rank that no row-parallel layer near it joins. Remedy: "
+                "divide the layer that follows as rowwise, or use colwise_gather_output."
+            )
+    for entry in rows:
+        partners = _partners(entry, columns)
+        widths = {e.lengths[0] if len(e.lengths) > 1 else sum(e.lengths) for e in partners if not e.shared_heads}
+        by_heads = any(e.leaf in QUERY_NAMES | FUSED_NAMES for e in partners)
+        if not partners:
+            yield (
+                f"{entry.name} (rowwise) needs an input that is divided, and no column-parallel layer is near it. Remedy: "
+                "divide the layer before it as colwise, or use rowwise_split_input."
+            )
+        elif entry.lengths[0] not in widths and not by_heads:
+            yield (
+                f"{entry.name} (rowwise) has {entry.lengths[0]} input columns, and the column-parallel layers near it "
+                f"have {sorted(widths)}, so that its input is not divided as its weight. Remedy: rowwise_split_input with "
+                "colwise_gather_output."
+            )
+
+
+def _partners(entry: Entry, others: list[Entry]) -> list[Entry]:
+    scope = entry.owner
+    for _ in range(2):
+        found = [other for other in others if not scope or other.name.startswith(scope + ".")]
+        if found or not scope:
+            return found
+        scope = scope.rpartition(".")[0]
+    return []

@@ -1,0 +1,91 @@
+"""Converting an existing model to tensor parallelism in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+from ..topology import Topology
+from .axis import make_axis
+from .causal_loss import use_divided_logits, with_divided_head
+from .collectives import Region
+from .convert import convert
+from .describe import describe
+from .infer import infer_plan, prove_fused
+from .plan import make_plan, own_plan
+from .sequence import SequenceParallel, blocks_of
+from .styles import Plan, Style
+
+
+class Parallelized:
+    """A converted ``model``. ``region``: None if there is one tensor rank, and nothing was changed."""
+
+    def __init__(self, model: nn.Module, plan: Plan, region: Region | None, description: str) -> None:
+        self.model, self.plan, self.region = model, plan, region
+        self._description = description
+        self._undo: list[Callable[[], None]] = []
+
+    def describe(self) -> str:
+        """One line for each pattern of the plan: style, count, sizes."""
+        return self._description
+
+    def undo(self) -> None:
+        """Whole weights and ordinary classes again; gradients are forgotten. All tensor ranks must call it."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Mapping[str, Style] | None = None,
+    *,
+    topology: Topology | None = None,
+    region: Region | None = None,
+    sequence_parallel: bool = False,
+    vocab_parallel_loss: bool = False,
+) -> Parallelized:
+    """Divide the layers of ``model`` over the tensor axis of ``topology``, or of ``region``. All tensor ranks must call it.
+
+    ``plan``: name pattern -> style, see make_plan; None: the model's own, or else an inferred one. All ranks take the
+    values of tensor rank 0 first. Parameters on the meta device are divided in shape only. ``sequence_parallel``: hidden
+    states between regions are divided along the sequence, too; what blocks give away as hidden states on the way is
+    divided. ``vocab_parallel_loss``: of a Hugging Face causal language model; its logits stay divided.
+
+    Raises ModelError before anything is changed, see make_plan, infer_plan and blocks_of.
+    """
+    if region is None:
+        if topology is None:
+            raise ModelError("parallelize() needs to know the ranks. Remedy: pass topology, or region.")
+        axis = make_axis(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
+        if axis is None:
+            return Parallelized(model, Plan(1, ()), None, "one tensor rank: nothing is divided")
+        region = Region(axis)
+    size = region.axis.size
+    if plan is None and not own_plan(model):
+        plan = infer_plan(model, size)
+        made = make_plan(model, plan, size)
+    else:
+        made = make_plan(model, plan, size)
+        if plan is not None:
+            prove_fused(model, made)
+    if vocab_parallel_loss:
+        made = with_divided_head(model, made)
+    if sequence_parallel:
+        blocks_of(model, made)
+    result = Parallelized(model, made, region, describe(model, made))
+    _take_rank_zeros(model, region)
+    result._undo += convert(model, made, region)
+    if sequence_parallel:
+        result._undo.append(SequenceParallel(model, made, region).remove)
+    if vocab_parallel_loss:
+        result._undo.append(use_divided_logits(model, region))
+    return result
+
+
+def _take_rank_zeros(model: nn.Module, region: Region) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            region.axis.broadcast(tensor.data, "tensor: whole weights")

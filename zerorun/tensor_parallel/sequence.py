@@ -1,0 +1,161 @@
+"""Sequence parallelism of a converted model: between regions each rank has a part of the sequence.
+
+[Note: where the sequence is divided]
+Blocks are the items of one ModuleList. The hidden states [..., sequence, width] are divided at the input of the first and
+gathered at the output of the last (Korthikanti et al. 2022, arXiv:2205.05198). Inside a block, a module that holds planned
+layers and nothing else gathers its hidden states once, as it may use their shape; where column-parallel layers lie beside
+norms, they gather by themselves. Row-parallel layers give back parts. Parameters of blocks that are not divided see parts
+only: their gradients are summands. Everything else in a block must work on each position by itself, so that layers that are
+no norms have to be in the plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ModelError
+from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
+from .styles import COLUMN, HOOKED, Plan
+
+_POSITION_WISE = ("norm",)  # in the lower-case names of classes
+
+
+class SequenceParallel:
+    """The hooks of one model. Its blocks are converted already."""
+
+    def __init__(self, model: nn.Module, plan: Plan, region: Region) -> None:
+        self.region = region
+        self.length: int | None = None  # of the latest sequence: a block that is recomputed needs it again
+        self.handles: list[RemovableHandle] = []
+        self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
+        name = blocks_of(model, plan)
+        blocks = list(model.get_submodule(name).children())
+        for block in blocks:
+            self._mark_partial(block)
+        inner = plan.within(name)
+        for entry in inner.entries:  # by itself each: whoever recomputes a block may call its forward without hooks
+            layer = model.get_submodule(f"{name}.{entry.name}")
+            self.handles.append(layer.register_forward_pre_hook(self._inside))
+        self._gather_at_owners(model, inner, name)
+        self.handles += [
+            model.register_forward_pre_hook(self._outside),
+            blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True),
+            blocks[-1].register_forward_hook(self._end),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away, before the layers are restored."""
+        for handle in self.handles:
+            handle.remove()
+        for module, had in self.partial:
+            if had is None:
+                del module.partial_gradients
+            else:
+                module.partial_gradients = had
+        self.region.sequence_length = None
+
+    def _mark_partial(self, block: nn.Module) -> None:
+        for module in block.modules():
+            divided = getattr(module, "tensor_shares", {})
+            whole = tuple(name for name, param in module._parameters.items() if param is not None and name not in divided)
+            if whole:
+                self.partial.append((module, getattr(module, "partial_gradients", None)))
+                module.partial_gradients = whole  # type: ignore[assignment]
+
+    def _gather_at_owners(self, model: nn.Module, plan: Plan, name: str) -> None:
+        columns = [entry for entry in plan.entries if entry.style in COLUMN]
+        planned = {entry.name for entry in plan.entries}
+        for owner in dict.fromkeys(entry.owner for entry in columns):
+            module = model.get_submodule(f"{name}.{owner}")
+            holders = [own for own, child in module.named_modules() if child._parameters]
+            if not all(own and f"{owner}.{own}" in planned for own in holders):
+                continue
+            self.handles.append(module.register_forward_pre_hook(self._gather, with_kwargs=True))
+            for entry in columns:
+                if entry.owner == owner:
+                    model.get_submodule(f"{name}.{entry.name}").enters = False  # type: ignore[assignment]
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+
+    def _outside(self, module: nn.Module, args: Any) -> None:
+        self.region.sequence_length = None
+        self.region.forget()
+
+    def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _hidden(block, args, kwargs)
+        if block.training:
+            self.region.streams.enter(hidden.device)
+        self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
+        return _with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
+
+    def _inside(self, layer: nn.Module, args: Any) -> None:
+        self.region.sequence_length = self.length
+
+    def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = _hidden(module, args, kwargs)
+        self.region.sequence_length = self.length
+        return _with_hidden(self.region.enter(hidden, training=False), args, kwargs)
+
+    def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
+        self.region.sequence_length = None
+        self.region.streams.leave()
+        assert self.length is not None
+        if isinstance(output, torch.Tensor):
+            return gather_sequence(output, self.region.axis, self.length)
+        if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+            return (gather_sequence(output[0], self.region.axis, self.length), *output[1:])
+        raise ModelError(
+            f"with sequence parallelism a block must give a tensor, or a tuple with one in front; {type(block).__name__} "
+            f"gives {type(output).__name__}. Remedy: sequence_parallel=False."
+        )
+
+
+def blocks_of(model: nn.Module, plan: Plan) -> str:
+    """The name of the ModuleList whose items hold all divided layers but embedding and head. Raises ModelError."""
+    inner = [e for e in plan.entries if (e.style in COLUMN or e.style.startswith("rowwise")) and not e.parameter]
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
+    found = [name for name in outermost if any(e.name.startswith(name + ".") for e in inner)]
+    if len(found) != 1:
+        raise ModelError(
+            f"sequence parallelism needs one ModuleList of blocks with divided layers; {type(model).__name__} has {found}. "
+            "Remedy: sequence_parallel=False."
+        )
+    for entry in plan.entries:
+        if entry.name.startswith(found[0] + ".") and entry.style in (*HOOKED, "embedding_rowwise"):
+            raise ModelError(
+                f"{entry.name} ({entry.style}): sequence parallelism cannot be done with certainty in blocks with such a "
+                "module. Remedy: sequence_parallel=False."
+            )
+    _check_position_wise(model, plan, found[0])
+    return found[0]
+
+
+def _check_position_wise(model: nn.Module, plan: Plan, name: str) -> None:
+    planned = {entry.name for entry in plan.entries}
+    for own, module in model.get_submodule(name).named_modules(prefix=name):
+        if not module._parameters or own in planned or not own:
+            continue
+        if not any(part in type(module).__name__.lower() for part in _POSITION_WISE):
+            raise ModelError(
+                f"{own} ({type(module).__name__}) has parameters and is not in the plan: it may need the whole sequence. "
+                "Remedy: divide it, too, or sequence_parallel=False."
+            )
+
+
+def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    found = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(found, torch.Tensor) and found.is_floating_point() and found.dim() >= 2:
+        return found
+    raise ModelError(
+        f"with sequence parallelism {type(module).__name__} must get its hidden states as first argument or as "
+        "hidden_states. Remedy: sequence_parallel=False."
+    )
+
+
+def _with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})

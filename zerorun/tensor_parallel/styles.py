@@ -1,0 +1,97 @@
+"""Styles of tensor parallelism, and plans as data: which layer of a model is divided how.
+
+[Note: styles]
+A plan maps patterns of module or parameter names ("*" stands for one part between dots) to styles. They are those of the
+tensor-parallel plans of Hugging Face, and mean what they mean there:
+
+    colwise, rowwise                linear layers: columns of output, of input (Shoeybi et al. 2019, arXiv:1909.08053)
+    colwise_gather_output           the output is whole again (also called colwise_rep)
+    rowwise_split_input             the input is whole (also called rowwise_rep)
+    embedding_rowwise               rows of an embedding, that is its vocabulary
+    packed_colwise, packed_rowwise  two halves, gate and up, one after the other, each divided
+    replicated_with_grad_allreduce  whole, but each rank's gradient is a summand (a norm of each head)
+    all_reduce                      the ranks' outputs are summed
+    moe_tp_experts                  experts whose 3-D parameters are divided; inputs enter, and the output is summed
+    moe_identity_expert             its input is divided by the number of ranks, since outputs are summed
+    mla_kv_a_proj                   whole; the gradients of the columns that go to all heads (rotary) are summed
+    replicate, local_params         nothing to do
+
+and one more, for query, key and value in one linear layer, as three blocks one after the other:
+
+    fused_colwise                   or {"style": "fused_colwise", "lengths": [query, key, value]} where heads do not tell
+
+"colwise" of such a fused layer means that it holds query, key and value of the first head, then of the second, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .heads import Attribute
+from .share import Ranges, fused_ranges
+
+COLUMN = ("colwise", "colwise_gather_output", "packed_colwise", "fused_colwise")
+DIVIDED_COLUMN = ("colwise", "packed_colwise", "fused_colwise")
+ROW = ("rowwise", "rowwise_split_input", "packed_rowwise")
+HOOKED = ("all_reduce", "moe_tp_experts", "moe_identity_expert", "mla_kv_a_proj")
+WHOLE = ("replicated_with_grad_allreduce", "replicate", "local_params")
+STYLES = (*COLUMN, *ROW, "embedding_rowwise", *HOOKED, *WHOLE)
+SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+Style = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One module, or one parameter if ``parameter``, and what becomes of it.
+
+    ``lengths``: the divided dimension as blocks, of which each rank has an even part. ``dim``: of a parameter.
+    ``shared_heads``: the layer stays whole, and ranks use the columns of one of so many heads.
+    """
+
+    name: str
+    pattern: str
+    style: str
+    parameter: bool = False
+    dim: int = 0
+    lengths: tuple[int, ...] = ()
+    shared_heads: int = 0
+
+    def own(self, rank: int, size: int) -> Ranges:
+        """What ``rank`` keeps of the divided dimension."""
+        return fused_ranges(self.lengths, rank, size)
+
+    def used(self, rank: int, size: int) -> tuple[int, int]:
+        """The columns of its head that ``rank`` uses of a whole layer."""
+        head, width = rank * self.shared_heads // size, self.lengths[0] // self.shared_heads
+        return head * width, (head + 1) * width
+
+    @property
+    def owner(self) -> str:
+        """The module that holds it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a model on ``size`` tensor ranks: entries in the model's order, and attributes to adapt."""
+
+    size: int
+    entries: tuple[Entry, ...]
+    attributes: tuple[Attribute, ...] = ()
+
+    def within(self, prefix: str) -> Plan:
+        """The part that belongs to the module ``prefix``, with names relative to it."""
+        start = prefix + "."
+        entries = [replace(e, name=e.name[len(start) :]) for e in self.entries if e.name.startswith(start)]
+        attributes = [
+            replace(a, owner=a.owner[len(start) :])
+            for a in self.attributes
+            if a.owner == prefix or a.owner.startswith(start)
+        ]
+        return Plan(self.size, tuple(entries), tuple(attributes))
