@@ -17,13 +17,15 @@ from torch import nn
 from ..errors import ModelError
 from .observe import Anatomy, find_blocks, observe, refusal
 
-LARGEST = 50_000_000  # parameters: a forward of a few tokens takes a fraction of a second
+# Parameters: a forward of a few tokens takes a fraction of a second.
+LARGEST = LARGEST_COPY = 50_000_000
 VOCABULARY, LENGTH = 128, 6
 # Widths of the copy. Names that a configuration does not have are left out.
 NARROW = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "ffn_dim": 96,
+    "ffn_hidden_size": 96,
     "word_embed_proj_dim": 64,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
@@ -31,6 +33,7 @@ NARROW = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "rotary_dim": 8,
+    "qk_rope_head_dim": 16,
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "num_local_experts": 4,
@@ -72,7 +75,7 @@ def _made_from(kind: type[nn.Module], config: Any) -> nn.Module:
         torch.manual_seed(0)
         with torch.device("meta"):
             numel = sum(param.numel() for param in kind(config).parameters())
-        if numel > LARGEST:
+        if numel > LARGEST_COPY:
             raise MemoryError(f"a copy would have {numel} parameters")
         with torch.device("cpu"):
             return kind(config)
