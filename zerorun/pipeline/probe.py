@@ -17,21 +17,30 @@ from torch import nn
 from ..errors import ModelError
 from .observe import Anatomy, find_blocks, observe, refusal
 
-LARGEST = 50_000_000  # parameters: a forward of a few tokens takes a fraction of a second
+# Parameters: a forward of a few tokens takes a fraction of a second.
+LARGEST = LARGEST_COPY = 50_000_000
 VOCABULARY, LENGTH = 128, 6
 # Widths of the copy. Names that a configuration does not have are left out.
 NARROW = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "ffn_dim": 96,
+    "ffn_hidden_size": 96,
     "word_embed_proj_dim": 64,
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "rotary_dim": 8,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
     "num_local_experts": 4,
     "num_experts": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
     "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
 }
@@ -50,9 +59,7 @@ def specimen(model: nn.Module) -> nn.Module:
         config = copy.deepcopy(model.config)
         try:
             shrink(config)
-            with torch.random.fork_rng(), torch.device("cpu"):
-                torch.manual_seed(0)
-                found: nn.Module = type(model)(config)
+            found = _made_from(type(model), config)
             with _probing(found), torch.no_grad():
                 found(**_tokens(found))
         except Exception as error:
@@ -62,13 +69,26 @@ def specimen(model: nn.Module) -> nn.Module:
     raise refusal(model, f"no small copy of it could be made to try it ({failures[0][:300]})")
 
 
+def _made_from(kind: type[nn.Module], config: Any) -> nn.Module:
+    """A model with random values on the CPU, if it is small."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            numel = sum(param.numel() for param in kind(config).parameters())
+        if numel > LARGEST_COPY:
+            raise MemoryError(f"a copy would have {numel} parameters")
+        with torch.device("cpu"):
+            return kind(config)
+
+
 def _narrow(config: Any) -> None:
     _few_words(config)
     projected = getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size
     equal_heads = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
     for name, value in NARROW.items():
         if isinstance(getattr(config, name, None), int):
-            setattr(config, name, value)
+            with contextlib.suppress(AttributeError):  # one that is computed from others
+                setattr(config, name, value)
     if equal_heads and isinstance(getattr(config, "num_key_value_heads", None), int):
         config.num_key_value_heads = config.num_attention_heads
     if projected:
