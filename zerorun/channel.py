@@ -307,12 +307,14 @@ class Channel:
         sum_in_rank_order([flat, theirs] if self.rank == 0 else [theirs, flat], total, accumulate=False)
         return total
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be rank 0's. For set-up: it goes through the process group and is not counted."""
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        """Let ``tensor`` be that of rank 0, in place. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():
             value = tensor.detach().contiguous()
+            value = value if self.nccl else value.cpu()
+            self.books.count(label, value.numel() * value.element_size() * (self.size - 1) if self.rank == 0 else 0)
             dist.broadcast(value, group=self.group, group_src=0)
-            tensor.copy_(value)
+            tensor.detach().copy_(value)
 
     def reduce_scatter(self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
         """Let ``out`` be the sum over the axis of this rank's chunk of the flat ``full``. Blocks."""

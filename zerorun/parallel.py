@@ -113,8 +113,10 @@ def _divide_layers(model: nn.Module, config: Config, topology: Topology, device:
         )
         undo = made.undo
         info_once(made.describe())
+    else:
+        _take_rank_zeros(model, axis)
     shares, partial, first = shares_of(model), partial_of(model), topology.tensor_rank == 0
-    _agree_on_whole(model, shares, axis)
+    _agree_on_random_numbers(axis)
 
     def spread_of(param: nn.Parameter) -> Spread:
         if id(param) in shares:
@@ -151,7 +153,7 @@ def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.devi
             if part % topology.pipe == topology.pipe_rank:
                 param = model.get_parameter(local)
                 copies[id(param)] = (name, stages[0] == topology.pipe_rank)
-                made.beyond[name].broadcast(param.data)
+                made.beyond[name].broadcast(param.data, "pipeline: tied parameters")
                 if local != tie.name:
                     made.copies[local] = tie.name
     inner = made.spread_of
@@ -163,15 +165,20 @@ def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.devi
     made.spread_of = spread_of
 
 
-def _agree_on_whole(model: nn.Module, shares: dict[int, Share], axis: ChannelAxis) -> None:
-    """What every tensor rank has whole, and the state of the default generators, are tensor rank 0's from here on."""
+def _take_rank_zeros(model: nn.Module, axis: ChannelAxis) -> None:
+    """What every tensor rank of a model made of divided layers has whole is tensor rank 0's."""
+    shares = shares_of(model)
     for tensor in [*model.parameters(), *model.buffers()]:
         if id(tensor) not in shares and not tensor.is_meta:
-            axis.broadcast(tensor.data)
+            axis.broadcast(tensor.data, "tensor: whole weights")
+
+
+def _agree_on_random_numbers(axis: ChannelAxis) -> None:
+    """The default generators go on as those of tensor rank 0. See tensor_parallel/random.py."""
     state = torch.get_rng_state()
-    axis.broadcast(state)
+    axis.broadcast(state, "tensor: random state")
     torch.set_rng_state(state)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state = torch.cuda.get_rng_state()
-        axis.broadcast(state)
-        torch.cuda.set_rng_state(state)
+    if axis.channel.device.type == "cuda":
+        state = torch.cuda.get_rng_state(axis.channel.device)
+        axis.broadcast(state, "tensor: random state")
+        torch.cuda.set_rng_state(state, axis.channel.device)

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..channel import Books, Channel
 from ..topology import Topology
@@ -18,10 +17,6 @@ class Axis(Protocol):
 
     rank: int
     size: int
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Let ``tensor`` be rank 0's."""
-        ...
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """The sum over ranks, as a new tensor."""
@@ -50,9 +45,6 @@ class ChannelAxis:
     def __deepcopy__(self, memo: dict[int, Any]) -> ChannelAxis:
         return self  # copies of a module talk to the same ranks
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        self.channel.broadcast(tensor)
-
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         return self.channel.sum_of(_flat(tensor), label).view(tensor.shape)
 
@@ -78,14 +70,7 @@ class ChannelAxis:
         return out.view(parts[self.rank].shape)
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        if self.size == 1:
-            return
-        whole = _flat(tensor)
-        channel, sent = self.channel, whole.numel() * whole.element_size()
-        channel.books.count(label, sent * (self.size - 1) if self.rank == 0 else 0)
-        through = whole if channel.nccl else whole.cpu()
-        dist.broadcast(through, group=channel.group, group_src=0)
-        tensor.detach().copy_(through.view(tensor.shape))
+        self.channel.broadcast(tensor, label)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,8 @@ from torch import nn
 
 from ..errors import ModelError
 from ..topology import Topology
-from .axis import make_axis
 from .causal_loss import use_divided_logits, with_divided_head
-from .collectives import Region
+from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
 from .infer import infer_plan, prove_fused
@@ -59,10 +58,9 @@ def parallelize(
     if region is None:
         if topology is None:
             raise ModelError("parallelize() needs to know the ranks. Remedy: pass topology, or region.")
-        axis = make_axis(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
-        if axis is None:
+        if topology.tensor == 1:
             return Parallelized(model, Plan(1, ()), None, "one tensor rank: nothing is divided")
-        region = Region(axis)
+        region = make_region(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
     size = region.axis.size
     if plan is None and not own_plan(model):
         plan = infer_plan(model, size)

@@ -41,9 +41,6 @@ class ThreadAxis:
     def _count(self, label: str, elements: int, tensor: torch.Tensor) -> None:
         self.sent[label] = self.sent.get(label, 0) + elements * tensor.element_size()
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(self._exchange(tensor)[0])
-
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         self._count(label, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
         total = torch.stack(self._exchange(tensor)).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
