@@ -29,7 +29,7 @@ from .intake import OptimizerLike, RawOptimizer, take_in, without_elsewhere
 from .log import info_once, logger, setup_logging
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer, split_state
-from .parallel import Divided, cut, divide, is_part
+from .parallel import Divided, cut, divide, is_part, plan_layers
 from .pipeline.module import PipelineModule
 from .pipeline.pipelined import Pipelined
 from .pipeline_engine import PipelineEngine
@@ -82,9 +82,10 @@ def initialize(
     topology = topology or _topology(wanted, device)
     divided = Divided()
     try:
+        layers = _agree(lambda: plan_layers(model, wanted, topology))
         model = _agree(lambda: cut(model, wanted, topology))
         raw = without_elsewhere(raw, model)
-        divided = divide(model, wanted, topology, device)
+        divided = divide(model, layers, wanted, topology, device)
         comm = Communicator(topology, device, wire_dtype(wanted), divided.beyond)
         _check_memory(model, wanted, raw, comm)
     except ZerorunError:

@@ -20,8 +20,11 @@ from .pipeline.pretrained import split_pretrained
 from .tensor_parallel.axis import ChannelAxis, make_axis
 from .tensor_parallel.collectives import make_region
 from .tensor_parallel.layers import whole_of
-from .tensor_parallel.parallelized import parallelize
+from .tensor_parallel.parallelized import carry_out, plan_of
+from .tensor_parallel.plan import make_plan, matches
+from .tensor_parallel.sequence import has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
+from .tensor_parallel.styles import Plan
 from .topology import Topology
 from .zero.spread import ALONE, Spread
 
@@ -88,27 +91,50 @@ def _check_stage(model: Pipelined, topology: Topology, chunks: int) -> None:
         )
 
 
-def divide(model: nn.Module, config: Config, topology: Topology, device: torch.device) -> Divided:
-    """Divide the layers of ``model`` in place, unless it is made of divided layers. All ranks must call it.
+def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Plan | None:
+    """How the layers of ``model`` are to be divided, if they are not yet. To be asked before it is cut.
+
+    Raises ModelError, with nothing changed.
+    """
+    section = config.tensor_parallel
+    if topology.tensor == 1 or shares_of(model):
+        return None
+    if not isinstance(model, Pipelined):
+        return plan_of(model, section.plan or None, topology.tensor, vocab_parallel_loss=section.vocab_parallel_loss)
+    if not section.plan:
+        raise ModelError(
+            "a PipelineModule does not tell how its layers are to be divided over tensor-parallel ranks. Remedy: set "
+            'tensor_parallel.plan (name pattern -> style, such as {"*.up": "colwise", "*.down": "rowwise"}), or make '
+            "layers with zerorun.tensor_parallel.ColumnParallelLinear and its like."
+        )
+    here = {pattern: style for pattern, style in section.plan.items() if matches(model, pattern)}
+    return make_plan(model, here, topology.tensor) if here else Plan(topology.tensor, ())
+
+
+def divide(model: nn.Module, plan: Plan | None, config: Config, topology: Topology, device: torch.device) -> Divided:
+    """Divide the layers of ``model`` in place by ``plan``, unless it is made of divided layers. All ranks must call it.
 
     Raises ModelError, on all ranks alike, with the model as it was.
     """
-    made = Divided() if topology.tensor == 1 else _divide_layers(model, config, topology, device)
+    made = Divided() if topology.tensor == 1 else _divide_layers(model, plan, config, topology, device)
     if isinstance(model, Pipelined) and topology.pipe > 1:
         _refuse_dropped(model, topology)
         _tie(model, topology, made, device)
     return made
 
 
-def _divide_layers(model: nn.Module, config: Config, topology: Topology, device: torch.device) -> Divided:
+def _divide_layers(
+    model: nn.Module, plan: Plan | None, config: Config, topology: Topology, device: torch.device
+) -> Divided:
     section, axis = config.tensor_parallel, make_axis(topology, device)
     undo = Divided().undo
-    if not shares_of(model):
-        made = parallelize(
+    if plan is not None:
+        own = plan.here(model)
+        made = carry_out(
             model,
-            section.plan or None,
-            region=make_region(topology, device),
-            sequence_parallel=section.sequence_parallel,
+            own,
+            make_region(topology, device),
+            sequence_parallel=section.sequence_parallel and has_blocks(own),
             vocab_parallel_loss=section.vocab_parallel_loss,
         )
         undo = made.undo

@@ -95,4 +95,3 @@ def make_axis(topology: Topology, device: torch.device) -> ChannelAxis:
         channel = Channel("tensor", group, topology.tensor_rank, topology.tensor, device, Books())
         axis = topology.shared["tensor axis"] = ChannelAxis(channel)
     return axis
-

@@ -61,18 +61,27 @@ def parallelize(
         if topology.tensor == 1:
             return Parallelized(model, Plan(1, ()), None, "one tensor rank: nothing is divided")
         region = make_region(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
-    size = region.axis.size
+    made = plan_of(model, plan, region.axis.size, vocab_parallel_loss=vocab_parallel_loss)
+    if sequence_parallel:
+        blocks_of(model, made)
+    return carry_out(model, made, region, sequence_parallel=sequence_parallel, vocab_parallel_loss=vocab_parallel_loss)
+
+
+def plan_of(model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vocab_parallel_loss: bool = False) -> Plan:
+    """What ``parallelize`` would do, proven where layers are fused. Raises ModelError."""
     if plan is None and not own_plan(model):
-        plan = infer_plan(model, size)
-        made = make_plan(model, plan, size)
+        made = make_plan(model, infer_plan(model, size), size)
     else:
         made = make_plan(model, plan, size)
         if plan is not None:
             prove_fused(model, made)
-    if vocab_parallel_loss:
-        made = with_divided_head(model, made)
-    if sequence_parallel:
-        blocks_of(model, made)
+    return with_divided_head(model, made) if vocab_parallel_loss else made
+
+
+def carry_out(
+    model: nn.Module, made: Plan, region: Region, *, sequence_parallel: bool, vocab_parallel_loss: bool
+) -> Parallelized:
+    """Convert ``model``, of which a plan has been made. All tensor ranks must call it."""
     result = Parallelized(model, made, region, describe(model, made))
     _take_rank_zeros(model, region)
     result._undo += convert(model, made, region)

@@ -72,6 +72,12 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
     return Plan(size, tuple(entries), tuple(attributes))
 
 
+def matches(model: nn.Module, pattern: str) -> bool:
+    """True if ``pattern`` matches a module or parameter of ``model``."""
+    names = (name for found in (model.named_modules(), model.named_parameters()) for name, _ in found)
+    return any(_expression(pattern).fullmatch(name) for name in names if name)
+
+
 def _refuse_changed(model: nn.Module) -> None:
     if shares_of(model):
         raise ModelError(

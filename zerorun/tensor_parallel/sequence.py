@@ -33,7 +33,7 @@ class SequenceParallel:
         self.handles: list[RemovableHandle] = []
         self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
         name = blocks_of(model, plan)
-        blocks = list(model.get_submodule(name).children())
+        blocks = [b for b in model.get_submodule(name).children() if not getattr(b, "is_elsewhere", False)]
         for block in blocks:
             self._mark_partial(block)
         inner = plan.within(name)
@@ -112,6 +112,11 @@ class SequenceParallel:
             f"with sequence parallelism a block must give a tensor, or a tuple with one in front; {type(block).__name__} "
             f"gives {type(output).__name__}. Remedy: sequence_parallel=False."
         )
+
+
+def has_blocks(plan: Plan) -> bool:
+    """True if ``plan`` divides layers of blocks: a pipeline stage may have none."""
+    return any((e.style in COLUMN or e.style.startswith("rowwise")) and not e.parameter for e in plan.entries)
 
 
 def blocks_of(model: nn.Module, plan: Plan) -> str:

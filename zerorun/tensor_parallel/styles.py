@@ -29,6 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from .heads import Attribute
 from .share import Ranges, fused_ranges
 
@@ -84,6 +86,13 @@ class Plan:
     size: int
     entries: tuple[Entry, ...]
     attributes: tuple[Attribute, ...] = ()
+
+    def here(self, model: nn.Module) -> Plan:
+        """The part that is in ``model``, of which other layers are on other pipeline stages."""
+        known = {name for name, module in model.named_modules() if not getattr(module, "is_elsewhere", False)}
+        known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        entries = tuple(entry for entry in self.entries if entry.name in known)
+        return Plan(self.size, entries, tuple(attribute for attribute in self.attributes if attribute.owner in known))
 
     def within(self, prefix: str) -> Plan:
         """The part that belongs to the module ``prefix``, with names relative to it."""
