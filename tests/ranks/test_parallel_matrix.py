@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
-from training import make_config
+from training import make_config, merged
 
 import zerorun
 
@@ -81,7 +81,8 @@ def reference(name: str, data: int, accumulation: int) -> dict[str, Any]:
 
 
 def train(name: str, tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, Any]:
-    engine = zerorun.initialize(build(name), {**config, "tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}})
+    degrees = {"tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}}
+    engine = zerorun.initialize(build(name), merged(config, degrees))
     accumulation, topology = engine.gradient_accumulation_steps(), engine.topology
     data = data_of(topology.data_parallel_rank, accumulation)
     norms, losses = [], []
@@ -132,3 +133,40 @@ def test_equals_one_process(name: str, stage: int, tensor: int, pipe: int, data:
     config = make_config(stage, accumulation=accumulation, clip=0.5)
     found = run_ranks(tensor * pipe * data, train, name, tensor, pipe, config)
     compare(found, reference(name, data, accumulation))
+
+
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+BEYOND: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {  # model, stage, tensor, pipe, data, further keys
+    "sequence": ("llama", 3, 2, 2, 2, {"tensor_parallel": {"sequence_parallel": True}}),
+    "sequence of gpt2": ("gpt2", 1, 2, 1, 1, {"tensor_parallel": {"sequence_parallel": True}}),
+    "loss of parts": ("llama", 2, 2, 2, 1, {"tensor_parallel": {"vocab_parallel_loss": True}}),
+    "both": ("llama", 0, 2, 1, 2, {"tensor_parallel": {"sequence_parallel": True, "vocab_parallel_loss": True}}),
+    "offload": ("llama", 3, 2, 2, 2, OFFLOAD),
+    "recomputation": ("gpt2", 2, 2, 2, 1, {"activation_checkpointing": {"policy": "full"}}),
+    "sequence, recomputed": (
+        "llama",
+        1,
+        2,
+        2,
+        1,
+        {"activation_checkpointing": {"policy": "full"}, "tensor_parallel": {"sequence_parallel": True}},
+    ),
+    "hybrid": ("llama", 3, 1, 2, 4, {"zero_optimization": {"shard_degree": 2}}),
+    "gpipe": ("gpt2", 3, 2, 2, 1, {"pipeline": {"schedule": "gpipe"}}),
+    "zero bubble": ("gpt2", 2, 2, 2, 2, {"pipeline": {"schedule": "zero_bubble"}}),
+    "zero bubble, recomputed": (
+        "llama",
+        3,
+        1,
+        3,
+        1,
+        {"pipeline": {"schedule": "zero_bubble"}, "activation_checkpointing": {"policy": "full"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("which", BEYOND)
+def test_what_goes_with_it_equals_one_process(which: str) -> None:
+    name, stage, tensor, pipe, data, changes = BEYOND[which]
+    config = merged(make_config(stage, accumulation=3, clip=0.5), changes)
+    compare(run_ranks(tensor * pipe * data, train, name, tensor, pipe, config), reference(name, data, 3))

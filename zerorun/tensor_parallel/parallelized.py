@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..topology import Topology
-from .causal_loss import use_divided_logits, with_divided_head
+from .causal_loss import has_divided_head, use_divided_logits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
@@ -87,7 +87,7 @@ def carry_out(
     result._undo += convert(model, made, region)
     if sequence_parallel:
         result._undo.append(SequenceParallel(model, made, region).remove)
-    if vocab_parallel_loss:
+    if vocab_parallel_loss and has_divided_head(model):
         result._undo.append(use_divided_logits(model, region))
     return result
 
