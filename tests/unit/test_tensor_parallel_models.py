@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from zerorun.tensor_parallel import parallelize
+from zerorun.tensor_parallel import infer_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
 from zerorun.tensor_parallel.share import partial_of, shares_of
@@ -155,6 +155,7 @@ CASES = [
     *[(name, 2) for name in ("opt", "bert", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "example")],
     *[(name, 4) for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "mixtral", "deepseek-v2")],
     ("llama, 3 key-value heads", 3),
+    ("llama", 1),
 ]
 
 
@@ -282,6 +283,28 @@ def test_models_without_values(name: str) -> None:
 
 
 def test_one_of_two_tied_layers_in_the_plan() -> None:
+    """The other is divided in the way that must follow."""
     tied = make("llama, tied")
-    check(tied, 2, {**BODY, "lm_head": "colwise_gather_output"})
-    check(tied, 2, {**BODY, "model.embed_tokens": "embedding_rowwise"})
+    for name, style in (("lm_head", "colwise_gather_output"), ("model.embed_tokens", "embedding_rowwise")):
+        description = check(tied, 2, {name: style})[4]
+        assert description.count("1 x [51, 32] -> [26, 32] [25, 32]") == 2
+
+
+def test_embedding_and_head_of_a_plain_module() -> None:
+    model = make("example")
+    plan = {**infer_plan(model, 2), "token": "embedding_rowwise", "head": "colwise_gather_output"}
+    assert len(plan) == 6
+    check(model, 2, plan)
+
+
+def test_copies_of_a_divided_model() -> None:
+    model = make("llama")
+    expected = loss_of(model).detach()
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        parallelize(mine, region=Region(axis), sequence_parallel=True, vocab_parallel_loss=True)
+        return loss_of(copy.deepcopy(mine)).detach()
+
+    for loss in on_threads(2, work):
+        torch.testing.assert_close(loss, expected)

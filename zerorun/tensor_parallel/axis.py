@@ -74,11 +74,10 @@ class ChannelAxis:
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         if self.size == 1:
             return
-        whole = _flat(tensor)
-        channel, sent = self.channel, whole.numel() * whole.element_size()
-        channel.books.count(label, sent * (self.size - 1) if self.rank == 0 else 0)
-        through = whole if channel.nccl else whole.cpu()
-        dist.broadcast(through, group=channel.group, group_src=0)
+        channel = self.channel
+        through = _flat(tensor).to(channel.device if channel.nccl else "cpu")
+        channel.books.count(label, through.nbytes * (self.size - 1) if self.rank == 0 else 0)
+        dist.broadcast(through.view(torch.uint8), group=channel.group, group_src=0)  # bytes: any dtype
         tensor.detach().copy_(through.view(tensor.shape))
 
 

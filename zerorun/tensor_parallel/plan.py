@@ -57,7 +57,7 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
             "pass a plan (name pattern -> style), or let zerorun.tensor_parallel.infer_plan propose one."
         )
     _refuse_changed(model)
-    made = _Maker(model, size)
+    made = _Maker(model, size, shipped=plan is None)
     for name, pattern, style in made.matches(patterns, given=plan is not None):
         made.enter(name, pattern, style)
     made.follow_ties()
@@ -88,8 +88,8 @@ def _refuse_changed(model: nn.Module) -> None:
 class _Maker:
     """Collects the entries of one plan and what is wrong with it."""
 
-    def __init__(self, model: nn.Module, size: int) -> None:
-        self.model, self.size = model, size
+    def __init__(self, model: nn.Module, size: int, *, shipped: bool) -> None:
+        self.model, self.size, self.shipped = model, size, shipped
         self.modules = dict(model.named_modules())
         self.params = dict(model.named_parameters())
         self.entries: dict[str, Entry] = {}
@@ -301,6 +301,8 @@ class _Maker:
                 continue
             fused = next((e.lengths[0] for e in known if len(e.lengths) > 1), None)
             width = fused or query_width_of(heads, [(e.leaf, sum(e.lengths)) for e in known])
+            if self.shipped:  # the forward of a model that ships a plan reads widths from its activations
+                width = None
             found += attributes_of(owner, self.modules[owner], heads, width or 0, self.size)
         return list(dict.fromkeys(found))
 

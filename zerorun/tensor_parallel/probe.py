@@ -74,12 +74,12 @@ def difference(block: nn.Module, plan: Plan, call: Call, width: int) -> str | No
     args, kwargs, weight = _randomized_call(call, width)
     with torch.enable_grad():
         try:
-            expected = _run(copy.deepcopy(pattern), args, kwargs, weight)
+            expected = _run(_copy(pattern), args, kwargs, weight)
         except Exception as error:
             return f"the block cannot be run on {BATCH} x {TOKENS} tokens ({_short(error)})"
 
         def work(axis: ThreadAxis) -> Outcome:
-            mine = copy.deepcopy(pattern)
+            mine = _copy(pattern)
             convert(mine, plan, Region(axis))
             return _whole(mine, _run(mine, args, kwargs, weight), axis)
 
@@ -122,6 +122,12 @@ def _randomized(block: nn.Module) -> nn.Module:
         if config is not None:
             memo[id(config)] = config
     return copy.deepcopy(block, memo).eval()
+
+
+def _copy(block: nn.Module) -> nn.Module:
+    """A copy whose parameters have the same memory, until they are divided, and gradients of their own."""
+    memo: dict[int, Any] = {id(param): nn.Parameter(param.data) for param in block.parameters()}
+    return copy.deepcopy(block, memo)
 
 
 def _plain(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

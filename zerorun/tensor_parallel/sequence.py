@@ -21,7 +21,7 @@ from ..errors import ModelError
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
 from .styles import COLUMN, HOOKED, Plan
 
-_POSITION_WISE = ("norm",)  # in the lower-case names of classes
+_POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
 
 
 class SequenceParallel:
@@ -46,6 +46,9 @@ class SequenceParallel:
             blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True),
             blocks[-1].register_forward_hook(self._end),
         ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        return self  # as the region that copies of a model share
 
     def remove(self) -> None:
         """Take the hooks away, before the layers are restored."""
