@@ -308,3 +308,20 @@ def test_copies_of_a_divided_model() -> None:
 
     for loss in on_threads(2, work):
         torch.testing.assert_close(loss, expected)
+
+
+def test_graphs_of_earlier_forwards_do_not_matter() -> None:
+    model = make("llama")
+
+    def work(axis: ThreadAxis) -> None:
+        mine = copy.deepcopy(model)
+        kept = [loss_of(mine)]
+        kept[0].backward()
+        done = parallelize(mine, region=Region(axis))
+        kept.append(loss_of(mine))
+        kept[1].backward()
+        done.undo()
+        loss_of(mine).backward()
+        assert all(param.grad.shape == param.shape for param in mine.parameters() if param.grad is not None)
+
+    on_threads(2, work)
