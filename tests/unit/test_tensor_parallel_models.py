@@ -54,6 +54,7 @@ def configuration(name: str) -> Any:
         "gpt-neox": lambda: t.GPTNeoXConfig(**OLD, intermediate_size=42),
         "opt": lambda: t.OPTConfig(**OLD, ffn_dim=42, word_embed_proj_dim=32, dropout=0),
         "bert": lambda: t.BertConfig(**OLD, intermediate_size=42, is_decoder=True),
+        "persimmon": lambda: t.PersimmonConfig(**{**COMMON, "num_key_value_heads": 4}),
         "mixtral": lambda: t.MixtralConfig(**{**COMMON, "intermediate_size": 48}, num_local_experts=4),
         "qwen2-moe": lambda: t.Qwen2MoeConfig(**COMMON, **MOE, shared_expert_intermediate_size=24),
         "qwen3-moe": lambda: t.Qwen3MoeConfig(**COMMON, **MOE, head_dim=8),
@@ -152,7 +153,7 @@ def check(model: nn.Module, size: int, plan: Any = None, arguments: dict[str, An
 
 CASES = [
     *[(name, 2) for name in ("llama", "llama, tied", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "gpt-neox")],
-    *[(name, 2) for name in ("opt", "bert", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "example")],
+    *[(name, 2) for name in ("opt", "bert", "persimmon", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "example")],
     *[(name, 4) for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "mixtral", "deepseek-v2")],
     ("llama, 3 key-value heads", 3),
     ("llama", 1),

@@ -24,7 +24,7 @@ from .heads import (
     text_config,
 )
 from .layers import computes_by_itself, is_transposed
-from .pairs import pairing_problems
+from .pairs import norm_problems, pairing_problems
 from .share import shares_of
 from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Entry, Plan, Style
 
@@ -65,6 +65,8 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
     attributes = made.attributes(entries)
     if not made.problems:
         made.problems += pairing_problems(model, entries)
+        if plan is not None:
+            made.problems += norm_problems(model, entries)
     if made.problems:
         found = list(dict.fromkeys(made.problems))
         noun = "problem" if len(found) == 1 else "problems"

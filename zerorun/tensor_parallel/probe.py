@@ -69,14 +69,14 @@ def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
 
 
 def difference(block: nn.Module, plan: Plan, call: Call, width: int) -> str | None:
-    """Where ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
+    """How ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
     pattern = _randomized(block)
     args, kwargs, weight = _randomized_call(call, width)
     with torch.enable_grad():
         try:
             expected = _run(_copy(pattern), args, kwargs, weight)
         except Exception as error:
-            return f"the block cannot be run on {BATCH} x {TOKENS} tokens ({_short(error)})"
+            return f"cannot be run on {BATCH} x {TOKENS} tokens ({_short(error)})"
 
         def work(axis: ThreadAxis) -> Outcome:
             mine = _copy(pattern)
@@ -86,12 +86,12 @@ def difference(block: nn.Module, plan: Plan, call: Call, width: int) -> str | No
         try:
             outcomes = on_threads(plan.size, work)
         except Exception as error:
-            return f"divided, the block cannot be run ({_short(error)})"
+            return f"cannot be run when it is divided ({_short(error)})"
     largest = max(value.abs().max().item() for value in expected.values() if value.numel())
     for found in outcomes:
         for name, value in expected.items():
             if not _same(found[name], value, _TOLERANCE_OF_ALL * largest):
-                return name
+                return f"differs in {name}"
     return None
 
 
