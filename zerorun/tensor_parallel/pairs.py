@@ -71,9 +71,9 @@ def norm_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
     for owner in dict.fromkeys(entry.owner for entry in entries if entry.style in DIVIDED_COLUMN and not entry.parameter):
         for name in norms_of_heads(model, owner, planned):
             yield (
-                f"{name} works on heads that the plan divides, so that each rank has a summand of its gradient, and the plan "
-                "leaves it out. Remedy: add it as replicated_with_grad_allreduce if it treats every head by itself; else use "
-                "colwise_gather_output for the projections."
+                f"{name} works on heads that the plan divides, so that each rank has a summand of its gradient, and the "
+                "plan leaves it out. Remedy: add it as replicated_with_grad_allreduce if it treats every head by itself; "
+                "else use colwise_gather_output for the projections."
             )
 
 
