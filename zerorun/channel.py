@@ -310,11 +310,10 @@ class Channel:
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         """Let ``tensor`` be that of rank 0, in place. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():
-            value = tensor.detach().contiguous()
-            value = value if self.nccl else value.cpu()
-            self.books.count(label, value.numel() * value.element_size() * (self.size - 1) if self.rank == 0 else 0)
-            dist.broadcast(value, group=self.group, group_src=0)
-            tensor.detach().copy_(value)
+            through = tensor.detach().contiguous().to(self.device if self.nccl else "cpu")
+            self.books.count(label, through.nbytes * (self.size - 1) if self.rank == 0 else 0)
+            dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=0)  # bytes: any dtype
+            tensor.detach().copy_(through)
 
     def reduce_scatter(self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
         """Let ``out`` be the sum over the axis of this rank's chunk of the flat ``full``. Blocks."""

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from zerorun.tensor_parallel import parallelize
+from zerorun.tensor_parallel import infer_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
 from zerorun.tensor_parallel.share import partial_of, shares_of
@@ -54,6 +54,7 @@ def configuration(name: str) -> Any:
         "gpt-neox": lambda: t.GPTNeoXConfig(**OLD, intermediate_size=42),
         "opt": lambda: t.OPTConfig(**OLD, ffn_dim=42, word_embed_proj_dim=32, dropout=0),
         "bert": lambda: t.BertConfig(**OLD, intermediate_size=42, is_decoder=True),
+        "persimmon": lambda: t.PersimmonConfig(**{**COMMON, "num_key_value_heads": 4}),
         "mixtral": lambda: t.MixtralConfig(**{**COMMON, "intermediate_size": 48}, num_local_experts=4),
         "qwen2-moe": lambda: t.Qwen2MoeConfig(**COMMON, **MOE, shared_expert_intermediate_size=24),
         "qwen3-moe": lambda: t.Qwen3MoeConfig(**COMMON, **MOE, head_dim=8),
@@ -152,9 +153,10 @@ def check(model: nn.Module, size: int, plan: Any = None, arguments: dict[str, An
 
 CASES = [
     *[(name, 2) for name in ("llama", "llama, tied", "qwen2", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "gpt-neox")],
-    *[(name, 2) for name in ("opt", "bert", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "example")],
+    *[(name, 2) for name in ("opt", "bert", "persimmon", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "example")],
     *[(name, 4) for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "mixtral", "deepseek-v2")],
     ("llama, 3 key-value heads", 3),
+    ("llama", 1),
 ]
 
 
@@ -282,6 +284,45 @@ def test_models_without_values(name: str) -> None:
 
 
 def test_one_of_two_tied_layers_in_the_plan() -> None:
+    """The other is divided in the way that must follow."""
     tied = make("llama, tied")
-    check(tied, 2, {**BODY, "lm_head": "colwise_gather_output"})
-    check(tied, 2, {**BODY, "model.embed_tokens": "embedding_rowwise"})
+    for name, style in (("lm_head", "colwise_gather_output"), ("model.embed_tokens", "embedding_rowwise")):
+        description = check(tied, 2, {name: style})[4]
+        assert description.count("1 x [51, 32] -> [26, 32] [25, 32]") == 2
+
+
+def test_embedding_and_head_of_a_plain_module() -> None:
+    model = make("example")
+    plan = {**infer_plan(model, 2), "token": "embedding_rowwise", "head": "colwise_gather_output"}
+    assert len(plan) == 6
+    check(model, 2, plan)
+
+
+def test_copies_of_a_divided_model() -> None:
+    model = make("llama")
+    expected = loss_of(model).detach()
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        mine = copy.deepcopy(model)
+        parallelize(mine, region=Region(axis), sequence_parallel=True, vocab_parallel_loss=True)
+        return loss_of(copy.deepcopy(mine)).detach()
+
+    for loss in on_threads(2, work):
+        torch.testing.assert_close(loss, expected)
+
+
+def test_graphs_of_earlier_forwards_do_not_matter() -> None:
+    model = make("llama")
+
+    def work(axis: ThreadAxis) -> None:
+        mine = copy.deepcopy(model)
+        kept = [loss_of(mine)]
+        kept[0].backward()
+        done = parallelize(mine, region=Region(axis))
+        kept.append(loss_of(mine))
+        kept[1].backward()
+        done.undo()
+        loss_of(mine).backward()
+        assert all(param.grad.shape == param.shape for param in mine.parameters() if param.grad is not None)
+
+    on_threads(2, work)

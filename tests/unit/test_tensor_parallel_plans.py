@@ -185,6 +185,17 @@ def test_columns_and_rows_belong_together() -> None:
     assert make_plan(model, {up: "colwise_gather_output", down: "rowwise_split_input"}, 2).entries
 
 
+def test_norms_of_heads_are_not_forgotten() -> None:
+    config = transformers.Qwen3Config(**SIZES, **TOKENS, intermediate_size=40, num_key_value_heads=2, head_dim=8)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    plan = own_plan(model)
+    assert make_plan(model, plan, 2) == make_plan(model, None, 2)
+    del plan["model.layers.*.self_attn.q_norm"]
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_norm works on heads .* add it as replicated_with_grad"):
+        make_plan(model, plan, 2)
+
+
 def test_no_plan_and_no_ranks() -> None:
     with pytest.raises(ModelError, match="infer_plan"):
         make_plan(Stack("blocks"), None, 2)
@@ -245,6 +256,7 @@ def test_what_a_tie_leaves_open_is_refused() -> None:
     ("name", "message"),
     [
         ("MixtralConfig", r"mlp\.experts \(moe_tp_experts\): sequence parallelism cannot be done"),
+        ("Olmo2Config", r"self_attn has layers that are not in the plan beside .*q_proj \(colwise_gather_output\)"),
         ("OPTConfig", r"reshapes what is divided along the sequence"),
     ],
 )
@@ -261,6 +273,7 @@ def test_sequence_parallelism_is_refused(name: str, message: str) -> None:
 
 
 OTHER: dict[str, dict[str, Any]] = {
+    "Olmo2Config": {"intermediate_size": 40, "num_key_value_heads": 2},
     "MixtralConfig": {"intermediate_size": 48, "num_key_value_heads": 2},
     "OPTConfig": {"ffn_dim": 40, "word_embed_proj_dim": 32},
 }

@@ -94,7 +94,7 @@ def text_config(model: nn.Module) -> Any:
 def attributes_of(owner: str, attention: nn.Module, heads: Heads, query_width: int, size: int) -> list[Attribute]:
     """The attributes of ``attention`` that hold numbers of heads, or widths of all heads, and what they become.
 
-    ``query_width``: columns of all query heads.
+    ``query_width``: columns of all query heads; 0 if widths stay as they are.
     """
     local = heads.local(size)
     wanted = dict.fromkeys(_QUERY_COUNTS, (heads.query, local.query))

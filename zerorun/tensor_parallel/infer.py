@@ -19,7 +19,8 @@ from torch import nn
 
 from ..errors import ModelError
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
-from .layers import is_transposed
+from .layers import computes_by_itself, is_transposed
+from .pairs import norms_of_heads
 from .plan import linear_sizes, make_plan
 from .probe import capture, difference
 from .styles import Plan, Style
@@ -101,7 +102,7 @@ def prove_fused(model: nn.Module, plan: Plan) -> None:
             found = difference(block, plan.within(name), call, width) if call is not None else None
             if found is not None:
                 raise ModelError(
-                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, differs in {found}. "
+                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, {found}. "
                     'Remedy: "fused_colwise" for query, key and value blocks, "colwise" for those of each head in turn.'
                 )
 
@@ -122,7 +123,7 @@ def _containers(model: nn.Module) -> list[str]:
 
 def _linears(block: nn.Module) -> Iterator[_Linear]:
     for name, module in block.named_modules():
-        if name and (isinstance(module, nn.Linear) or is_transposed(module)):
+        if name and (isinstance(module, nn.Linear) or is_transposed(module)) and not computes_by_itself(module):
             yield _Linear(name, *linear_sizes(name, module, "colwise"))
 
 
@@ -150,6 +151,9 @@ def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
         chosen: dict[str, Style] = {}
         for group, style in zip(groups, styles, strict=True):
             chosen |= group.plan(style)
+            owner = group.columns[0].name.rpartition(".")[0]
+            inner = dict.fromkeys(norms_of_heads(block, owner, list(chosen)), "replicated_with_grad_allreduce")
+            chosen |= inner
         try:
             made = make_plan(model, {f"{name}.{own}": style for own, style in chosen.items()}, size)
         except ModelError as error:
@@ -158,7 +162,7 @@ def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
         found = difference(block, made.within(name), call, width)
         if found is None:
             return chosen
-        reasons.append(f"{', '.join(f'{own}: {style}' for own, style in chosen.items())}: differs in {found}")
+        reasons.append(f"{', '.join(f'{own}: {style}' for own, style in chosen.items())}: the block {found}")
     raise ModelError(
         f"no plan can be inferred for {label} over {size} ranks. Tried:\n  " + "\n  ".join(reasons) + f"\n{_REMEDY}"
     )

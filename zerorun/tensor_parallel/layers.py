@@ -192,8 +192,20 @@ def join(module: nn.Module, axis: Axis) -> None:
         param = module._parameters.get(name)
         if param is None or tuple(param.shape) != share.local_shape:
             continue
-        param.grad = None
-        param.data = whole_of(param.data, share, axis)
+        _put(param, whole_of(param.data, share, axis))
+
+
+def _put(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Let ``param`` have a value of another shape, and no gradient.
+
+    While somebody keeps the graph of an earlier forward, autograd expects gradients of the shape that the parameter had. It
+    forgets that if the dtype changes.
+    """
+    param.grad = None
+    if param.is_floating_point():
+        other = torch.float32 if param.dtype == torch.float64 else torch.float64
+        param.data = torch.empty(0, dtype=other, device=param.device)
+    param.data = value
 
 
 def whole_of(part: torch.Tensor, share: Share, axis: Axis) -> torch.Tensor:
@@ -239,7 +251,7 @@ def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
     known = region.divided.get(param)
     if known is None:
         known = region.divided[param] = Share(tuple(param.shape), dim, own)
-        param.data = known.cut(param.data)
+        _put(param, known.cut(param.data))
     elif (known.dim, known.ranges) != (dim, own):
         raise ModelError(
             f"two layers share a parameter of shape {known.shape}, and the plan divides it in two ways. Remedy: let the "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from .heads import FUSED_NAMES, QUERY_NAMES
+from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
 from .styles import DIVIDED_COLUMN, Entry
 
 
@@ -38,6 +38,42 @@ def pairing_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
                 f"{entry.name} (rowwise) has {entry.lengths[0]} input columns, and the column-parallel layers near it "
                 f"have {sorted(widths)}, so that its input is not divided as its weight. Remedy: rowwise_split_input with "
                 "colwise_gather_output."
+            )
+
+
+def norms_of_heads(model: nn.Module, owner: str, planned: list[str]) -> list[str]:
+    """Names of norms in the attention ``owner`` that work on what its column-parallel layers give, not on what they get.
+
+    They are told by their size. Each rank has a summand of their gradients, if they treat heads alike.
+    """
+    holder = model.get_submodule(owner)
+    projections = {name for name, _ in holder.named_children()} & (QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES)
+    if not projections:
+        return []
+    widths = {_input_width(child) for child in holder.children()}
+    start = f"{owner}." if owner else ""
+    found = []
+    for name, child in holder.named_children():
+        sizes = {param.numel() for param in child._parameters.values() if param is not None and param.dim() == 1}
+        if sizes and not sizes & widths and f"{start}{name}" not in planned and not isinstance(child, nn.Linear):
+            found.append(f"{start}{name}")
+    return found
+
+
+def _input_width(layer: nn.Module) -> int | None:
+    width = getattr(layer, "in_features", getattr(layer, "nx", None))
+    return width if isinstance(width, int) else None
+
+
+def norm_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
+    """Norms of heads that a plan has forgotten."""
+    planned = [entry.name for entry in entries]
+    for owner in dict.fromkeys(entry.owner for entry in entries if entry.style in DIVIDED_COLUMN and not entry.parameter):
+        for name in norms_of_heads(model, owner, planned):
+            yield (
+                f"{name} works on heads that the plan divides, so that each rank has a summand of its gradient, and the "
+                "plan leaves it out. Remedy: add it as replicated_with_grad_allreduce if it treats every head by itself; "
+                "else use colwise_gather_output for the projections."
             )
 
 

@@ -24,7 +24,7 @@ from .heads import (
     text_config,
 )
 from .layers import computes_by_itself, is_transposed
-from .pairs import pairing_problems
+from .pairs import norm_problems, pairing_problems
 from .share import shares_of
 from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Entry, Plan, Style
 
@@ -57,7 +57,7 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
             "pass a plan (name pattern -> style), or let zerorun.tensor_parallel.infer_plan propose one."
         )
     _refuse_changed(model)
-    made = _Maker(model, size)
+    made = _Maker(model, size, shipped=plan is None)
     for name, pattern, style in made.matches(patterns, given=plan is not None):
         made.enter(name, pattern, style)
     made.follow_ties()
@@ -65,6 +65,8 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
     attributes = made.attributes(entries)
     if not made.problems:
         made.problems += pairing_problems(model, entries)
+        if plan is not None:
+            made.problems += norm_problems(model, entries)
     if made.problems:
         found = list(dict.fromkeys(made.problems))
         noun = "problem" if len(found) == 1 else "problems"
@@ -94,8 +96,8 @@ def _refuse_changed(model: nn.Module) -> None:
 class _Maker:
     """Collects the entries of one plan and what is wrong with it."""
 
-    def __init__(self, model: nn.Module, size: int) -> None:
-        self.model, self.size = model, size
+    def __init__(self, model: nn.Module, size: int, *, shipped: bool) -> None:
+        self.model, self.size, self.shipped = model, size, shipped
         self.modules = dict(model.named_modules())
         self.params = dict(model.named_parameters())
         self.entries: dict[str, Entry] = {}
@@ -307,6 +309,8 @@ class _Maker:
                 continue
             fused = next((e.lengths[0] for e in known if len(e.lengths) > 1), None)
             width = fused or query_width_of(heads, [(e.leaf, sum(e.lengths)) for e in known])
+            if self.shipped:  # the forward of a model that ships a plan reads widths from its activations
+                width = None
             found += attributes_of(owner, self.modules[owner], heads, width or 0, self.size)
         return list(dict.fromkeys(found))
 

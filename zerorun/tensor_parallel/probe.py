@@ -69,29 +69,29 @@ def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
 
 
 def difference(block: nn.Module, plan: Plan, call: Call, width: int) -> str | None:
-    """Where ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
+    """How ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
     pattern = _randomized(block)
     args, kwargs, weight = _randomized_call(call, width)
     with torch.enable_grad():
         try:
-            expected = _run(copy.deepcopy(pattern), args, kwargs, weight)
+            expected = _run(_copy(pattern), args, kwargs, weight)
         except Exception as error:
-            return f"the block cannot be run on {BATCH} x {TOKENS} tokens ({_short(error)})"
+            return f"cannot be run on {BATCH} x {TOKENS} tokens ({_short(error)})"
 
         def work(axis: ThreadAxis) -> Outcome:
-            mine = copy.deepcopy(pattern)
+            mine = _copy(pattern)
             convert(mine, plan, Region(axis))
             return _whole(mine, _run(mine, args, kwargs, weight), axis)
 
         try:
             outcomes = on_threads(plan.size, work)
         except Exception as error:
-            return f"divided, the block cannot be run ({_short(error)})"
+            return f"cannot be run when it is divided ({_short(error)})"
     largest = max(value.abs().max().item() for value in expected.values() if value.numel())
     for found in outcomes:
         for name, value in expected.items():
             if not _same(found[name], value, _TOLERANCE_OF_ALL * largest):
-                return name
+                return f"differs in {name}"
     return None
 
 
@@ -122,6 +122,12 @@ def _randomized(block: nn.Module) -> nn.Module:
         if config is not None:
             memo[id(config)] = config
     return copy.deepcopy(block, memo).eval()
+
+
+def _copy(block: nn.Module) -> nn.Module:
+    """A copy whose parameters have the same memory, until they are divided, and gradients of their own."""
+    memo: dict[int, Any] = {id(param): nn.Parameter(param.data) for param in block.parameters()}
+    return copy.deepcopy(block, memo)
 
 
 def _plain(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ..errors import ModelError
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
 from .styles import COLUMN, HOOKED, Plan
 
-_POSITION_WISE = ("norm",)  # in the lower-case names of classes
+_POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
 
 
 class SequenceParallel:
@@ -47,6 +47,9 @@ class SequenceParallel:
             blocks[-1].register_forward_hook(self._end),
         ]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
+        return self  # as the region that copies of a model share
+
     def remove(self) -> None:
         """Take the hooks away, before the layers are restored."""
         for handle in self.handles:
@@ -71,8 +74,7 @@ class SequenceParallel:
         planned = {entry.name for entry in plan.entries}
         for owner in dict.fromkeys(entry.owner for entry in columns):
             module = model.get_submodule(f"{name}.{owner}")
-            holders = [own for own, child in module.named_modules() if child._parameters]
-            if not all(own and f"{owner}.{own}" in planned for own in holders):
+            if not _is_planned(module, owner, planned):
                 continue
             self.handles.append(module.register_forward_pre_hook(self._gather, with_kwargs=True))
             for entry in columns:
@@ -140,8 +142,20 @@ def blocks_of(model: nn.Module, plan: Plan) -> str:
     return found[0]
 
 
+def _is_planned(module: nn.Module, name: str, planned: set[str]) -> bool:
+    """True if every parameter below ``module`` is one of a module in the plan."""
+    return all(own and f"{name}.{own}" in planned for own, child in module.named_modules() if child._parameters)
+
+
 def _check_position_wise(model: nn.Module, plan: Plan, name: str) -> None:
     planned = {entry.name for entry in plan.entries}
+    for entry in plan.entries:
+        gathers = entry.style == "colwise_gather_output" and entry.name.startswith(name + ".")
+        if gathers and not _is_planned(model.get_submodule(entry.owner), entry.owner, planned):
+            raise ModelError(
+                f"{entry.owner} has layers that are not in the plan beside {entry.name} ({entry.style}): they may see the "
+                "whole sequence or a part of it. Remedy: sequence_parallel=False."
+            )
     for own, module in model.get_submodule(name).named_modules(prefix=name):
         if not module._parameters or own in planned or not own:
             continue
