@@ -32,6 +32,11 @@ from .zero.stepping import ShardedOptimizer, Summary
 from .zero.unit import Unit, links_of
 
 
+# How far losses may differ, relatively, that are computed from the same activations; and for how many steps that is looked
+# at where looking means to wait for the device.
+_APART, _COMPARED_STEPS = 1e-4, 10
+
+
 class Engine:
     """A module in training. Made by ``zerorun.initialize``.
 
@@ -174,6 +179,9 @@ class Engine:
 
     def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
+        if self.topology.tensor > 1 and (self.device.type == "cpu" or self.global_steps < _COMPARED_STEPS):
+            value = float(loss.detach())
+            self._compared += value if math.isfinite(value) else 0.0
         if ignore or self.scaler.dynamic or self.device.type != "cpu" or math.isfinite(float(loss.detach())):
             return
         name = find_released_use(loss, self.units, self.runtime.visited)
@@ -219,6 +227,7 @@ class Engine:
         self._steps_seen = 0  # of them, followed by a step()
         self._loss_mode = None
         self._weight = 0.0
+        self._compared = 0.0  # sum of losses, where ranks must have the same
         self._bad_losses: list[int] = []  # micro-batches, counted from 0
         self._culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
         self.runtime.inspect = self._inspect if self.scaler.at_minimum else None
@@ -253,7 +262,7 @@ class Engine:
         """Update the weights from the reduced gradients of all micro-batches, and what else is due after a step."""
         assert self.sharded is not None
         wishes = self.routine.wishes() if self.routine is not None else ()
-        summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight, wishes)
+        summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight, self._compared, wishes)
         try:
             self._update(summary)
         finally:
@@ -265,6 +274,12 @@ class Engine:
         assert self.sharded is not None
         if summary.bad_losses:
             raise NonFiniteError(self._explain("the loss is NaN or infinite", self._bad_losses))
+        if summary.apart > _APART:
+            raise StepError(
+                f"ranks of one tensor-parallel group had different losses at step {self.global_steps}: they saw different "
+                "data, or drew different random numbers. Weights are those before this step. Remedy: choose data by "
+                "engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a group alike."
+            )
         unscale = 1.0 / (self._divisor(summary) * self.scaler.scale)
         self._grad_norm = math.sqrt(summary.square_sum) * unscale if summary.finite else summary.square_sum
         self.global_steps += 1
@@ -601,8 +616,9 @@ class Engine:
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
         stage, topology = self.config.zero_optimization.stage, self.topology
+        beyond = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
         return (
-            f"stage {stage}, {topology.replicate} x {topology.shard} data-parallel ranks, {len(self.units)} units; "
+            f"stage {stage}, {beyond}{topology.replicate} x {topology.shard} data-parallel ranks, {len(self.units)} units; "
             f"compute {compute}, master, accumulation and sums float32, gradients on the wire {wire}; "
             f"per rank, before optimizer states: {kinds}"
         )

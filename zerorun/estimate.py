@@ -147,6 +147,13 @@ def estimate_memory(
     if world_size < 1:
         raise TopologyError(f"world_size must be at least 1, got {world_size}.")
     wanted, raw = take_in(model, config, None, optimizer, model_parameters, world_size)
+    if wanted.tensor_parallel.size * wanted.pipeline.stages > 1:
+        raise TopologyError(
+            "estimate_memory() knows data-parallel ranks only, and the configuration has "
+            f"{wanted.tensor_parallel.size} tensor ranks and {wanted.pipeline.stages} pipeline stages. Remedy: estimate "
+            "one stage of the model, with both degrees 1 and world_size the data-parallel ranks; the layers that are "
+            "divided take 1 / tensor_parallel.size of it."
+        )
     kind = torch.device(device).type if device is not None else default_device().type
     local = min(ranks_per_node or _RANKS_PER_NODE, world_size)
     transport = transport or default_transport(kind, world_size, local)

@@ -201,26 +201,28 @@ class PipelineEngine(Engine):
     def _take(self, given: Iterator[Any] | None, count: int) -> list[Any]:
         """``count`` micro-batches, where this rank reads data. Raises StopIteration on all ranks if any has too few."""
         found: list[Any] = [None] * count
-        ended = False
+        ended = missing = False
         if self.is_first_stage() or self.is_last_stage():
             source = given if given is not None else self._own_data()
+            missing = source is None
             try:
-                found = [next(source) for _ in range(count)]
+                found = [next(source) for _ in range(count)] if source is not None else found
             except StopIteration:
                 ended = True
-        if self.comm.control_sum(torch.tensor([float(ended)]))[0]:
+        nothing, too_few = self.comm.control_sum(torch.tensor([float(missing), float(ended)])).tolist()
+        if nothing:
+            raise PipelineError(
+                "train_batch() was given no data on the first or last stage, and initialize() none either. Remedy: pass an "
+                "iterator over micro-batches, or training_data to initialize()."
+            )
+        if too_few:
             raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")
         if self._batch_fn is not None and found[0] is not None:
             found = [self._batch_fn(batch) for batch in found]
         return [_to(batch, self.device) for batch in found]
 
-    def _own_data(self) -> Iterator[Any]:
-        if self._data is None:
-            if self.dataloader is None:
-                raise PipelineError(
-                    "train_batch() was given no data, and initialize() none either. Remedy: pass an iterator over "
-                    "micro-batches, or training_data to initialize()."
-                )
+    def _own_data(self) -> Iterator[Any] | None:
+        if self._data is None and self.dataloader is not None:
             self._data = _again_and_again(self.dataloader)
         return self._data
 

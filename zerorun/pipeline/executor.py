@@ -71,14 +71,16 @@ class Executor:
         """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is."""
         self._kept, self.losses, self.outputs = {}, [], []
         self._keeps_outputs = schedule.kind == FORWARD_ONLY
-        for action, is_last in self._with_last(schedule):
-            begun = time.perf_counter()
-            self._act(action, batches, schedule.stages, is_last)
-            if self.spans is not None and action.kind.computes:
-                self.spans.append(Span(action, begun, time.perf_counter()))
-        if self._courier is not None:
-            self._courier.finish()
-        self._kept = {}
+        try:
+            for action, is_last in self._with_last(schedule):
+                begun = time.perf_counter()
+                self._act(action, batches, schedule.stages, is_last)
+                if self.spans is not None and action.kind.computes:
+                    self.spans.append(Span(action, begun, time.perf_counter()))
+            if self._courier is not None:
+                self._courier.finish()
+        finally:
+            self._kept = {}  # graphs whose hooks refer to the engine
 
     def _with_last(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
         """The actions, each with whether no gradient comes after it."""

@@ -29,6 +29,7 @@ class Summary:
     bad_losses: int  # losses that were NaN or infinite
     weight: float  # of the losses that came with one
     unused: bool  # some parameter had no gradient on some rank
+    apart: float = 0.0  # how much the losses of ranks differ that should have the same; relative
     wishes: tuple[int, ...] = ()  # how many ranks wish each of the things that ``summarise`` was given
 
     @property
@@ -53,27 +54,32 @@ class ShardedOptimizer:
         self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._segments = [segment for unit in units for segment in unit.trainable]
 
-    def summarise(self, runtime: Runtime, bad_losses: int, weight: float, wishes: Sequence[bool] = ()) -> Summary:
+    def summarise(
+        self, runtime: Runtime, bad_losses: int, weight: float, loss: float = 0.0, wishes: Sequence[bool] = ()
+    ) -> Summary:
         """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late.
 
-        ``wishes``: what else ranks want to know of each other; as many on every rank.
+        ``loss``: the sum of this rank's, which must be that of all ranks of its tensor group. ``wishes``: what else ranks want to know of each other; as many on every rank.
         """
         runtime.finish_reductions()
         self.drain()
         if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
             self._sum_beyond(runtime)
         unused = any(False in segment.used for segment in self._segments)
-        first = self.comm.topology.tensor_rank == 0  # of ranks with the same losses one counts
-        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight if first else 0.0, *wishes]
+        topology = self.comm.topology
+        first = topology.tensor_rank == 0  # of ranks with the same losses one counts
+        other = loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
+        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight if first else 0.0, other, abs(other)]
+        values += wishes
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             late = self.comm.data_objects(runtime.late)
             runtime.settle(set().union(*late))
             self.drain()
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
-        square_sum, _, unused_sum, bad, weights, *wished = total.tolist()
-        counts = tuple(int(count) for count in wished)
-        return Summary(square_sum / self.comm.topology.replicate, int(bad), weights, unused_sum > 0, counts)
+        square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
+        counts, apart = tuple(int(count) for count in wished), abs(others) / scale if scale else 0.0
+        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
 
     def _sum_beyond(self, runtime: Runtime) -> None:
         """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""

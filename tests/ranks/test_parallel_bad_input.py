@@ -1,0 +1,187 @@
+"""Bad input to tensor and pipeline parallelism: one clear error on all ranks, and nobody hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from test_parallel_matrix import batch_of, build, data_of
+from test_pipeline import batch_of as pair_of
+from test_pipeline import build as build_layers
+from torch import nn
+from training import make_config
+
+import zerorun
+from zerorun.errors import ZerorunError
+from zerorun.pipeline.module import PipelineModule
+
+
+def attempt(act: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        act()
+    except (ZerorunError, StopIteration) as error:
+        return type(error).__name__, str(error)
+    return "", "nothing was raised"
+
+
+def initialize_with(model: str, changes: dict[str, Any]) -> tuple[str, str]:
+    """At once: nothing of a model that is refused may be changed."""
+    module = build(model)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = attempt(lambda: zerorun.initialize(module, {**make_config(1), **changes}))
+    after = module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert module(**batch_of(0, 0, 0)).loss > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "model", "changes", "kind", "words"),
+    (
+        (3, "llama", {"tensor_parallel": {"size": 2}}, "ConfigError", ("tensor_parallel.size", "3 ranks", "multiple of 2")),
+        (2, "gpt2", {"pipeline": {"stages": 4}}, "ConfigError", ("pipeline.stages", "2 ranks", "multiple of 4")),
+        (3, "llama", {"tensor_parallel": {"size": 3}}, "ModelError", ("4 query heads", "tensor_parallel.size 3", "[1, 2, 4]")),
+        (
+            2,
+            "llama",
+            {"tensor_parallel": {"size": 2, "plan": {"model.layers.*.attention": "colwise"}}},
+            "ModelError",
+            ("model.layers.*.attention", "matches no module"),
+        ),
+        (
+            2,
+            "llama",
+            {"tensor_parallel": {"size": 2, "plan": {"model.norm": "colwise"}}},
+            "ModelError",
+            ("model.norm", "LlamaRMSNorm", "nn.Linear or Conv1D"),
+        ),
+        (
+            2,
+            "llama",
+            {"tensor_parallel": {"size": 2, "plan": {"lm_head": "sideways"}}},
+            "ModelError",
+            ("'sideways' is not known", "colwise"),
+        ),
+        (2, "gpt2", {"pipeline": {"stages": 2, "partition": [1, 1]}}, "PipelineError", ("partition",)),
+        (2, "gpt2", {"pipeline": {"stages": 2, "partition": "type:Nothing"}}, "PipelineError", ("Nothing", "GPT2Block")),
+    ),
+)
+def test_refused_before_anything_is_changed(
+    world: int, model: str, changes: dict[str, Any], kind: str, words: tuple[str, ...]
+) -> None:
+    found = run_ranks(world, initialize_with, model, changes)
+    for raised, message in found:
+        assert raised == kind, message
+        for word in words:
+            assert word in message
+        assert "Remedy" in message or "Use" in message or "Start" in message
+
+
+def too_many_stages() -> tuple[str, str]:
+    return attempt(lambda: build_layers(0, num_stages=3))
+
+
+def test_more_stages_than_layers() -> None:
+    for kind, message in run_ranks(3, too_many_stages):
+        assert kind == "PipelineError"
+        assert "2 layers" in message
+        assert "3" in message
+
+
+class Odd(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"x": x, "odd": {"inner": iter([1])}}
+
+
+def send_odd() -> tuple[str, str]:
+    layers = [nn.Linear(4, 4), Odd(), lambda value: value["x"], nn.Linear(4, 1)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=lambda out, labels: out.mean(), partition_method="uniform")
+    engine = zerorun.initialize(module, make_config(1))
+    found = attempt(lambda: engine.train_batch(iter([(torch.ones(2, 4), None)])))
+    engine.destroy()
+    return found
+
+
+def test_what_cannot_cross_is_named_on_both_sides() -> None:
+    for kind, message in run_ranks(2, send_odd):
+        assert kind == "PipelineError"
+        assert "list_iterator (at ['odd']['inner']), which cannot be sent" in message
+
+
+def different_data() -> tuple[str, str]:
+    engine = zerorun.initialize(build("llama"), {**make_config(1), "tensor_parallel": {"size": 2}})
+    batch = batch_of(0, 0, dist.get_rank())
+
+    def act() -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
+
+    found = attempt(act)
+    weights = engine.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in build("llama").state_dict().items())
+    engine.destroy()
+    return found
+
+
+def test_tensor_ranks_with_different_data_are_told() -> None:
+    for kind, message in run_ranks(2, different_data):
+        assert kind == "StepError"
+        assert "different losses at step 0" in message
+        assert "engine.topology.data_parallel_rank" in message
+
+
+def run_out_of_data() -> list[tuple[str, str]]:
+    engine = zerorun.initialize(build("gpt2"), {**make_config(2, accumulation=3), "pipeline": {"stages": 3}})
+    data = iter(list(data_of(0, 3))[:4])
+    engine.train_batch(data)
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.train_batch(data),
+        lambda: engine(batch_of(0, 0, 0)),
+        lambda: engine.backward(torch.zeros(())),
+        engine.step,
+        lambda: engine.train_batch(),
+    ]
+    found = [attempt(call) for call in calls]
+    engine.train_batch(data_of(0, 3))  # it goes on
+    engine.destroy()
+    return found
+
+
+def test_ends_and_misuse_of_a_pipeline() -> None:
+    for ended, *misused, no_data in run_ranks(3, run_out_of_data):
+        assert ended[0] == "StopIteration"
+        assert [kind for kind, _ in misused] == ["PipelineError"] * 3
+        assert all("engine.train_batch(data_iter)" in message for _, message in misused)
+        assert no_data[0] == "PipelineError"
+        assert "no data on the first or last stage" in no_data[1]
+
+
+def evaluate() -> tuple[float, float, int, list[float]]:
+    torch.manual_seed(0)
+    engine = zerorun.initialize(build_layers(4, num_stages=2), make_config(3, accumulation=2))
+    batches = [pair_of(0, micro, engine.topology.data_parallel_rank) for micro in range(4)]
+    loss, logits = engine.eval_batch(iter(batches), return_logits=True, num_micro_batches=4)
+    again = engine.eval_batch(iter(batches), num_micro_batches=4)
+    single = engine.eval_batch(iter(batches), reduce_output=None, num_micro_batches=4)
+    engine.destroy()
+    return float(loss), float(again), len(logits), [float(value) for value in single]
+
+
+def test_evaluation_equals_one_process() -> None:
+    model = build_layers(4, num_stages=1)
+    with torch.no_grad():
+        losses = [
+            [float(model.loss_of(model(pair_of(0, micro, rank)[0]), pair_of(0, micro, rank))) for micro in range(4)]
+            for rank in (0, 1)
+        ]
+    mean = sum(map(sum, losses)) / 8
+    found = run_ranks(4, evaluate)
+    for rank, (loss, again, count, single) in enumerate(found):
+        assert loss == again == pytest.approx(mean, rel=1e-6)
+        assert count == (4 if rank >= 2 else 0)
+        assert single == pytest.approx(losses[rank - 2] if rank >= 2 else [], rel=1e-6)
