@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Divided:
-    """How a tensor is divided: along ``dim`` in blocks of ``lengths``; ``alike`` neighbouring tensor ranks have the same."""
+    """How a tensor is divided: along ``dim`` in blocks of ``lengths``; ``alike`` neighbouring ranks have the same."""
 
     shape: tuple[int, ...]
     dim: int = -1
