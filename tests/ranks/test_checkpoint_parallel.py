@@ -128,21 +128,17 @@ def make_engine(cell: Cell, seed: int, *, frozen: bool = False, model: nn.Module
     return engine
 
 
-def train(engine: zerorun.Engine, steps: int) -> list[float]:
-    """Data-parallel ranks divide the samples, all others have the same. Stages of a pipeline are trained each on its own."""
-    losses = []
+def train(engine: zerorun.Engine, steps: int) -> None:
+    """Data-parallel ranks divide the samples, all others have the same. Stages of a pipeline are trained apart."""
     topology = engine.topology
     for step in range(steps):
         samples = range(topology.data_parallel_rank, SAMPLES, topology.data_parallel_size)
         ids = torch.cat([tokens(Place(0, step, index)) for index in samples])
-        if topology.pipe == 1:
-            loss = token_loss(engine, ids)
-        else:
-            loss = engine(ids).float().square().mean()
+        loss = token_loss(engine, ids) if topology.pipe == 1 else engine(ids).float().square().mean()
         engine.backward(loss)
         engine.step()
-        losses.append(loss.item())
-    return losses
+    if topology.pipe > 1:
+        tie_stages(engine)
 
 
 def whole_of(engine: zerorun.Engine) -> Whole:
@@ -163,38 +159,31 @@ def whole_of(engine: zerorun.Engine) -> Whole:
 
 
 def tie_stages(engine: zerorun.Engine) -> None:
-    """Let both stages have the same in the tensor that they share: they are trained apart here."""
+    """Let both stages have the same of the tensor that they share: here they are trained apart."""
     mine = engine.module.embed.weight if hasattr(engine.module, "embed") else engine.module.head.weight
-    for get, set_ in (
-        (zerorun.zero.safe_get_full_fp32_param, zerorun.zero.safe_set_full_fp32_param),
-        *(
-            (
-                lambda p, k=key: zerorun.zero.safe_get_full_optimizer_state(p, k),
-                lambda p, v, k=key: zerorun.zero.safe_set_full_optimizer_state(p, v, k),
-            )
-            for key in ("exp_avg", "exp_avg_sq")
-        ),
-    ):
-        value = get(mine).contiguous()
-        dist.broadcast(value, 0)
-        set_(mine, value)
+    master = zerorun.zero.safe_get_full_fp32_param(mine).contiguous()
+    dist.broadcast(master, 0)
+    zerorun.zero.safe_set_full_fp32_param(mine, master)
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = zerorun.zero.safe_get_full_optimizer_state(mine, key).contiguous()
+        dist.broadcast(state, 0)
+        zerorun.zero.safe_set_full_optimizer_state(mine, state, key)
     engine.runtime.publish()
 
 
-def save(folder: str, cells: dict[str, Cell], asynchronous: bool) -> dict[str, Whole]:
+def save(folder: str, cells: dict[str, Cell], asynchronous: bool) -> dict[str, tuple[Whole, Whole]]:
+    """name -> what a checkpoint must hold, and what an export."""
     results = {}
     for name, cell in cells.items():
         engine = make_engine(cell, seed=1)
         train(engine, 2)
-        if cell[0] > 1:
-            tie_stages(engine)
         expected = whole_of(engine)
         engine.save_checkpoint(folder, tag=name, client_state={"cell": name}, asynchronous=asynchronous)
         if asynchronous:
             train(engine, 1)  # what is saved is as it was
         engine.wait_for_checkpoint()
-        results[name] = expected
         engine.export(Path(folder) / "exported" / name)
+        results[name] = expected, engine.state_dict()
         engine.destroy()
     return results
 
@@ -240,16 +229,19 @@ SAVED: dict[int, dict[str, Cell]] = {
 LOADED: dict[int, list[Cell]] = {
     1: [(1, 1, 0, 3, "fp32")],
     2: [(1, 1, 0, 3, "fp32"), (1, 2, 0, 3, "fp32"), (2, 1, 0, 1, "fp32")],
+    3: [(1, 3, 0, 1, "fp32")],
     4: [(1, 4, 0, 3, "fp32"), (1, 2, 0, 1, "fp32"), (2, 2, 0, 3, "fp32"), (2, 1, 1, 2, "fp32")],
 }
 
 
 def test_every_division_loads_at_every_other(tmp_path: Path) -> None:
     """Weights, masters and moments come back bit for bit; saved again elsewhere, and loaded by one rank, too."""
-    expected: dict[str, Whole] = {}
+    made: dict[str, tuple[Whole, Whole]] = {}
     for world, cells in SAVED.items():
-        expected |= run_ranks(world, save, str(tmp_path), cells, world == 4, timeout_s=300)[0]
-    names = list(expected)
+        made |= run_ranks(world, save, str(tmp_path), cells, world == 4, timeout_s=300)[0]
+    expected = {name: held for name, (held, _) in made.items()}
+    names, moments = list(expected), [key for key in expected["one"] if key.endswith("/exp_avg_sq")]
+    assert len(moments) == len(dict(Model().named_parameters()))
     for world, cells in LOADED.items():
         for by_rank in run_ranks(world, load, str(tmp_path), names, cells, f"back{world}-", timeout_s=500):
             for (name, cell), (found, client) in by_rank.items():
@@ -258,19 +250,36 @@ def test_every_division_loads_at_every_other(tmp_path: Path) -> None:
     again = [f"back{world}-{name}" for world in LOADED for name in names]
     for (name, cell), (found, _) in run_ranks(1, load, str(tmp_path), again, LOADED[1], "last-", timeout_s=300)[0].items():
         assert_same(found, expected[name.partition("-")[2]], (name, cell))
-    for name, whole in expected.items():
-        assert_exported(tmp_path / "exported" / name, whole)
+    for name, (_, weights) in made.items():
+        files = [safetensors.torch.load_file(path) for path in (tmp_path / "exported" / name).glob("*.safetensors")]
+        assert sum(map(len, files)) == len(weights) - 1, "a tied tensor is written once"
+        exported = {key: value for file in files for key, value in file.items()}
+        assert_same(exported | {"head.weight": exported["embed.weight"]}, weights, name)
 
 
-def assert_exported(folder: Path, whole: Whole) -> None:
-    """The weights, whole, under the names of the model; a tied one once."""
-    found: Whole = {}
-    for file in folder.glob("*.safetensors"):
-        found |= safetensors.torch.load_file(file)
-    expected = {name: value for name, value in whole.items() if "/" not in name and name != "head.weight"}
-    if not folder.name.startswith(("tensor4", "tensor2-d", "tensor2-r", "pipe2-t", "pipe2-d")):  # trained on after saving
-        assert_same(found, expected, folder.name)
-    assert {name: value.shape for name, value in found.items()} == {name: v.shape for name, v in expected.items()}
+def save_apart(folder: str, cell: Cell) -> Whole:
+    engine = make_engine(cell, seed=1)
+    train(engine, 2)
+    engine.save_checkpoint(Path(folder) / f"disk{dist.get_rank()}")
+    found = whole_of(engine)
+    engine.destroy()
+    return found
+
+
+def load_apart(folder: str, cell: Cell) -> Whole:
+    engine = make_engine(cell, seed=2)
+    engine.load_checkpoint(Path(folder) / f"disk{dist.get_rank()}")
+    found = whole_of(engine)
+    engine.destroy()
+    return found
+
+
+def test_every_rank_has_a_disk_of_its_own(tmp_path: Path) -> None:
+    """Then ranks send one another what is in their files, picked from the rows there."""
+    expected = run_ranks(4, save_apart, str(tmp_path), (1, 2, 0, 1, "fp32"))[0]
+    for cell in ((1, 4, 0, 2, "fp32"), (1, 2, 0, 3, "fp32")):
+        for found in run_ranks(4, load_apart, str(tmp_path), cell):
+            assert_same(found, expected, cell)
 
 
 # -- half precision, frozen weights, pretrained ones -------------------------------------------------------------
