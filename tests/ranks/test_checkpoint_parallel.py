@@ -383,3 +383,71 @@ def test_what_a_stage_lacks_is_an_error_on_all_ranks(cell: Cell, tmp_path: Path)
     texts = run_ranks(cell[0] * cell[1], load_other, str(tmp_path), cell)
     assert len({tuple(found) for found in texts}) == 1
     assert all("lacks 'late'" in text for text in texts[0])
+
+
+# -- ranks and stages that have nothing --------------------------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """One hidden element, which one tensor rank has."""
+
+    def __init__(self, topology: zerorun.Topology) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(1, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        if topology.tensor > 1:
+            region, own = (
+                make_region(topology, torch.device("cpu")),
+                (even_range(1, topology.tensor_rank, topology.tensor),),
+            )
+            make_column_parallel(self.up, region, own)
+            make_row_parallel(self.down, region, own)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(x + self.down(torch.tanh(self.up(x))))
+
+
+def use_narrow(folder: str, cell: Cell, load: bool) -> Whole:
+    torch.manual_seed(2 if load else 1)
+    engine = make_engine(cell, seed=0, model=Narrow(topology_of(*cell[:3])))
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        train(engine, 2)
+        engine.save_checkpoint(folder)
+    found = whole_of(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rank_without_elements_of_a_tensor(precision: str, tmp_path: Path) -> None:
+    expected = run_ranks(2, use_narrow, str(tmp_path), (1, 2, 0, 1, precision), False)[0]
+    for world, cell in ((1, (1, 1, 0, 1, precision)), (4, (1, 2, 0, 3, precision))):
+        for found in run_ranks(world, use_narrow, str(tmp_path), cell, True):
+            assert_same(found, expected, cell)
+
+
+def use_without_optimizer(folder: str, cell: Cell, load: bool) -> Whole:
+    """The last stage has nothing to train."""
+    topology = topology_of(*cell[:3])
+    torch.manual_seed(2 if load else 1)
+    engine = make_engine(cell, seed=0, model=Model(topology.pipe_rank if cell[0] > 1 else None))
+    if topology.pipe_rank == 1:
+        engine.sharded = None
+        engine._checkpointer = None
+    if load:
+        engine.load_checkpoint(folder, allow_missing=["rng"])
+    else:
+        engine.save_checkpoint(folder)
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+def test_a_stage_that_trains_nothing(tmp_path: Path) -> None:
+    expected = run_ranks(2, use_without_optimizer, str(tmp_path), (2, 1, 0, 1, "fp32"), False)[0]
+    for world, pipe in ((1, 1), (2, 2)):
+        for found in run_ranks(world, use_without_optimizer, str(tmp_path), (pipe, 1, 0, 1, "fp32"), True):
+            assert_same(found, expected, world)
