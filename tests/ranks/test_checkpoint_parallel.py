@@ -257,29 +257,37 @@ def test_every_division_loads_at_every_other(tmp_path: Path) -> None:
         assert_same(exported | {"head.weight": exported["embed.weight"]}, weights, name)
 
 
-def save_apart(folder: str, cell: Cell) -> Whole:
+def save_apart(folder: str, cell: Cell) -> tuple[Whole, float]:
+    """Returns the next random number, too."""
     engine = make_engine(cell, seed=1)
     train(engine, 2)
+    torch.manual_seed(100 + dist.get_rank())
     engine.save_checkpoint(Path(folder) / f"disk{dist.get_rank()}")
-    found = whole_of(engine)
+    number, found = torch.rand(()).item(), whole_of(engine)
     engine.destroy()
-    return found
+    return found, number
 
 
-def load_apart(folder: str, cell: Cell) -> Whole:
+def load_apart(folder: str, cell: Cell) -> tuple[Whole, float]:
     engine = make_engine(cell, seed=2)
     engine.load_checkpoint(Path(folder) / f"disk{dist.get_rank()}")
-    found = whole_of(engine)
+    number, found = torch.rand(()).item(), whole_of(engine)
     engine.destroy()
-    return found
+    return found, number
 
 
 def test_every_rank_has_a_disk_of_its_own(tmp_path: Path) -> None:
-    """Then ranks send one another what is in their files, picked from the rows there."""
-    expected = run_ranks(4, save_apart, str(tmp_path), (1, 2, 0, 1, "fp32"))[0]
-    for cell in ((1, 4, 0, 2, "fp32"), (1, 2, 0, 3, "fp32")):
-        for found in run_ranks(4, load_apart, str(tmp_path), cell):
-            assert_same(found, expected, cell)
+    """Then ranks send one another what is in their files, picked from the rows there.
+
+    Random numbers go on rank by rank if ranks have the places that they had, and only then.
+    """
+    expected, numbers = zip(*run_ranks(4, save_apart, str(tmp_path), (1, 2, 0, 1, "fp32")), strict=True)
+    assert len(set(numbers)) == 4
+    for cell, same in (((1, 4, 0, 2, "fp32"), False), ((1, 2, 0, 3, "fp32"), True)):
+        found, drawn = zip(*run_ranks(4, load_apart, str(tmp_path), cell), strict=True)
+        assert (drawn == numbers) == same
+        for rank in range(4):
+            assert_same(found[rank], expected[0], cell)
 
 
 # -- half precision, frozen weights, pretrained ones -------------------------------------------------------------

@@ -169,10 +169,9 @@ class Checkpointer:
         manifest.layout = {
             "world_size": topology.world_size,
             "stage": run.config.zero_optimization.stage,
-            "pipe": topology.pipe,
-            "replicate": topology.replicate,
             "shard": topology.shard,
-            "tensor": topology.tensor,
+            "replicate": topology.replicate,
+            **{axis: topology.size(axis) for axis in ("pipe", "tensor") if topology.size(axis) > 1},
             "dtype": dtype,
         }
         if run.compute_dtype == torch.float16:

@@ -16,8 +16,8 @@ spaces. The content:
     tag, saved_at    the name of the directory; the time in UTC, ISO 8601
     versions         of zerorun, torch and Python
     counters         global_steps, micro_steps, skipped_steps
-    layout           how it was saved: world_size, stage, pipe, replicate, shard, tensor, dtype. For people: of what is in
-                     files nothing depends on it. (pipe, tensor: 1 where they are missing)
+    layout           how it was saved: world_size, stage, shard, replicate, dtype, and the degrees pipe and tensor if
+                     they are not 1. For people; only rng and data, which are by rank, depend on it
     parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized)
     aliases          other names of a tied tensor -> the name that it is stored by
     optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
