@@ -258,6 +258,25 @@ class Communicator:
         dist.all_gather_object(gathered, value, group=group)
         return gathered
 
+    def of_all_stages(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective."""
+        if self.topology.pipe == 1:
+            return own
+        group = self.topology.group("pipe")
+        found: dict[str, torch.Tensor] = {}
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+        for stage, names in enumerate(self._objects(described, group, self.topology.pipe)):
+            for name, (shape, dtype) in names.items():
+                if name in found:
+                    continue
+                here = stage == self.topology.pipe_rank
+                flat = found[name] = own[name].contiguous() if here else torch.empty(shape, dtype=dtype)
+                if flat.numel():
+                    sent = flat.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+                    self.books.count("whole weights over stages", sent.numel())
+                    self._finish_control(dist.broadcast(sent, group=group, group_src=stage, async_op=True))
+        return found
+
     def barrier(self) -> None:
         """Return when all ranks of the world have called it."""
         self._finish_control(dist.barrier(group=self._world, async_op=True))

@@ -485,7 +485,7 @@ class Engine:
     def checkpointer(self) -> Checkpointer:
         """Made when it is first needed."""
         if self._checkpointer is None:
-            subject = Subject(self.module, self.units, self.runtime, self.sharded, self.comm, self.topology)
+            subject = Subject(self.module, self.units, self.runtime, self.sharded, self.comm, self.topology, self.divided)
             self._checkpointer = Checkpointer(subject, self)
         return self._checkpointer
 
@@ -564,8 +564,9 @@ class Engine:
         self._forget_gradients()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The full weights under the module's own names, in CPU memory. All ranks must call it."""
-        return full_state_dict(self.module, self.units, self.runtime, self.divided)
+        """The full weights under the model's own names, of all pipeline stages, in CPU memory. All ranks must call it."""
+        own = full_state_dict(self.module, self.units, self.runtime, self.divided)
+        return self.comm.of_all_stages(own)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""

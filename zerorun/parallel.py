@@ -38,7 +38,7 @@ class Divided:
     spread_of: Callable[[nn.Parameter], Spread] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
     axis: ChannelAxis | None = None
-    copies: dict[str, str] = field(default_factory=dict)  # local name -> name of the parameter of which it is a copy
+    copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The whole of what ``part`` of ``param`` is on this rank: a value, gradient or state. All tensor ranks call it."""

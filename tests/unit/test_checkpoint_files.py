@@ -45,6 +45,7 @@ from zerorun.checkpoint.tensorfile import (
 )
 from zerorun.checkpoint.write import Target, commit, small_tensor_file
 from zerorun.errors import CheckpointError, DamagedError
+from zerorun.topology import Topology
 from zerorun.zero.layout import build_layout
 
 quick = settings(
@@ -729,6 +730,10 @@ class Model:
     shard: int
     elements: dict[tuple[str, str], list[int]]  # set, name -> all elements
 
+    @property
+    def topology(self) -> Topology:
+        return Topology.plan(len(self.tables), shard_degree=self.shard)
+
 
 SETS = (MODEL, "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
@@ -831,7 +836,7 @@ def check_plan(model: Model, plan: Plan, max_file: int) -> None:
 @settings(quick, max_examples=200)
 @given(models(), st.sampled_from([1, 100, 1000, 10**9]))
 def test_plans_bring_every_element_together(model: Model, max_file: int) -> None:
-    check_plan(model, make_plan(model.tables, model.shard, model.order, max_file), max_file)
+    check_plan(model, make_plan(model.tables, model.topology, model.order, max_file), max_file)
 
 
 @quick
@@ -845,14 +850,14 @@ def test_plans_notice_what_is_missing(model: Model, data: st.DataObject) -> None
     left = any(row.set == gone.set and row.name == gone.name for rows in model.tables for row in rows)
     if left:
         with pytest.raises(CheckpointError, match="is an error in zerorun"):
-            make_plan(model.tables, model.shard, model.order)
+            make_plan(model.tables, model.topology, model.order)
     else:
-        plan = make_plan(model.tables, model.shard, model.order)
+        plan = make_plan(model.tables, model.topology, model.order)
         assert all((task.set, task.tensor.name) != (gone.set, gone.name) for task in plan.tasks)
 
 
 def test_plan_of_nothing() -> None:
-    assert make_plan([[], []], 2, []).files() == {}
+    assert make_plan([[], []], Topology.plan(2), []).files() == {}
 
 
 # -- manifests ---------------------------------------------------------------------------------------------------

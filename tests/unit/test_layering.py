@@ -123,6 +123,7 @@ LAYERS = {
     "checkpoint.cli_inspect": 5,
     "checkpoint.cli_verify": 5,
     "checkpoint.collect": 4,
+    "checkpoint.cuts": 4,
     "checkpoint.directory": 4,
     "checkpoint.foreign": 4,
     "checkpoint.from_dcp": 4,

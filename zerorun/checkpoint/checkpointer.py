@@ -21,7 +21,7 @@ from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest
 from .plain import decode, encode
 from .plan import CAST, MASTER, MODEL
-from .ranks import Ranks, attempt, speaking_up
+from .ranks import Ranks, attempt, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all
 from .save import Captured, Saver, now, scalar, versions
 from .write import Target
@@ -156,9 +156,13 @@ class Checkpointer:
     def _manifest(
         self, tag: str, client_state: dict[str, Any], extra: dict[str, Any], tensors: dict[str, torch.Tensor]
     ) -> Manifest:
-        """What rank 0 knows; the other ranks' are not used."""
-        run, topology, sharded = self.run, self.subject.topology, self.subject.sharded
+        """What rank 0 knows, and the first rank of every other stage of its part of the model; others' are not used."""
+        run, topology = self.run, self.subject.topology
         manifest = Manifest(tag, now(), run.counters(), versions())
+        if leads_stage(topology):
+            manifest.parameters, manifest.aliases = self.inventory.describe(), dict(self.inventory.aliases)
+            manifest.optimizer = self._describe_optimizer(tensors)
+            manifest.extra_state = encode(extra, tensors, "extra_state") if extra else None
         if topology.rank != 0:
             return manifest
         dtype = str(run.compute_dtype or torch.float32).removeprefix("torch.")
@@ -167,23 +171,23 @@ class Checkpointer:
             "stage": run.config.zero_optimization.stage,
             "shard": topology.shard,
             "replicate": topology.replicate,
+            **{axis: topology.size(axis) for axis in ("pipe", "tensor") if topology.size(axis) > 1},
             "dtype": dtype,
         }
-        manifest.parameters, manifest.aliases = self.inventory.describe(), dict(self.inventory.aliases)
-        if sharded is not None:
-            groups = [
-                {key: value for key, value in group.items() if key not in IMPLEMENTATION}
-                for group in sharded.optimizer.param_groups
-            ]
-            encoded = encode(groups, tensors, "optimizer.groups")
-            manifest.optimizer = {"type": optimizer_kind(sharded.optimizer), "groups": encoded, "scalars": {}}
         if run.compute_dtype == torch.float16:
             manifest.loss_scale = asdict(run.scaler)
         if run.lr_scheduler is not None:
             manifest.scheduler = encode(run.lr_scheduler.state_dict(), tensors, "scheduler")
         manifest.client_state = encode(client_state, tensors, "client_state")
-        manifest.extra_state = encode(extra, tensors, "extra_state") if extra else None
         return manifest
+
+    def _describe_optimizer(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
+        """Its type and the hyperparameters of its groups."""
+        if self.subject.sharded is None:
+            return None
+        optimizer = self.subject.sharded.optimizer
+        groups = [{key: v for key, v in group.items() if key not in IMPLEMENTATION} for group in optimizer.param_groups]
+        return {"type": optimizer_kind(optimizer), "groups": encode(groups, tensors, "optimizer.groups"), "scalars": {}}
 
     def _data_state(self, tensors: dict[str, torch.Tensor]) -> Any:
         if not hasattr(self.run.dataloader, "state_dict"):
@@ -233,15 +237,13 @@ class Checkpointer:
     def _restore(self, reader: Reader, wanted: Wanted) -> dict[str, Any]:
         manifest, ranks, run = reader.manifest, self.saver.ranks, self.run
         assert manifest is not None
-        loader, problem = attempt(lambda: ModelLoader(self.inventory, reader, wanted))
-        ranks.agree(problem)
-        assert loader is not None
-        ranks.agree(attempt(loader.compare)[1])
+        loader = ModelLoader.compared(self.inventory, reader, wanted, ranks)
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
         loader.compare_base(ranks, self.subject.comm.peer_reader())
         tensors = reader.state_tensors(ranks)
         lines = []
-        if wanted.optimizer and not wanted.weights_only and self.subject.sharded is not None:
+        trains = any(ranks.gather(self.subject.sharded is not None))  # a pipeline stage may have nothing to train
+        if wanted.optimizer and not wanted.weights_only and trains:
             lines.append("optimizer " + loader.load_optimizer(ranks, tensors))
         loader.load_weights(ranks)
         loader.load_extra(tensors)
@@ -284,21 +286,27 @@ class Checkpointer:
         """True if the checkpoint says where the data loader was. Loaders of others know that for their own rank only."""
         if manifest.data is None:
             return False
-        return isinstance(self.run.dataloader, EpochLoader) or len(manifest.data) == self.subject.topology.world_size
+        return isinstance(self.run.dataloader, EpochLoader) or self._is_by_rank(manifest, manifest.data)
+
+    def _is_by_rank(self, manifest: Manifest, states: Sequence[Any]) -> bool:
+        """True if ``states`` has one for each rank, and ranks have the places that they had."""
+        topology, saved = self.subject.topology, manifest.layout
+        same = (saved.get("pipe", 1), saved.get("tensor", 1)) == (topology.pipe, topology.tensor)
+        return same and len(states) == topology.world_size
 
     def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[str]:
         """The position in the data, and the random numbers: rank by rank if there are as many ranks as there were."""
         topology, lines = self.subject.topology, []
         if manifest.data is not None and hasattr(self.run.dataloader, "load_state_dict"):
             states: Sequence[Any] = manifest.data
-            own = states[topology.rank] if len(states) == topology.world_size else states[0]
+            own = states[topology.rank] if self._is_by_rank(manifest, states) else states[0]
             self.run.dataloader.load_state_dict(decode(own, tensors))
             lines.append("position in the data")
-        if manifest.rng is not None and len(manifest.rng) == topology.world_size:
+        if manifest.rng is not None and self._is_by_rank(manifest, manifest.rng):
             random_state.restore(decode(manifest.rng[topology.rank], tensors), self.subject.comm.device)
             lines.append("random numbers")
         elif manifest.rng is not None and is_rank_zero():
-            logger.info("random numbers begin afresh: there were %d ranks.", len(manifest.rng))
+            logger.info("random numbers begin afresh: there were %d ranks, or other parallel degrees.", len(manifest.rng))
         return lines
 
 

@@ -1,12 +1,12 @@
 """Inventory: every tensor of a model in training by name, and which elements of it this rank holds.
 
 Names are those of ``module.state_dict()``, without what torch.compile puts in them. A tied tensor has one name, the
-first; the others are its aliases.
+first; the others are its aliases. Shapes are those of whole tensors, also where this rank's layers have a part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import nn
 
 from ..comm import Communicator
 from ..errors import CheckpointError
+from ..tensor_parallel.share import Share
 from ..topology import Topology
+from ..zero.access import Parts
 from ..zero.pieces import OptimizerPiece, Run, owned_runs
 from ..zero.runtime import Runtime
 from ..zero.stepping import ShardedOptimizer
 from ..zero.unit import Segment, Unit
 from .plan import MASTER, MODEL, OPTIMIZER, Row
+from .ranks import leads_stage
 from .tensorfile import dtype_code
 
 _WRAPPER = "_orig_mod."
@@ -41,22 +44,26 @@ class Subject:
     sharded: ShardedOptimizer | None
     comm: Communicator
     topology: Topology
+    parts: Parts
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lives."""
+    """Where a parameter lives, and what of it the ranks that shard with this one have (None: all)."""
 
     unit: Unit
     segment: Segment
     entry: int
+    share: Share | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.segment.layout.entries[self.entry].shape)
+        """Of the whole."""
+        return tuple(self.segment.layout.entries[self.entry].shape) if self.share is None else self.share.shape
 
     @property
     def numel(self) -> int:
+        """Of what is in the unit."""
         return self.segment.layout.entries[self.entry].numel
 
     def part_of_full(self, full: torch.Tensor) -> torch.Tensor:
@@ -67,20 +74,44 @@ class Home:
 
 @dataclass
 class Part:
-    """Elements from ``start`` of the flattened tensor ``name`` of ``set``, as a 1-D view of where they live."""
+    """Elements from ``start`` of the flattened tensor ``name`` of ``set``, as a 1-D view of where they live.
+
+    With a ``share``, of that part of the tensor, flattened.
+    """
 
     set: str
     name: str
     start: int
     tensor: torch.Tensor  # [n]
     shape: tuple[int, ...]  # of the whole
+    share: Share | None = None
     rounded: torch.dtype | None = None  # the set "model" has it in this dtype
 
     def row(self) -> Row:
         code = dtype_code(self.tensor.dtype, self.name)
         rounded = dtype_code(self.rounded, self.name) if self.rounded is not None else ""
         address = self.tensor.data_ptr() if self.tensor.device.type == "cpu" else 0
-        return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded)
+        return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded, self.share)
+
+
+@dataclass
+class Contents:
+    """What a module has, or the modules of all pipeline stages together."""
+
+    shapes: dict[str, tuple[int, ...]]  # of parameters and buffers, in the model's order
+    aliases: dict[str, str]  # other names of tied tensors
+    extra: list[str]  # of what modules return from get_extra_state
+
+
+def together(stages: Iterable[Contents | None]) -> Contents:
+    """The model that has all of ``stages``. A tensor that several have stands where the first has it."""
+    whole = Contents({}, {}, [])
+    for stage in stages:
+        if stage is not None:
+            whole.shapes.update(stage.shapes)
+            whole.aliases.update(stage.aliases)
+            whole.extra += stage.extra
+    return whole
 
 
 @dataclass
@@ -94,8 +125,9 @@ class Inventory:
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
         made = cls(subject)
+        shares, copies = subject.parts.shares, subject.parts.copies
         by_id = {
-            id(param): Home(unit, segment, entry)
+            id(param): Home(unit, segment, entry, shares.get(id(param)))
             for unit in subject.units
             for segment in unit.segments
             for entry, param in enumerate(segment.params)
@@ -103,10 +135,11 @@ class Inventory:
         names: dict[int, str] = {}
         for name, param in subject.module.named_parameters(remove_duplicate=False):
             stored = stored_name(name)
-            if id(param) in names:
+            if id(param) not in names:
+                names[id(param)] = copies.get(stored, stored)
+                made.homes[names[id(param)]] = by_id[id(param)]
+            if stored != names[id(param)]:
                 made.aliases[stored] = names[id(param)]
-            else:
-                names[id(param)], made.homes[stored] = stored, by_id[id(param)]
         return made
 
     # -- what there is -------------------------------------------------------------------------------------------
@@ -133,6 +166,13 @@ class Inventory:
             else:
                 seen[id(value)], found[stored] = stored, value.detach()
         return found, extra
+
+    def contents(self) -> Contents:
+        """What this rank's module has."""
+        buffers, extra = self.buffers()
+        shapes = {name: home.shape for name, home in self.homes.items()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        return Contents(shapes, dict(self.aliases), list(extra))
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """name -> shape, dtype, and whether it is trained, of every parameter. The group is for others to fill in."""
@@ -162,8 +202,10 @@ class Inventory:
         runs = {}
         for name, home in self.homes.items():
             segment = home.segment
-            if home.numel == 0:  # no shard has a part of it
+            if 0 in home.shape:  # no shard has a part of it
                 yield Part(MODEL, name, 0, torch.empty(0, dtype=segment.dtype), home.shape)
+            elif home.numel == 0:  # other tensor ranks have it all between them
+                continue
             elif segment.trainable:
                 if id(segment) not in runs:
                     runs[id(segment)] = {run.entry: run for run in owned_runs(segment)}
@@ -172,8 +214,8 @@ class Inventory:
                 yield from frozen_parts(name, home)
 
     def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[Part]:
-        """Buffers: rank 0's count, as with its initial values."""
-        for name, value in buffers.items() if self.subject.topology.rank == 0 else ():
+        """Buffers: those of a stage's first rank count, as with its initial values."""
+        for name, value in buffers.items() if leads_stage(self.subject.topology) else ():
             yield Part(MODEL, name, 0, value.contiguous().reshape(-1), tuple(value.shape))
 
     def optimizer_state(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
@@ -202,11 +244,11 @@ def _trainable_parts(name: str, home: Home, run: Run | None) -> Iterator[Part]:
     assert segment.master is not None
     owned = segment.master[run.offset : run.offset + run.numel]
     if segment.dtype == torch.float32:
-        yield Part(MODEL, name, run.start, owned, home.shape)
+        yield Part(MODEL, name, run.start, owned, home.shape, home.share)
     elif segment.dtype.itemsize < owned.element_size():  # weights are masters, rounded
-        yield Part(MASTER, name, run.start, owned, home.shape, segment.dtype)
+        yield Part(MASTER, name, run.start, owned, home.shape, home.share, segment.dtype)
     else:
-        yield Part(MASTER, name, run.start, owned, home.shape)
+        yield Part(MASTER, name, run.start, owned, home.shape, home.share)
         yield from frozen_parts(name, home)
 
 
@@ -214,26 +256,27 @@ def frozen_parts(name: str, home: Home) -> Iterator[Part]:
     """The elements of the weight that this rank holds: all of them while its unit is resident."""
     segment = home.segment
     if home.unit.resident:
-        yield Part(MODEL, name, 0, home.part_of_full(segment.full), home.shape)
+        yield Part(MODEL, name, 0, home.part_of_full(segment.full), home.shape, home.share)
         return
     for piece in segment.pieces:
         if piece.entry == home.entry:
             part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
-            yield Part(MODEL, name, piece.start, part, home.shape)
+            yield Part(MODEL, name, piece.start, part, home.shape, home.share)
 
 
 def _state_parts(
     kind: str, value: torch.Tensor, piece: OptimizerPiece, members: list[tuple[str, Run]], homes: dict[str, Home]
 ) -> Iterator[Part]:
-    flat = value.detach().reshape(-1)
+    flat, (first, run), home = value.detach().reshape(-1), members[0], homes[members[0][0]]
     if value.shape == piece.tensor.shape:
         for name, run in members:
-            yield Part(kind, name, run.start, flat[run.offset : run.offset + run.numel], homes[name].shape)
-    elif len(members) == 1 and members[0][1].numel == homes[members[0][0]].numel:  # rows or columns of a whole parameter
-        yield Part(kind, members[0][0], 0, flat, tuple(value.shape))
+            part = flat[run.offset : run.offset + run.numel]
+            yield Part(kind, name, run.start, part, homes[name].shape, homes[name].share)
+    elif len(members) == 1 and run.numel == home.numel and home.share is None:  # rows or columns of a whole parameter
+        yield Part(kind, first, 0, flat, tuple(value.shape))
     else:
         raise CheckpointError(
-            f"the optimizer's state {kind.removeprefix(OPTIMIZER)!r} of {members[0][0]!r} has shape {tuple(value.shape)}, "
+            f"the optimizer's state {kind.removeprefix(OPTIMIZER)!r} of {first!r} has shape {tuple(value.shape)}, "
             "not that of what it belongs to, so it cannot be stored by parameter. Remedy: use an optimizer whose state "
             "has the shape of its parameters."
         )

@@ -1,7 +1,7 @@
 """Load: put what a checkpoint holds into a model in training, whatever its stage, precision and number of ranks.
 
-Everything is compared before anything is changed. Then each rank reads the elements that it keeps, into the place where it
-keeps them.
+Everything is compared before anything is changed: the checkpoint with the whole model, also where its pipeline stages are
+on different ranks. Then each rank reads the elements that it keeps, into the place where it keeps them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..ops.single_pass import SinglePassOptimizer
 from ..zero.pieces import OptimizerPiece, Run, owned_runs
 from ..zero.stepping import ShardedOptimizer
 from .collect import PeerReader
-from .inventory import Home, Inventory, frozen_parts
+from .inventory import Contents, Home, Inventory, frozen_parts, together
 from .plain import decode
 from .plan import MASTER, MODEL, OPTIMIZER
-from .ranks import Ranks, attempt
+from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
 from .save import frozen_sums, unpack_scalars
 from .tensorfile import dtype_of
@@ -109,23 +109,33 @@ def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> Che
 
 
 class ModelLoader:
-    """Weights, masters, buffers and optimizer state of one checkpoint into one model."""
+    """Weights, masters, buffers and optimizer state of one checkpoint into one model.
 
-    def __init__(self, inventory: Inventory, reader: Reader, wanted: Wanted) -> None:
-        self.inventory, self.reader, self.wanted = inventory, reader, wanted
+    ``model``: what the modules of all pipeline stages have together.
+    """
+
+    def __init__(self, inventory: Inventory, reader: Reader, wanted: Wanted, model: Contents) -> None:
+        self.inventory, self.reader, self.wanted, self.model = inventory, reader, wanted, model
         self.subject = inventory.subject
-        self._names = NameMap(reader, inventory.aliases, getattr(self.subject.module, "base_model_prefix", ""))
+        self._names = NameMap(reader, model.aliases, getattr(self.subject.module, "base_model_prefix", ""))
         self.find = self._names.find
         self._entries = {(id(home.segment), home.entry): name for name, home in inventory.homes.items()}
 
-    def compare(self) -> None:
-        """Raise CheckpointError if the checkpoint is not of this model, before anything is changed."""
-        buffers, extra = self.inventory.buffers()
-        shapes = {name: home.shape for name, home in self.inventory.homes.items()}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        compare_tensors(self.reader, self._names, shapes, self.wanted)
+    @classmethod
+    def compared(cls, inventory: Inventory, reader: Reader, wanted: Wanted, ranks: Ranks) -> ModelLoader:
+        """One whose checkpoint is of this model, or a CheckpointError on all ranks. Nothing is changed yet. Collective."""
+        own = inventory.contents()
+        model = together(ranks.gather(own if leads_stage(ranks.topology) else None))
+        loader, problem = attempt(lambda: cls(inventory, reader, wanted, model))
+        ranks.agree(problem)
+        assert loader is not None
+        ranks.agree(attempt(loader._compare)[1])
+        return loader
+
+    def _compare(self) -> None:
+        compare_tensors(self.reader, self._names, self.model.shapes, self.wanted)
         stored = (self.reader.manifest.extra_state if self.reader.manifest else None) or {}
-        lacking = [name for name in extra if name not in stored and not self.wanted.allows(name)]
+        lacking = [name for name in self.model.extra if name not in stored and not self.wanted.allows(name)]
         if lacking and self.reader.manifest is not None and self.wanted.strict:
             remedy = "pass strict=False, or allow_missing=[...], if these modules may begin afresh."
             raise _misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
@@ -166,12 +176,12 @@ class ModelLoader:
             buffer.copy_(flat.view(buffer.shape))
         if subject.sharded is not None:
             subject.sharded.write_back()
-            wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
-            self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
+        wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
+        self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
         subject.runtime.publish()
 
     def _weight_reads(self, name: str, home: Home) -> Iterable[Read]:
-        stored, segment = self.find(name), home.segment
+        stored, segment, share = self.find(name), home.segment, home.share
         if stored is None:
             return
         if segment.trainable:
@@ -179,15 +189,15 @@ class ModelLoader:
             source = MASTER if stored in self.reader.places(MASTER) else MODEL
             for run in owned_runs(segment):
                 if run.entry == home.entry:
-                    yield Read(source, stored, run.start, segment.master[run.offset : run.offset + run.numel])
+                    yield Read(source, stored, run.start, segment.master[run.offset : run.offset + run.numel], share)
         if not segment.trainable or segment.dtype == torch.float64:
             if home.unit.resident:
-                yield Read(MODEL, stored, 0, home.part_of_full(segment.full))
+                yield Read(MODEL, stored, 0, home.part_of_full(segment.full), share)
                 return
             for piece in segment.pieces:
                 if piece.entry == home.entry:
                     part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
-                    yield Read(MODEL, stored, piece.start, part)
+                    yield Read(MODEL, stored, piece.start, part, share)
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
         """Give modules back what their get_extra_state had returned."""
@@ -201,9 +211,8 @@ class ModelLoader:
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def load_optimizer(self, ranks: Ranks, tensors: dict[str, torch.Tensor]) -> str:
-        """Read the optimizer's state and hyperparameters; what was restored. Collective."""
+        """Read the optimizer's state and hyperparameters; what was restored. Collective: also ranks without one call it."""
         sharded, manifest = self.subject.sharded, self.reader.manifest
-        assert sharded is not None
         assert manifest is not None
         described = manifest.optimizer
         if described is None:
@@ -218,18 +227,21 @@ class ModelLoader:
             return "no optimizer state"
         if lost:
             raise _misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
-        self._compare_optimizer(sharded, described)
-        for group, stored in zip(sharded.optimizer.param_groups, decode(described["groups"], tensors), strict=True):
-            group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
         keys = [kind for kind in self.reader.sets if kind.startswith(OPTIMIZER)]
-        scalars = unpack_scalars(described["scalars"])
         reads: list[Read] = []
-        ranks.agree(attempt(lambda: self._make_states(sharded, keys, scalars, reads))[1])
+        ranks.agree(attempt(lambda: self._compare_optimizer(described))[1])
+        if sharded is not None:
+            for group, stored in zip(sharded.optimizer.param_groups, decode(described["groups"], tensors), strict=True):
+                group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
+        ranks.agree(attempt(lambda: self._make_states(keys, unpack_scalars(described["scalars"]), reads))[1])
         self.reader.fetch(reads, ranks)
         names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
         return f"{described['type']} ({', '.join(names)})"
 
-    def _compare_optimizer(self, sharded: ShardedOptimizer, described: dict[str, Any]) -> None:
+    def _compare_optimizer(self, described: dict[str, Any]) -> None:
+        sharded = self.subject.sharded
+        if sharded is None:
+            return
         kind = optimizer_kind(sharded.optimizer)
         if described["type"] not in ("", kind):
             raise CheckpointError(
@@ -248,14 +260,18 @@ class ModelLoader:
         there = tuple(kind for kind in keys if stored in self.reader.places(kind))
         return there, repr(scalars.get(stored))
 
+    def _home(self, piece: OptimizerPiece, run: Run) -> Home:
+        return self.inventory.homes[self._entries[id(piece.segment), run.entry]]
+
     def _stored_name(self, piece: OptimizerPiece, run: Run) -> str:
         name = self._entries[id(piece.segment), run.entry]
         return self.find(name) or name
 
-    def _make_states(
-        self, sharded: ShardedOptimizer, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]
-    ) -> None:
+    def _make_states(self, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]) -> None:
         """Give every piece a state of the right keys and shapes, to be filled by ``reads``."""
+        sharded = self.subject.sharded
+        if sharded is None:
+            return
         self._separate(sharded, keys, scalars)
         if isinstance(sharded.optimizer, SinglePassOptimizer):  # which knows where its states belong
             sharded.optimizer.prepare(piece.tensor for piece in sharded.pieces)
@@ -286,8 +302,13 @@ class ModelLoader:
             if first not in self.reader.places(kind):
                 continue
             there = self.reader.tensor(kind, first)
-            home = self.inventory.homes[self._entries[id(piece.segment), piece.runs[0].entry]]
+            home = self._home(piece, piece.runs[0])
             whole = there.shape == home.shape
+            if not whole and home.share is not None:
+                raise CheckpointError(
+                    f"{self.reader.path} has {kind} of {first!r} in the shape {list(there.shape)}, not that of the "
+                    "parameter, which cannot be divided over tensor-parallel ranks. Remedy: pass load_optimizer=False."
+                )
             shape = tuple(piece.tensor.shape) if whole else there.shape
             made: Any = old.get(kind.removeprefix(OPTIMIZER))
             dtype = dtype_of(there.dtype)
@@ -295,8 +316,8 @@ class ModelLoader:
                 made = torch.zeros(shape, dtype=dtype, device=piece.tensor.device)
             flat = made.view(-1)
             for run in piece.runs if whole else ():
-                part = flat[run.offset : run.offset + run.numel]
-                reads.append(Read(kind, self._stored_name(piece, run), run.start, part))
+                part, share = flat[run.offset : run.offset + run.numel], self._home(piece, run).share
+                reads.append(Read(kind, self._stored_name(piece, run), run.start, part, share))
             if not whole:
                 reads.append(Read(kind, first, 0, flat))
             state[kind.removeprefix(OPTIMIZER)] = made

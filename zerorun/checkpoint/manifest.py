@@ -16,7 +16,8 @@ spaces. The content:
     tag, saved_at    the name of the directory; the time in UTC, ISO 8601
     versions         of zerorun, torch and Python
     counters         global_steps, micro_steps, skipped_steps
-    layout           how it was saved: world_size, stage, shard, replicate, dtype. For people: nothing depends on it
+    layout           how it was saved: world_size, stage, shard, replicate, dtype, and the degrees pipe and tensor if
+                     they are not 1. For people; only rng and data, which are by rank, depend on it
     parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized)
     aliases          other names of a tied tensor -> the name that it is stored by
     optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
@@ -70,6 +71,15 @@ class Manifest:
     @property
     def global_steps(self) -> int:
         return self.counters.get("global_steps", 0)
+
+    def add_stage(self, stage: Manifest) -> None:
+        """Take in what another pipeline stage's manifest says of its part of the model."""
+        for name, described in stage.parameters.items():
+            self.parameters.setdefault(name, described)
+        self.aliases.update(stage.aliases)
+        self.optimizer = self.optimizer or stage.optimizer
+        if stage.extra_state is not None:
+            self.extra_state = {**(self.extra_state or {}), **stage.extra_state}
 
     def to_text(self) -> str:
         """The file's text."""

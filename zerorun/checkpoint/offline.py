@@ -73,7 +73,7 @@ def _plan(streams: Sequence[Stream], max_file: int) -> Plan:
     for (kind, name), count in Counter((row.set, row.name) for row in rows).items():
         if count > 1:
             raise CheckpointError(f"the set {kind!r} has {count} tensors {name!r}; a file can hold only one.")
-    return make_plan([rows], 1, dict.fromkeys(row.name for row in rows), max_file)
+    return make_plan([rows], alone().topology, dict.fromkeys(row.name for row in rows), max_file)
 
 
 def refuse_existing(path: Path) -> None:

@@ -3,15 +3,24 @@
 Every rank lists the *parts* it holds. All ranks then make the same plan from the lists of all. Each tensor has one writer,
 and each file too. Writers take neighbouring tensors of the model, about the same number of bytes each; all sets of one
 parameter go to the same writer, so that weights in 16 bits are written from the fp32 values that it has anyway.
+
+[Note: columns]
+The ranks at one place of the pipe and tensor axes are a *column* of a replica: they share out whatever that place has of
+the model. A tensor comes whole from one column, or from several of which each has a part (a ``Share``). What several
+columns have alike, such as norms, or a table that two stages use, comes from one of them: the writer's own, or the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ..errors import CheckpointError
-from .tensorfile import Described
+from ..tensor_parallel.share import Share
+from ..topology import Coordinate, Topology
+from .cuts import blocks, in_stretches
+from .tensorfile import Described, dtype_of
 
 MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
 STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
@@ -26,6 +35,7 @@ class Row:
 
     ``dtype`` and ``shape`` are the whole tensor's. ``address``: where the part lies in the rank's memory.
     ``rounded``: the dtype in which the set ``model`` has the same tensor; empty if it has it on its own.
+    ``share``: what of the tensor the rank's column has, if not all; ``start`` counts in that, flattened.
     """
 
     set: str
@@ -36,16 +46,30 @@ class Row:
     shape: tuple[int, ...]
     address: int = 0
     rounded: str = ""
+    share: Share | None = None
+
+    @property
+    def whole_numel(self) -> int:
+        """Of what the rank's column has of the tensor."""
+        return prod(self.shape if self.share is None else self.share.local_shape)
+
+
+_Rows = dict[int, list[Row]]  # of one tensor of one set, by rank
 
 
 @dataclass(frozen=True)
 class Source:
-    """Elements ``start .. start + numel`` lie at ``address`` of ``rank``."""
+    """Elements ``start .. start + numel`` lie at ``address`` of ``rank``, where its part begins ``offset`` before.
+
+    With a ``share``, ``start`` counts in that, and the elements lie apart in the whole tensor.
+    """
 
     rank: int
     start: int
     numel: int
     address: int
+    offset: int = 0
+    share: Share | None = None
 
 
 @dataclass
@@ -56,7 +80,7 @@ class Task:
     set: str
     tensor: Described
     writer: int
-    sources: list[Source]  # one, if the writer holds all of it
+    sources: list[Source]  # one, if the writer holds all of it; in the tensor's order, unless they have shares
     file: str = ""  # none for the set ``cast``
     rounded: Described | None = None  # the same tensor for the set ``model``
     rounded_file: str = ""
@@ -74,73 +98,125 @@ class Plan:
         return {name: tensors for files in self.sets.values() for name, tensors in files.items()}
 
 
-def make_plan(tables: Sequence[Sequence[Row]], shard: int, order: Iterable[str], max_file: int = MAX_FILE_BYTES) -> Plan:
-    """The plan for what the ranks hold. ``shard``: ranks of a replica, which are neighbours. ``order``: names of the model.
+def make_plan(
+    tables: Sequence[Sequence[Row]], topology: Topology, order: Iterable[str], max_file: int = MAX_FILE_BYTES
+) -> Plan:
+    """The plan for what the ranks of ``topology`` hold. ``order``: names of the model.
 
     Raises CheckpointError if elements of a tensor are nowhere: then a rank lost something.
     """
     place = {name: index for index, name in enumerate(order)}
-    held: dict[tuple[str, str], dict[int, list[Row]]] = {}
+    held: dict[tuple[str, str], _Rows] = {}
     for rank, rows in enumerate(tables):
         for row in rows:
             held.setdefault((row.set, row.name), {}).setdefault(rank, []).append(row)
     keys = sorted(held, key=lambda key: (place.get(key[1], len(place)), key[1], key[0]))
-    writers = _writers(keys, held, len(tables))
-    writers |= {name: _near(held[kind, name], writers[name], shard) for kind, name in keys}
+    places = [topology.coordinate(rank) for rank in range(len(tables))]
+    writers = _writers(keys, held, places)
+    writers |= {name: _near(held[kind, name], writers[name], places) for kind, name in keys}
     tasks = []
     for number, key in enumerate(keys):
         row = next(iter(held[key].values()))[0]
         tensor = Described(row.name, row.dtype, row.shape)
         rounded = Described(row.name, row.rounded, row.shape) if row.rounded else None
         writer = writers[row.name]
-        tasks.append(Task(number, row.set, tensor, writer, _sources(held[key], tensor, writer, shard), rounded=rounded))
+        tasks.append(Task(number, row.set, tensor, writer, _sources(held[key], tensor, writer, places), rounded=rounded))
     plan = Plan(tasks)
     _name_files(plan, max_file)
     return plan
 
 
-def _writers(keys: list[tuple[str, str]], held: dict[tuple[str, str], dict[int, list[Row]]], ranks: int) -> dict[str, int]:
-    """name -> rank, in contiguous stretches of about equal bytes."""
-    sizes: dict[str, int] = {}
+def _writers(keys: list[tuple[str, str]], held: dict[tuple[str, str], _Rows], places: list[Coordinate]) -> dict[str, int]:
+    """name -> rank of the first pipeline stage that has it. A stage's are in contiguous stretches of about equal bytes."""
+    sizes: dict[int, dict[str, int]] = {}  # stage -> name -> bytes
+    stages: dict[str, int] = {}
     for key in keys:
         row = next(iter(held[key].values()))[0]
         nbytes = Described(row.name, row.dtype, row.shape).nbytes
-        sizes[row.name] = sizes.get(row.name, 0) + nbytes + (nbytes // 2 if row.rounded else 0)
-    total, before, writers = max(sum(sizes.values()), 1), 0, {}
-    for name, size in sizes.items():
-        writers[name] = min((2 * before + size) * ranks // (2 * total), ranks - 1)
-        before += size
+        stage = stages.setdefault(row.name, min(places[rank].pipe for rank in held[key]))
+        named = sizes.setdefault(stage, {})
+        named[row.name] = named.get(row.name, 0) + nbytes + (nbytes // 2 if row.rounded else 0)
+    writers = {}
+    for stage, named in sizes.items():
+        ranks = [rank for rank, place in enumerate(places) if place.pipe == stage]
+        total, before = max(sum(named.values()), 1), 0
+        for name, size in named.items():
+            writers[name] = ranks[min((2 * before + size) * len(ranks) // (2 * total), len(ranks) - 1)]
+            before += size
     return writers
 
 
-def _near(rows: dict[int, list[Row]], writer: int, shard: int) -> int:
+def _near(rows: _Rows, writer: int, places: list[Coordinate]) -> int:
     """``writer``, or if its replica has nothing of the tensor, the first rank that has: replicas do not read each other."""
-    return writer if any(rank // shard == writer // shard for rank in rows) else min(rows)
+    replica = places[writer].replicate
+    return writer if any(places[rank].replicate == replica for rank in rows) else min(rows)
 
 
-def _sources(rows: dict[int, list[Row]], tensor: Described, writer: int, shard: int) -> list[Source]:
+def _sources(rows: _Rows, tensor: Described, writer: int, places: list[Coordinate]) -> list[Source]:
     """Where the writer gets the tensor from: from itself if it has all, else from ranks of its own replica."""
-    replica = writer // shard
-    near = [writer, *(rank for rank in rows if rank // shard == replica)]
-    for rank in near:  # somebody who has all of it
-        for row in rows.get(rank, ()):
-            if row.start == 0 and row.numel == tensor.numel:
-                return [Source(rank, 0, row.numel, row.address)]
-    found = sorted(
-        (row.start, rank, row) for rank, parts in rows.items() if rank // shard == replica for row in parts if row.numel
-    )
-    sources, end = [], 0
+    columns: dict[Share | None, dict[tuple[int, int], _Rows]] = {}
+    own = places[writer].pipe, places[writer].tensor
+    for rank, found in rows.items():
+        place = places[rank]
+        for row in found if place.replicate == places[writer].replicate else ():
+            column = columns.setdefault(row.share, {}).setdefault((place.pipe, place.tensor), {})
+            column.setdefault(rank, []).append(row)
+    shares = [share for share in columns if share is not None] if None not in columns else []
+    if shares:
+        _check_shares(shares, tensor)
+    sources: list[Source] = []
+    for share in shares or (None,):
+        choice: dict[tuple[int, int], _Rows] = columns.get(share) or {own: {}}
+        sources += _of_column(choice[own if own in choice else min(choice)], tensor, writer)
+    if all(source.share is None for source in sources):
+        sources.sort(key=lambda source: source.start)
+    return sources
+
+
+def _of_column(rows: _Rows, tensor: Described, writer: int) -> Iterator[Source]:
+    """What a column has of the tensor: from one rank if one has all of it, the writer before others, else from several."""
+    for rank in sorted(rows, key=lambda rank: (rank != writer, rank)):
+        for row in rows[rank]:
+            if row.start == 0 and row.numel == row.whole_numel:
+                yield from _of_row(rank, row)
+                return
+    found = sorted((row.start, rank, row) for rank, parts in rows.items() for row in parts if row.numel)
+    end, numel = 0, next((row.whole_numel for parts in rows.values() for row in parts), tensor.numel)
     for start, rank, row in found:
         if start != end:
             break
-        sources.append(Source(rank, start, row.numel, row.address))
+        yield from _of_row(rank, row)
         end = start + row.numel
-    if end != tensor.numel:
+    if end != numel:
         raise CheckpointError(
-            f"{tensor.name!r} has {tensor.numel} elements, but ranks hold only the first {end} of them without a gap. "
+            f"{tensor.name!r} has {numel} elements, but ranks hold only the first {end} of them without a gap. "
             "This is an error in zerorun."
         )
-    return sources
+
+
+def _of_row(rank: int, row: Row) -> Iterator[Source]:
+    """One part; in stretches of the whole tensor if they are few."""
+    if row.share is None or not in_stretches(row.share):
+        yield Source(rank, row.start, row.numel, row.address, 0, row.share)
+        return
+    itemsize = dtype_of(row.dtype).itemsize
+    for block in blocks(row.share, row.start, row.numel):
+        for cut in block.cuts:
+            yield Source(rank, cut.there, cut.width, row.address + cut.here * itemsize, cut.here)
+
+
+def _check_shares(shares: Sequence[Share], tensor: Described) -> None:
+    """Raise CheckpointError unless every element of the tensor is in one of ``shares``, and in one only."""
+    dims, end = {share.dim for share in shares}, 0
+    for low, high in sorted(pair for share in shares for pair in share.ranges if pair[0] < pair[1]):
+        if low != end:
+            break
+        end = high
+    if len(dims) > 1 or end != tensor.shape[shares[0].dim]:
+        raise CheckpointError(
+            f"{tensor.name!r} of shape {list(tensor.shape)} is divided into {[(s.dim, s.ranges) for s in shares]}, which "
+            "do not make it up. This is an error in zerorun."
+        )
 
 
 def _name_files(plan: Plan, max_file: int) -> None:

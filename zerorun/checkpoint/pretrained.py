@@ -11,6 +11,7 @@ from torch import nn
 
 from ..comm import default_device, init_distributed
 from ..errors import CheckpointError
+from ..tensor_parallel.share import Share, shares_of
 from ..zero.access import registry_of
 from ..zero.init import keep_part, part_of
 from .inventory import Inventory, Subject, stored_name
@@ -42,12 +43,11 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
             _load_unsharded(model, reader, Wanted(strict))
             return
         runtime = registry.runtime
-        subject = Subject(model, runtime.units, runtime, registry.sharded, runtime.comm, runtime.comm.topology)
-        loader = ModelLoader(Inventory.of(subject), reader, Wanted(strict))
-        loader.compare()
-        ranks = Ranks(subject.topology)
+        topology = runtime.comm.topology
+        subject = Subject(model, runtime.units, runtime, registry.sharded, runtime.comm, topology, registry.parts)
+        ranks = Ranks(topology)
         try:
-            loader.load_weights(ranks)
+            ModelLoader.compared(Inventory.of(subject), reader, Wanted(strict), ranks).load_weights(ranks)
         finally:
             ranks.close()
 
@@ -62,8 +62,8 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
         else:
             names[id(param)], params[stored_name(name)] = stored_name(name), param
     buffers = {stored_name(name): (module, key) for name, module, key in _persistent_buffers(model)}
-    known = NameMap(reader, aliases, getattr(model, "base_model_prefix", ""))
-    shapes = {name: tuple(param.shape) for name, param in params.items()}
+    known, shares = NameMap(reader, aliases, getattr(model, "base_model_prefix", "")), shares_of(model)
+    shapes = {name: shares[id(p)].shape if id(p) in shares else tuple(p.shape) for name, p in params.items()}
     shapes |= {name: tuple(module._buffers[key].shape) for name, (module, key) in buffers.items()}  # type: ignore[union-attr]
     compare_tensors(reader, known, shapes, wanted)
     _refuse_unfillable(model, {name for name in shapes if known.find(name)})
@@ -71,7 +71,7 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
         stored = known.find(name)
         if stored is not None:
             source = MASTER if stored in reader.places(MASTER) else MODEL
-            for read in _reads(model, param, source, stored):
+            for read in _reads(model, param, shares.get(id(param)), source, stored):
                 reader.read(read)
     for name, (module, key) in buffers.items():
         stored, old = known.find(name), module._buffers[key]
@@ -81,13 +81,19 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
             module._buffers[key] = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
 
 
-def _reads(model: nn.Module, param: nn.Parameter, source: str, stored: str) -> Iterator[Read]:
+def _reads(model: nn.Module, param: nn.Parameter, share: Share | None, source: str, stored: str) -> Iterator[Read]:
     """What this rank reads of one parameter."""
     part = part_of(param)
+    if share is not None and (param.is_meta or part is not None):
+        raise CheckpointError(
+            f"{stored!r} is divided over tensor-parallel ranks, and on the meta device or made inside zero.Init(), which "
+            "gives all ranks parts of the same tensor. Remedy: build divided layers outside of both, or let initialize() "
+            "divide them."
+        )
     if param.is_meta:
         part = keep_part(model, param, default_device())
     if part is None:
-        yield Read(source, stored, 0, param.data.view(-1))
+        yield Read(source, stored, 0, param.data.view(-1), share)
         return
     start = dist.get_rank() * part.numel()
     length = min(part.numel(), param.numel() - start)

@@ -97,6 +97,11 @@ class Ranks:
         return [places.index(place) for place in places]
 
 
+def leads_stage(topology: Topology) -> bool:
+    """True on the first rank of each pipeline stage, which speaks for what all ranks of the stage know."""
+    return topology.replicate_rank == topology.shard_rank == topology.tensor_rank == 0
+
+
 @contextmanager
 def speaking_up(rank: int, what: str) -> Iterator[None]:
     """Say so if the block, in which ``rank`` waits for the others in ``what``, takes long."""

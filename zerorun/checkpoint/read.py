@@ -2,7 +2,8 @@
 
 [Note: files that are elsewhere]
 On disks of its own a host has only the files that its ranks wrote. ``open_on_all`` finds out which rank sees which file;
-what a rank cannot read itself, ``fetch`` gets from the first rank that can. Ranks read only the elements they ask for.
+what a rank cannot read itself, ``fetch`` gets from the first rank that can. Ranks read only the elements they ask for, or
+where those lie apart, the rows that enclose them (``cuts.take``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError, DamagedError
+from ..tensor_parallel.share import Share
 from . import directory as folder
+from .cuts import span, take
 from .manifest import MANIFEST, Manifest, read_manifest
 from .plan import MODEL, STATE
 from .ranks import Problem, Ranks, attempt
@@ -29,12 +32,22 @@ _AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
 
 @dataclass
 class Read:
-    """Elements from ``start`` of the flattened tensor ``name`` of ``set`` are to fill the 1-D ``out``, of any dtype."""
+    """Elements from ``start`` of the flattened tensor ``name`` of ``set`` are to fill the 1-D ``out``, of any dtype.
+
+    With a ``share``, of that part of the tensor, flattened.
+    """
 
     set: str
     name: str
     start: int
     out: torch.Tensor
+    share: Share | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The (begin, end) in the flattened whole tensor that encloses the elements."""
+        numel = self.out.numel()
+        return (self.start, self.start + numel) if self.share is None else span(self.share, self.start, numel)
 
 
 class Reader:
@@ -144,12 +157,14 @@ class Reader:
         """Fill ``request.out`` from a file that is here. Casts, and copies to a device, through a tensor of its size."""
         file, out = self.places(request.set)[request.name], request.out
         dtype = dtype_of(self.tensor(request.set, request.name).dtype)
-        if out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
-            self._open(file).read(request.name, request.start, out)
-            return
-        found = torch.empty(out.numel(), dtype=dtype)
-        self._open(file).read(request.name, request.start, found)
-        out.copy_(found)
+        in_place = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
+        found = out if in_place else torch.empty(out.numel(), dtype=dtype)
+        if request.share is None:
+            self._open(file).read(request.name, request.start, found)
+        else:
+            take(request.share, request.start, found, partial(self._open(file).read, request.name))
+        if not in_place:
+            out.copy_(found)
 
     def fetch(self, requests: Sequence[Read], ranks: Ranks) -> None:
         """Do all reads. Collective. Raises CheckpointError."""
@@ -170,27 +185,29 @@ class Reader:
             ahead -= self._size(request)
 
     def _size(self, request: Read) -> int:
-        return request.out.numel() * self._dtype(request).itemsize
+        begin, end = request.span
+        return (end - begin) * self._dtype(request).itemsize
 
     def _dtype(self, request: Read) -> torch.dtype:
         return dtype_of(self.tensor(request.set, request.name).dtype)
 
     def _expect(self, request: Read) -> int:
         """Let the system begin to read; the number of bytes."""
-        size, start = self._size(request), request.start
+        size = self._size(request)
         file = self._open(self.places(request.set)[request.name])
-        file.expect(request.name, start, size)
+        file.expect(request.name, request.span[0], size)
         return size
 
     def _position(self, request: Read) -> tuple[str, int]:
         """In the order of the files: neighbours share blocks."""
         file = self.places(request.set)[request.name]
         tensor = self._open(file).tensors[request.name]
-        return file, tensor.begin + request.start
+        return file, tensor.begin + request.span[0] * dtype_of(tensor.dtype).itemsize
 
     def _fetch_away(self, away: list[Read], ranks: Ranks) -> None:
         wanted = [
-            (r.set, r.name, r.start, r.out.numel(), self._dtype(r), self.missing[self.places(r.set)[r.name]]) for r in away
+            (r.set, r.name, r.start, r.share, r.out.numel(), self._dtype(r), self.missing[self.places(r.set)[r.name]])
+            for r in away
         ]
         orders = ranks.gather(wanted)
         if not any(orders):
@@ -199,11 +216,11 @@ class Reader:
 
         def serve() -> None:
             for rank, order in enumerate(orders):
-                for tag, (kind, name, start, numel, dtype, provider) in enumerate(order):
+                for tag, (kind, name, start, share, numel, dtype, provider) in enumerate(order):
                     if provider != ranks.rank:
                         continue
                     part = torch.zeros(numel, dtype=dtype)
-                    problem = attempt(partial(self.read, Read(kind, name, start, part)))[1]
+                    problem = attempt(partial(self.read, Read(kind, name, start, part, share)))[1]
                     problems.extend([problem] if problem else [])
                     ranks.send(part, rank, tag).wait()
 

@@ -15,7 +15,7 @@ import platform
 import sys
 import threading
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import version
@@ -31,7 +31,7 @@ from .inventory import Part
 from .manifest import Manifest
 from .plain import decode, encode
 from .plan import OPTIMIZER, STATE, STATE_FILE, Plan, make_plan
-from .ranks import Ranks
+from .ranks import Ranks, leads_stage
 from .tensorfile import FileRecord, memory_of
 from .write import Target, commit, index_files, small_tensor_file, write_tensors
 
@@ -43,10 +43,10 @@ class Captured:
     """One rank's share of a checkpoint. All but ``parts`` and ``frozen`` are copies already."""
 
     parts: list[Part]
-    order: list[str]  # names of the model
+    order: list[str]  # names of the module
     scalars: dict[str, dict[str, Scalar]]  # of the optimizer: key -> name -> value
     groups: dict[str, int]  # of the parameters that this rank updates
-    manifest: Manifest  # what rank 0 knows of it; files and sets are still missing
+    manifest: Manifest  # what rank 0 knows of it, and of its model each stage's first rank; no files and sets
     rng: Any = None  # plain values
     data: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # that plain values refer to
@@ -142,7 +142,7 @@ class Saver:
                 self._staging[key] = place
             sources.append(part.tensor)
             places.append(place)
-            staged.append(Part(part.set, part.name, part.start, place, part.shape, part.rounded))
+            staged.append(replace(part, tensor=place))
         if places:
             torch._foreach_copy_(places, sources)
         if any(source.is_cuda for source in sources):
@@ -152,7 +152,7 @@ class Saver:
     def _write(self, captured: Captured, target: Target) -> Path:
         ranks = self.ranks
         target.tag = ranks.first(lambda: target.tag)
-        plan = make_plan(ranks.gather([part.row() for part in captured.parts]), ranks.topology.shard, captured.order)
+        plan = _plan_together(captured.parts, captured.order, ranks)
         memory = {(part.set, part.name): part.tensor for part in captured.parts}
         facts = _merge_facts(ranks, captured)
 
@@ -163,27 +163,29 @@ class Saver:
         def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
             return _finish(captured, plan, records, facts)
 
-        if captured.frozen:
+        if any(ranks.gather(bool(captured.frozen))):
             captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
         return commit(ranks, target, write, finish)
 
 
 def on_host(parts: list[Part]) -> list[Part]:
     """The same parts with their elements in host memory."""
-    return [
-        part
-        if part.tensor.device.type == "cpu"
-        else Part(part.set, part.name, part.start, part.tensor.cpu(), part.shape, part.rounded)
-        for part in parts
-    ]
+    return [part if part.tensor.device.type == "cpu" else replace(part, tensor=part.tensor.cpu()) for part in parts]
+
+
+def _plan_together(parts: list[Part], order: list[str], ranks: Ranks) -> Plan:
+    """The plan for all ranks' parts. ``order``: names of this rank's module; stages follow one another. Collective."""
+    tables = ranks.gather([part.row() for part in parts])
+    stages = ranks.gather(order if leads_stage(ranks.topology) else [])
+    return make_plan(tables, ranks.topology, dict.fromkeys(name for names in stages for name in names))
 
 
 def frozen_sums(
     parts: list[Part], order: list[str], ranks: Ranks, read_peer: PeerReader | None
 ) -> dict[str, dict[str, Any]]:
-    """name -> dtype and CRC-32 of the whole tensors that ranks hold parts of. Collective."""
+    """name -> dtype and CRC-32 of the whole tensors that ranks hold parts of. ``order``: as they are. Collective."""
     parts = on_host(parts)
-    plan = make_plan(ranks.gather([part.row() for part in parts]), ranks.topology.shard, order)
+    plan = _plan_together(parts, order, ranks)
     collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
     sums = {}
     for task in plan.tasks:
@@ -205,18 +207,21 @@ class _Facts:
     rng: list[Any] = field(default_factory=list)  # by rank
     data: list[Any] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    stages: list[Manifest] = field(default_factory=list)  # one of each pipeline stage
 
 
 def _merge_facts(ranks: Ranks, captured: Captured) -> _Facts:
     merged = _Facts()
-    mine = (captured.scalars, captured.groups, captured.rng, captured.data, captured.tensors)
-    for scalars, groups, rng, data, tensors in ranks.gather(mine):
+    manifest = captured.manifest if leads_stage(ranks.topology) else None
+    mine = (captured.scalars, captured.groups, captured.rng, captured.data, captured.tensors, manifest)
+    for scalars, groups, rng, data, tensors, stage in ranks.gather(mine):
         for key, values in scalars.items():
             merged.scalars.setdefault(key, {}).update(values)
         merged.groups.update(groups)
         merged.tensors.update(tensors)
         merged.rng.append(rng)
         merged.data.append(data)
+        merged.stages += [stage] if stage is not None else []
     return merged
 
 
@@ -228,6 +233,8 @@ def _finish(
     if captured.weights_only:
         return small, None
     manifest = captured.manifest
+    for stage in facts.stages:
+        manifest.add_stage(stage)
     manifest.rng = facts.rng if captured.rng is not None else None
     manifest.data = facts.data if captured.data is not None else None
     if manifest.optimizer is not None:

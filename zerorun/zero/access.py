@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, ReleasedParameterError
+from ..tensor_parallel.share import Share
 from .pieces import owned_gradient
 from .runtime import Runtime
 from .stepping import ShardedOptimizer
@@ -28,7 +29,14 @@ class Home:
 
 
 class Parts(Protocol):
-    """Between a parameter's part on this rank and the whole, where layers are divided. ``whole`` is collective."""
+    """Between a parameter's part on this rank and the whole, where layers are divided. ``whole`` is collective.
+
+    ``shares``: id(parameter) -> what of it is here, of divided ones. ``copies``: this stage's name of a parameter that an
+    earlier pipeline stage has, too -> its name there.
+    """
+
+    shares: dict[int, Share]
+    copies: dict[str, str]
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor: ...
 

@@ -1,0 +1,131 @@
+"""Cuts: where neighbouring elements of a rank's part of a tensor lie in the whole one. Pure arithmetic, and copies by it.
+
+[Note: rows]
+A tensor-parallel rank has ranges along one dimension (a ``Share``). Seen as a matrix, with all dimensions before that one
+as rows, the rank has the same columns of every row. Data parallelism then cuts the rank's flattened part into *runs*
+that heed no rows. So a run is the end of a row, some whole rows, and the beginning of a row: at most three *blocks*.
+Where nothing lies before the divided dimension there is one row, and a run is a few stretches of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ..tensor_parallel.share import Share
+
+_MOST_BYTES = 4 << 20  # of enclosing rows that are read at a time
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``width`` neighbouring elements: in the run from ``here`` on, in the flattened whole tensor from ``there`` on."""
+
+    here: int
+    there: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """The ``cuts`` of the first of ``rows`` rows. Those of the next row lie ``step_here`` and ``step_there`` further."""
+
+    rows: int
+    step_here: int
+    step_there: int
+    cuts: tuple[Cut, ...]
+
+    @property
+    def begin(self) -> int:
+        """The first element in the whole tensor."""
+        return min(cut.there for cut in self.cuts)
+
+    @property
+    def row_end(self) -> int:
+        """Behind the last element of the first row."""
+        return max(cut.there + cut.width for cut in self.cuts)
+
+    @property
+    def end(self) -> int:
+        """Behind the last element in the whole tensor."""
+        return self.row_end + (self.rows - 1) * self.step_there
+
+
+def in_stretches(share: Share) -> bool:
+    """True if a rank's part is one row: then runs are stretches of the whole tensor, as many as there are ranges."""
+    return prod(share.shape[: share.dim]) == 1
+
+
+def blocks(share: Share, start: int, numel: int) -> Iterator[Block]:
+    """Where elements ``start .. start + numel`` of the flattened part ``share`` lie in the whole tensor."""
+    inner = prod(share.shape[share.dim + 1 :])
+    step_here, step_there = share.length * inner, share.shape[share.dim] * inner
+    position, end = start, start + numel
+    while position < end:
+        row, column = divmod(position, step_here)
+        rows = (end - position) // step_here if column == 0 else 0
+        width = step_here if rows else min(step_here - column, end - position)
+        cuts = _cuts(share, inner, column, width, position - start, row * step_there)
+        yield Block(max(rows, 1), step_here, step_there, tuple(cuts))
+        position += max(rows, 1) * width
+
+
+def _cuts(share: Share, inner: int, column: int, width: int, here: int, there: int) -> Iterator[Cut]:
+    """Of ``width`` elements from ``column`` of a row of the part: ``here`` in the run. The whole's row begins ``there``."""
+    begin = 0  # of a range, in the row of the part
+    for low, high in share.ranges:
+        end = begin + (high - low) * inner
+        left, right = max(begin, column), min(end, column + width)
+        if left < right:
+            yield Cut(here + left - column, there + low * inner + left - begin, right - left)
+        begin = end
+
+
+def span(share: Share, start: int, numel: int) -> tuple[int, int]:
+    """The (begin, end) in the flattened whole tensor that encloses a run."""
+    found = list(blocks(share, start, numel))
+    return min((block.begin for block in found), default=0), max((block.end for block in found), default=0)
+
+
+def put(share: Share, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write ``run``, elements from ``start`` of the flattened part, to where they belong in the flattened ``whole``."""
+    for block in blocks(share, start, run.numel()):
+        for cut in block.cuts:
+            found = _rows(run, cut.here, block.rows, cut.width, block.step_here)
+            _rows(whole, cut.there, block.rows, cut.width, block.step_there).copy_(found)
+
+
+def take(share: Share, start: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+    """Fill ``out``, contiguous, with the elements from ``start`` of the flattened part.
+
+    ``read(begin, to)`` fills the contiguous 1-D ``to`` from element ``begin`` of the flattened whole tensor. Of whole rows
+    the enclosing elements are read, some rows at a time, and the own columns picked from them: checksums are over blocks
+    of files, so that bytes between short columns are read in any case. Single rows, and long ones, are read by column.
+    """
+    for block in blocks(share, start, out.numel()):
+        fitting = _MOST_BYTES // (block.step_there * out.element_size())
+        if block.rows == 1 or fitting < 2:
+            for row in range(block.rows):
+                for cut in block.cuts:
+                    begin = cut.here + row * block.step_here
+                    read(cut.there + row * block.step_there, out[begin : begin + cut.width])
+            continue
+        for row in range(0, block.rows, fitting):
+            _take_rows(block, row, min(fitting, block.rows - row), out, read)
+
+
+def _take_rows(block: Block, first: int, rows: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+    begin = block.begin
+    found = torch.empty((rows - 1) * block.step_there + block.row_end - begin, dtype=out.dtype)
+    read(begin + first * block.step_there, found)
+    for cut in block.cuts:
+        picked = _rows(found, cut.there - begin, rows, cut.width, block.step_there)
+        _rows(out, cut.here + first * block.step_here, rows, cut.width, block.step_here).copy_(picked)
+
+
+def _rows(flat: torch.Tensor, begin: int, rows: int, width: int, step: int) -> torch.Tensor:
+    """``rows`` rows of ``width`` elements of ``flat``, each ``step`` behind the one before: a view."""
+    return flat[begin:].as_strided((rows, width), (step, 1))
