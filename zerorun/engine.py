@@ -31,7 +31,6 @@ from .zero.runtime import Runtime, released_parameter, tensors_in
 from .zero.stepping import ShardedOptimizer, Summary
 from .zero.unit import Unit, links_of
 
-
 # How far losses may differ, relatively, that are computed from the same activations; and for how many steps that is looked
 # at where looking means to wait for the device.
 _APART, _COMPARED_STEPS = 1e-4, 10

@@ -45,7 +45,13 @@ def initialize_with(model: str, changes: dict[str, Any]) -> tuple[str, str]:
     (
         (3, "llama", {"tensor_parallel": {"size": 2}}, "ConfigError", ("tensor_parallel.size", "3 ranks", "multiple of 2")),
         (2, "gpt2", {"pipeline": {"stages": 4}}, "ConfigError", ("pipeline.stages", "2 ranks", "multiple of 4")),
-        (3, "llama", {"tensor_parallel": {"size": 3}}, "ModelError", ("4 query heads", "tensor_parallel.size 3", "[1, 2, 4]")),
+        (
+            3,
+            "llama",
+            {"tensor_parallel": {"size": 3}},
+            "ModelError",
+            ("4 query heads", "tensor_parallel.size 3", "[1, 2, 4]"),
+        ),
         (
             2,
             "llama",

@@ -120,10 +120,26 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     assert seen == set(expected["weights"])
 
 
+# Every pair of values comes together in one of these; the others are for the night.
+PAIRWISE = {
+    (0, 1, 2, 2, 1),
+    (0, 2, 1, 1, 1),
+    (0, 2, 3, 1, 4),
+    (1, 1, 2, 1, 4),
+    (1, 1, 3, 2, 1),
+    (1, 2, 1, 1, 1),
+    (2, 1, 3, 1, 4),
+    (2, 2, 1, 1, 1),
+    (2, 2, 2, 2, 1),
+    (3, 1, 2, 1, 4),
+    (3, 1, 3, 1, 1),
+    (3, 2, 1, 2, 4),
+    (3, 2, 2, 2, 4),
+}
 CELLS = [
-    (stage, tensor, pipe, data, accumulation)
-    for stage, tensor, pipe, data, accumulation in itertools.product((0, 1, 2, 3), (1, 2), (1, 2, 3), (1, 2), (1, 4))
-    if 1 < tensor * pipe <= 8
+    pytest.param(*cell, marks=() if cell in PAIRWISE else pytest.mark.nightly)
+    for cell in itertools.product((0, 1, 2, 3), (1, 2), (1, 2, 3), (1, 2), (1, 4))
+    if cell[1] * cell[2] > 1
 ]
 
 

@@ -59,7 +59,8 @@ class ShardedOptimizer:
     ) -> Summary:
         """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late.
 
-        ``loss``: the sum of this rank's, which must be that of all ranks of its tensor group. ``wishes``: what else ranks want to know of each other; as many on every rank.
+        ``loss``: the sum of this rank's, which must be that of all ranks of its tensor group. ``wishes``: what else ranks
+        want to know of each other; as many on every rank.
         """
         runtime.finish_reductions()
         self.drain()
