@@ -13,8 +13,12 @@ from torch.nn import functional
 from training import make_config
 
 import zerorun
+from zerorun.checkpointing import checkpoint
 from zerorun.tensor_parallel.collectives import Region, make_region
 from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
+from zerorun.tensor_parallel.random import region_seed
+from zerorun.tensor_parallel.share import even_range
 
 VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 17, 12, 5, 2, 3
 
@@ -130,3 +134,123 @@ def test_equals_one_process(stage: int, world: int, tensor: int) -> None:
 def test_hybrid_sharding_and_offload(stage: int) -> None:
     changes: dict[str, Any] = {"zero_optimization": {"shard_degree": 2, "offload_optimizer": {"device": "cpu"}}}
     compare(run_ranks(8, train, stage, 2, 1, 0.5, changes), reference(4, 1, 0.5))
+
+
+# -- dropout -----------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """Dropout inside the region, of divided columns, and outside, of whole activations.
+
+    ``region`` None: one process that draws, for each of ``size`` ranks, what that rank draws inside.
+    """
+
+    def __init__(self, region: Region | None, size: int, recompute: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.region, self.size, self.recompute = region, size, recompute
+        self.blocks = nn.ModuleList(Block(region) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(self.run, block, x) if self.recompute else self.run(block, x)
+        return x
+
+    def run(self, block: Block, x: torch.Tensor) -> torch.Tensor:
+        normed = block.norm(x)
+        inside = self.drop_whole(block, normed) if self.region is None else functional.dropout(block.up(normed), 0.3)
+        return x + functional.dropout(block.down(functional.gelu(inside)), 0.2)
+
+    def drop_whole(self, block: Block, normed: torch.Tensor) -> torch.Tensor:
+        drawn = int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+        outside, parts = torch.get_rng_state(), []
+        for rank, part in enumerate(block.up(normed).chunk(self.size, -1)):
+            torch.manual_seed(region_seed(drawn, rank))
+            parts.append(functional.dropout(part, 0.3))
+        torch.set_rng_state(outside)
+        return torch.cat(parts, -1)
+
+
+def input_of(step: int) -> torch.Tensor:
+    return torch.randn(BATCH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train_dropping(recompute: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    topology = zerorun.Topology.create(
+        dist.get_world_size(), dist.get_rank(), tensor=dist.get_world_size(), device_type="cpu"
+    )
+    model = Dropping(make_region(topology, torch.device("cpu")), topology.tensor, recompute)
+    torch.manual_seed(7 + dist.get_rank())  # initialize() lets all ranks go on as tensor rank 0
+    engine = zerorun.initialize(model, make_config(3, clip=0.5), topology=topology)
+    losses = []
+    for step in range(STEPS):
+        loss = engine(input_of(step)).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    topology.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("size", (2, 3))
+def test_dropout_equals_one_process_with_the_same_streams(size: int, recompute: bool) -> None:
+    model = Dropping(None, size, recompute=False)
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        loss = model(input_of(step)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, weights in run_ranks(size, train_dropping, recompute):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=0)
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-6, atol=1e-6)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+def sent_by(size: int) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+    """The traffic of one step on this rank, and that of its loss alone."""
+    topology = zerorun.Topology.create(size, dist.get_rank(), tensor=size, device_type="cpu")
+    region = make_region(topology, torch.device("cpu"))
+    engine = zerorun.initialize(Model(region), make_config(1), topology=topology)
+    before = engine.communication_report()
+    tokens = tokens_of(0, 0, 0)
+    engine.backward(loss_of(engine(tokens[:, :-1]), tokens))
+    after = engine.communication_report()
+    own = even_range(VOCABULARY, topology.tensor_rank, size)
+    vocab_parallel_cross_entropy(
+        torch.zeros(BATCH * LENGTH, own[1] - own[0]), tokens[:, 1:].flatten(), region.axis, VOCABULARY
+    )
+    last = engine.communication_report()
+    engine.destroy()
+    topology.close()
+    return {k: v for k, v in difference(after, before).items() if k.startswith("tensor")}, difference(last, after)
+
+
+def difference(now: dict[str, dict[str, int]], before: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    found = {}
+    for label, counts in now.items():
+        was = before.get(label, {"calls": 0, "bytes": 0})
+        if counts != was:
+            found[label] = {kind: counts[kind] - was[kind] for kind in counts}
+    return found
+
+
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_bytes_sent_are_those_of_the_formula(size: int) -> None:
+    """2 (t - 1) / t of the activations for an all-reduce: one in a block each way, one for each end."""
+    activations = BATCH * LENGTH * WIDTH * 4
+    found = run_ranks(size, sent_by, size)
+    for kind, count in (("forward", 4), ("backward", 4)):  # the embedding and 3 blocks; 3 blocks and the head
+        label = f"tensor: all-reduce {kind}"
+        assert sum(traffic[label]["bytes"] for traffic, _ in found) == count * 2 * (size - 1) * activations
+    for _, loss in found:
+        assert loss == {"tensor: cross-entropy": {"calls": 1, "bytes": 3 * BATCH * LENGTH * 4 * (size - 1)}}
