@@ -19,7 +19,7 @@ from .pipeline.messages import Courier
 from .pipeline.pipelined import Pipelined
 from .pipeline.schedules import ZERO_BUBBLE, make_schedule
 from .pipeline.simulate import Span
-from .pipeline.split_backward import WeightGradients, split_linear_layers
+from .pipeline.split_backward import WeightGradients, split_layers
 from .pipeline.times import Times
 from .pipeline.trace import Trace, write_trace
 from .precision import DTYPES, cast_floats
@@ -42,7 +42,7 @@ class PipelineEngine(Engine):
         self._later = WeightGradients()
         self._undo_split: Callable[[], None] | None = None
         if section.schedule == ZERO_BUBBLE:
-            self._undo_split = split_linear_layers(self.module, self._later)
+            self._undo_split = split_layers(self.module, self._later)
         courier = None
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)

@@ -1,4 +1,4 @@
-"""Random pipelines equal one process: any layers and cut, any shapes, masks and None on the way, stages without parameters."""
+"""Random pipelines equal one process: any layers, cuts and shapes, masks and None on the way, stages without parameters."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .actions import FORWARD_ONLY, Action, Kind, Schedule, peer
 from .messages import Courier, tensors_of
 from .pipelined import Pipelined
 from .simulate import Span
-from .split_backward import Job, WeightGradients
+from .split_backward import WeightGradients
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Key = tuple[int, int]  # micro-batch, chunk
@@ -37,7 +37,7 @@ class _Kept:
     outputs: list[GradientEdge | None] = field(default_factory=list)  # of the tensors that were made; None: no gradient
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of those
     passes: list[Walk] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)  # weight gradients to be computed
+    jobs: list[Callable[[], None]] = field(default_factory=list)  # weight gradients to be computed
 
 
 class Executor:
@@ -165,7 +165,9 @@ class Executor:
 
     @torch.no_grad()
     def _weight_gradients(self, key: Key) -> None:
-        WeightGradients.run(self._kept[key].jobs)
+        jobs = self._kept[key].jobs
+        while jobs:
+            jobs.pop()()
         self._runtime.complete(self._parts[key[1]])
 
 

@@ -15,39 +15,31 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-Job = tuple[nn.Parameter, torch.Tensor, torch.Tensor, bool]  # weight, input, gradient of the output, transposed
-
 
 class WeightGradients:
     """The weight gradients that are still to be computed."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[Callable[[], None]] = []
 
-    def put(self, weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> None:
-        self._jobs.append((weight, x, grad, transposed))
+    def put(self, job: Callable[[], None]) -> None:
+        """``job`` computes the gradient of a weight and adds it to that of the parameter."""
+        self._jobs.append(job)
 
-    def take(self) -> list[Job]:
+    def take(self) -> list[Callable[[], None]]:
         """What one backward has left to do."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
-    @staticmethod
-    def run(jobs: list[Job]) -> None:
-        """Compute the gradients and add them to those of the parameters."""
-        while jobs:
-            weight, x, grad, transposed = jobs.pop()
-            x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-            made = x.t() @ grad if transposed else grad.t() @ x
-            if weight.grad is None:
-                weight.grad = made.to(weight.dtype)
-            else:
-                weight.grad.add_(made)
+    def product(
+        self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, *, transposed: bool
+    ) -> torch.Tensor:
+        """x W^T + b, or x W + b of a ``transposed`` weight, whose gradient comes later."""
+        y: torch.Tensor = _Product.apply(x, weight, self, transposed)  # type: ignore[no-untyped-call]
+        return y if bias is None else y + bias
 
 
-class _Linear(torch.autograd.Function):
-    """x W^T, or x W of a ``transposed`` weight. The weight's own gradient is put into ``later``."""
-
+class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, later: WeightGradients, transposed: bool) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -57,36 +49,45 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
-        ctx.later.put(weight, x, grad, transposed=ctx.transposed)
+        (x,), weight, transposed = ctx.saved_tensors, ctx.weight, ctx.transposed
+        ctx.later.put(lambda: _add_gradient(weight, x, grad, transposed=transposed))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
-        return grad @ (weight.t() if ctx.transposed else weight), None, None, None
+        return grad @ (weight.t() if transposed else weight), None, None, None
 
 
-def split_product(
-    x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, later: WeightGradients, *, transposed: bool
-) -> torch.Tensor:
-    """A linear layer's product whose weight gradient comes later."""
-    y: torch.Tensor = _Linear.apply(x, weight, later, transposed)  # type: ignore[no-untyped-call]
-    return y if bias is None else y + bias
+def _add_gradient(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> None:
+    x, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    made = x.t() @ grad if transposed else grad.t() @ x
+    if weight.grad is None:
+        weight.grad = made.to(weight.dtype)
+    else:
+        weight.grad.add_(made)
 
 
-def split_linear_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]:
-    """Let the linear layers of ``model`` leave their weight gradients to ``later``; returns what undoes it."""
-    split = [layer for layer in model.modules() if _transposed(layer) is not None]
-    for layer in split:
+def split_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]:
+    """Let the linear layers of ``model`` leave their weight gradients to ``later``; returns what undoes it.
+
+    Other layers take part if they have an attribute ``weight_gradients``, None: it is set to ``later``.
+    """
+    ordinary = [layer for layer in model.modules() if _transposed(layer) is not None]
+    willing = [layer for layer in model.modules() if hasattr(layer, "weight_gradients")]
+    for layer in ordinary:
         layer.forward = _Split(layer, later)
+    for layer in willing:
+        layer.weight_gradients = later  # type: ignore[assignment]
 
     def undo() -> None:
-        for layer in split:
+        for layer in ordinary:
             layer.__dict__.pop("forward", None)
+        for layer in willing:
+            layer.weight_gradients = None  # type: ignore[assignment]
 
     return undo
 
 
 class _Split:
-    """The forward of a layer that is split."""
+    """The forward of an ordinary linear layer that is split."""
 
     def __init__(self, layer: nn.Module, later: WeightGradients) -> None:
         self._layer, self._later, self._transposed = layer, later, bool(_transposed(layer))
@@ -95,7 +96,7 @@ class _Split:
         layer: Any = self._layer
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return type(layer).forward(layer, x)  # type: ignore[no-any-return]
-        return split_product(x, layer.weight, layer.bias, self._later, transposed=self._transposed)
+        return self._later.product(x, layer.weight, layer.bias, transposed=self._transposed)
 
 
 def _transposed(layer: nn.Module) -> bool | None:

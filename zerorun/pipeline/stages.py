@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -57,7 +58,7 @@ def find_stage(num_stages: int | None, topology: Any, stage: int | None) -> tupl
 def _stage_of_rank(num_stages: int) -> int:
     if num_stages == 1:
         return 0
-    rank, world_size = _rank(), dist.get_world_size()
+    rank, world_size = _rank(), _world_size()
     if num_stages < 1 or world_size % num_stages:
         raise PipelineError(
             f"num_stages = {num_stages} does not divide the {world_size} ranks. Remedy: give a number of stages that does."
@@ -66,9 +67,15 @@ def _stage_of_rank(num_stages: int) -> int:
 
 
 def _rank() -> int:
+    if not dist.is_initialized() and "RANK" in os.environ:  # as the launcher says; it will be joined later
+        return int(os.environ["RANK"])
     if not dist.is_initialized():
         raise PipelineError(
             "which stage is this process's cannot be known before the process group is there. Remedy: call "
             "zerorun.init_distributed() first, or give stage=."
         )
     return dist.get_rank()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))

@@ -29,6 +29,7 @@ class Parallel:
     partial_gradients: tuple[str, ...]
     ordinary: type[nn.Module]  # the class that a converted layer had
     whole_sizes: dict[str, int]  # attributes that were made smaller
+    weight_gradients: Any = None  # where they are left for later, if they are: see pipeline/split_backward.py
 
     @property
     def axis(self) -> Axis:
@@ -300,7 +301,11 @@ def _output_dim(layer: nn.Module) -> int:
     raise ModelError(f"an nn.Linear or Conv1D with their own forward is needed, got {type(layer).__name__}.")
 
 
-def _product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _product(layer: Parallel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(layer, nn.Module)
+    later = layer.weight_gradients
+    if later is not None and weight is layer.weight and weight.requires_grad and torch.is_grad_enabled():
+        return later.product(x, weight, bias, transposed=is_transposed(layer))  # type: ignore[no-any-return]
     if not is_transposed(layer):
         return functional.linear(x, weight, bias)
     if bias is None:
