@@ -1,0 +1,81 @@
+"""Split backward: the gradients of inputs come at once, those of weights later, and both are those of torch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from zerorun.pipeline.split_backward import WeightGradients, split_layers
+from zerorun.tensor_parallel.collectives import Region
+from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from zerorun.tensor_parallel.threads import on_threads
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    frozen = nn.Linear(6, 6)
+    frozen.weight.requires_grad_(False)
+    shared = nn.Linear(6, 6, bias=False)
+    return nn.Sequential(nn.Linear(4, 6), nn.GELU(), Conv1D(6, 6), nn.LayerNorm(6), frozen, shared, nn.Tanh(), shared)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_weights_wait_and_inputs_do_not(dtype: torch.dtype) -> None:
+    plain, x = model().to(dtype), torch.randn(3, 2, 4, dtype=dtype, requires_grad=True)
+    split, own = copy.deepcopy(plain), x.detach().clone().requires_grad_()
+    later = WeightGradients()
+    undo = split_layers(split, later)
+    for _ in range(2):
+        plain(x).square().sum().backward()
+        split(own).square().sum().backward()
+    torch.testing.assert_close(own.grad, x.grad)
+    assert split[0].weight.grad is None
+    assert split[0].bias.grad is not None
+    jobs = later.take()
+    assert len(jobs) == 2 * 4  # two layers, and one that is used twice, in two backwards
+    for job in jobs:
+        job()
+    for mine, theirs in zip(split.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is None:
+            assert mine.grad is None
+        else:
+            torch.testing.assert_close(mine.grad, theirs.grad)
+    undo()
+    split.zero_grad()
+    split(own).sum().backward()
+    assert not later.take()
+    assert split[0].weight.grad is not None
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    split, later = model(), WeightGradients()
+    split_layers(split, later)
+    with torch.no_grad():
+        split(torch.ones(1, 4))
+    assert not later.take()
+
+
+def test_divided_layers_take_part() -> None:
+    def work(axis: object) -> None:
+        torch.manual_seed(0)
+        region = Region(axis)  # type: ignore[arg-type]
+        pair = nn.Sequential(ColumnParallelLinear(4, 6, region=region), RowParallelLinear(6, 4, region=region)).eval()
+        later = WeightGradients()
+        split_layers(pair, later)
+        x = torch.ones(2, 4)
+        pair(x).square().sum().backward()
+        assert pair[0].weight.grad is None
+        for job in later.take():
+            job()
+        found = [param.grad for param in pair.parameters()]
+        pair.zero_grad()
+        for layer in pair:
+            layer.weight_gradients = None  # type: ignore[assignment]
+        pair(x).square().sum().backward()
+        torch.testing.assert_close(found, [param.grad for param in pair.parameters()])
+
+    on_threads(1, work)
