@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,10 @@ from .tensor_parallel.axis import ChannelAxis, make_axis
 from .tensor_parallel.collectives import make_region
 from .tensor_parallel.layers import whole_of
 from .tensor_parallel.parallelized import carry_out, plan_of
-from .tensor_parallel.plan import make_plan, matches
+from .tensor_parallel.plan import make_plan, matches, matches_names
 from .tensor_parallel.sequence import has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
-from .tensor_parallel.styles import Plan
+from .tensor_parallel.styles import HOOKED, Plan
 from .topology import Topology
 from .zero.spread import ALONE, Spread
 
@@ -107,8 +107,20 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Plan | 
             'tensor_parallel.plan (name pattern -> style, such as {"*.up": "colwise", "*.down": "rowwise"}), or make '
             "layers with zerorun.tensor_parallel.ColumnParallelLinear and its like."
         )
+    _refuse_unmatched(model, section.plan)
     here = {pattern: style for pattern, style in section.plan.items() if matches(model, pattern)}
     return make_plan(model, here, topology.tensor) if here else Plan(topology.tensor, ())
+
+
+def _refuse_unmatched(model: Pipelined, plan: Mapping[str, Any]) -> None:
+    """Raise ModelError for a pattern that matches nothing on any stage: its layers would stay whole unnoticed."""
+    names = model.parameter_names()
+    for pattern, style in plan.items():
+        if style not in HOOKED and not matches_names(names, pattern):  # modules that are hooked need no parameters
+            raise ModelError(
+                f"tensor_parallel.plan: pattern {pattern!r} matches no layer of any stage. Remedy: use names as of the "
+                f'PipelineModule\'s parameter_names(), such as {names[0]!r}; "*" stands for one part between dots.'
+            )
 
 
 def divide(model: nn.Module, plan: Plan | None, config: Config, topology: Topology, device: torch.device) -> Divided:

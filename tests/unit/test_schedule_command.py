@@ -258,7 +258,7 @@ def test_a_trace_in_an_order_that_cannot_be(tmp_path: Path) -> None:
         ((*USUAL, "--kind", "interleaved", "--chunks", "1"), "chunks = 1"),
         ((*USUAL, "--kind", "gpipe", "--chunks", "2"), "chunks = 2"),
         ((*USUAL, "--limit", "3"), "limit = 3"),
-        ((*USUAL, "--compare", "--kind", "1f1b"), "--compare shows all kinds, and --kind 1f1b one"),
+        ((*USUAL, "--compare", "--kind", "1f1b"), "--compare shows several kinds, and --kind 1f1b one"),
         ((*USUAL, "--times", "1,2", "1", "1"), "times: forward has 2 numbers for 4 stages"),
         ((*USUAL, "--times", "1", "nan", "1"), "times: input_gradient of stage 0 is nan"),
         ((*USUAL, "--transfer", "1,1,1,-1"), "times: transfer of stage 3 is -1.0"),
