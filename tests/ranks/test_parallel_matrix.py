@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import nn
-from training import make_config
+from training import make_config, merged
 
 import zerorun
 
@@ -81,7 +81,9 @@ def reference(name: str, data: int, accumulation: int) -> dict[str, Any]:
 
 
 def train(name: str, tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, Any]:
-    engine = zerorun.initialize(build(name), {**config, "tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}})
+    engine = zerorun.initialize(
+        build(name), merged(config, {"tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}})
+    )
     accumulation, topology = engine.gradient_accumulation_steps(), engine.topology
     data = data_of(topology.data_parallel_rank, accumulation)
     norms, losses = [], []
@@ -132,3 +134,14 @@ def test_equals_one_process(name: str, stage: int, tensor: int, pipe: int, data:
     config = make_config(stage, accumulation=accumulation, clip=0.5)
     found = run_ranks(tensor * pipe * data, train, name, tensor, pipe, config)
     compare(found, reference(name, data, accumulation))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pipe", (1, 2))
+@pytest.mark.parametrize(
+    "keys", (("sequence_parallel",), ("vocab_parallel_loss",), ("sequence_parallel", "vocab_parallel_loss"))
+)
+def test_other_ways_to_divide_equal_one_process(name: str, pipe: int, keys: tuple[str, ...]) -> None:
+    """Of a pipeline the last stage alone has the head, and the divided logits."""
+    config = make_config(1, accumulation=2, clip=0.5, tensor_parallel=dict.fromkeys(keys, True))
+    compare(run_ranks(2 * pipe, train, name, 2, pipe, config), reference(name, 1, 2))

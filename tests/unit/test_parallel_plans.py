@@ -19,12 +19,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
 
 
-def names_on_stage(stage: int, plan: dict[str, Any]) -> list[str]:
+def names_on_stage(stage: int, plan: dict[str, Any], **keys: bool) -> list[str]:
     """What the plan divides on one of two stages: an embedding and a block, and two blocks."""
     topology = Topology.plan(4, rank=2 * stage, pipe=2, tensor=2)
     layers = [LayerSpec(nn.Embedding, 10, 4), *(LayerSpec(Block) for _ in range(3))]
     model = PipelineModule(layers, topology=topology, partition_method=[2, 2])
-    found = plan_layers(model, load_config({"tensor_parallel": {"size": 2, "plan": plan}}), topology)
+    found = plan_layers(model, load_config({"tensor_parallel": {"size": 2, "plan": plan, **keys}}), topology)
     assert found is not None
     return [entry.name for entry in found.entries]
 
@@ -53,3 +53,16 @@ def test_a_pattern_that_matches_nothing_on_any_stage_is_refused(stage: int, patt
 def test_without_a_plan_nothing_is_guessed() -> None:
     with pytest.raises(ModelError, match=r"Remedy: set tensor_parallel\.plan"):
         names_on_stage(0, {})
+
+
+@pytest.mark.parametrize("key", ["sequence_parallel", "vocab_parallel_loss"])
+def test_keys_for_whole_models_are_refused(key: str) -> None:
+    with pytest.raises(ModelError, match=rf"tensor_parallel\.{key} cannot .* Remedy: set it to false"):
+        names_on_stage(0, MLP, **{key: True})
+
+
+def test_sequence_parallelism_that_cannot_be_is_refused_before_anything_is_divided() -> None:
+    model = nn.ModuleDict({"first": Block(), "second": Block()})  # no list of blocks
+    config = load_config({"tensor_parallel": {"size": 2, "plan": MLP, "sequence_parallel": True}})
+    with pytest.raises(ModelError, match="needs one ModuleList of blocks"):
+        plan_layers(model, config, Topology.plan(2, tensor=2))

@@ -28,6 +28,11 @@ def head_of(model: nn.Module) -> nn.Module:
     return head
 
 
+def has_head(model: nn.Module) -> bool:
+    """True if the head is on this pipeline stage."""
+    return not getattr(head_of(model), "is_elsewhere", False)
+
+
 def with_divided_head(model: nn.Module, plan: Plan) -> Plan:
     """``plan`` with logits that are not gathered. Raises ModelError if the head is not in it."""
     head, found = head_of(model), []
