@@ -58,11 +58,22 @@ class GPT(nn.Module):
         nn.init.normal_(self.token.weight, std=0.2)
         nn.init.normal_(self.position.weight, std=0.2)
 
+    def flops_per_token(self) -> int:
+        """Of forward and backward, counted as in the paper on PaLM (arXiv:2204.02311, appendix B)."""
+        multiplied = sum(p.numel() for p in self.blocks.parameters()) + self.head.weight.numel()
+        return 6 * multiplied + 12 * len(self.blocks) * self.position.weight.numel()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        return self.logits(x)
 
 
 def load_text(path: str | None, context: int) -> tuple[Tensor, Tensor]:
@@ -79,10 +90,16 @@ def load_text(path: str | None, context: int) -> tuple[Tensor, Tensor]:
     return torch.frombuffer(bytearray(train), dtype=torch.uint8), torch.frombuffer(bytearray(valid), dtype=torch.uint8)
 
 
-def windows(text: Tensor, context: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """``size`` random windows of ``context`` bytes, other ones on each rank, and the byte that follows each byte."""
+def windows(
+    text: Tensor, context: int, size: int, seed: int, place: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """``size`` random windows of ``context`` bytes, other ones on each rank, and the byte that follows each byte.
+
+    ``place``: (data-parallel rank, number of them), where not every rank is one.
+    """
+    rank, ranks = place or (dist.get_rank(), dist.get_world_size())
     everyone = torch.Generator().manual_seed(seed)  # all ranks draw for all, so that the world size changes nothing
-    starts = torch.randint(len(text) - context, (dist.get_world_size(), size, 1), generator=everyone)[dist.get_rank()]
+    starts = torch.randint(len(text) - context, (ranks, size, 1), generator=everyone)[rank]
     chosen = text[starts + torch.arange(context + 1)].long()
     return chosen[:, :-1], chosen[:, 1:]
 
@@ -111,18 +128,16 @@ def evaluate(engine: zerorun.Engine, text: Tensor, context: int) -> float:
 
 
 def main() -> None:
-    args = parse_arguments()
+    args = build_parser().parse_args()
     torch.manual_seed(args.seed)
     model = GPT(args.layers, args.width, args.heads, args.context)
-    multiplied = sum(p.numel() for p in model.blocks.parameters()) + model.head.weight.numel()
-    flops_per_token = 6 * multiplied + 12 * args.layers * args.width * args.context  # forward and backward, as in PaLM
-
+    flops_per_token = model.flops_per_token()
     engine = zerorun.initialize(model=model, config=args.config)
     text, held_out = load_text(args.data, args.context)
     terminal = os.environ.get("ZERORUN_TTY") == "1" or sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", disable=not terminal or dist.get_rank() != 0)
-    start = valid = evaluate(engine, held_out, args.context)
-    curve: list[tuple[int, float | None, float | None]] = [(0, None, start)]
+    valid = evaluate(engine, held_out, args.context)
+    curve: list[tuple[int, float | None, float | None]] = [(0, None, valid)]
     losses, began = [], time.perf_counter()
     for step in range(engine.global_steps + 1, args.steps + 1):
         for _ in range(engine.gradient_accumulation_steps()):
@@ -146,8 +161,7 @@ def main() -> None:
             losses, began = [], time.perf_counter()
     bar.close()
     if dist.get_rank() == 0:
-        save_curve(Path(args.out or Path("runs", Path(args.config).stem)), curve)
-        print(f"validation loss {valid:.3f} nats/byte (uniform {math.log(256):.3f}, start {start:.3f})", flush=True)
+        finish(args, curve)
     engine.destroy()
 
 
@@ -162,6 +176,13 @@ def usage(device: torch.device, speed: float, flops_per_token: int) -> str:
         rate = f"{share:.1f} TFLOP/s per GPU" if peak is None else f"MFU {share / peak:.1%}"
         memory = torch.cuda.max_memory_allocated(device)
     return f"{speed:,.0f} tokens/s, {rate}, {memory / 2**20:.0f} MiB per rank"
+
+
+def finish(args: argparse.Namespace, curve: list[tuple[int, float | None, float | None]]) -> None:
+    """Save the curve, and say how far the validation loss has come."""
+    save_curve(Path(args.out or Path("runs", Path(args.config).stem)), curve)
+    losses = [valid for _, _, valid in curve if valid is not None]
+    print(f"validation loss {losses[-1]:.3f} nats/byte (uniform {math.log(256):.3f}, start {losses[0]:.3f})", flush=True)
 
 
 def save_curve(folder: Path, curve: list[tuple[int, float | None, float | None]]) -> None:
@@ -183,10 +204,10 @@ def save_curve(folder: Path, curve: list[tuple[int, float | None, float | None]]
     pyplot.savefig(folder / "loss.png", dpi=100)
 
 
-def parse_arguments() -> argparse.Namespace:
+def build_parser(config: str = "zero3", steps: int = 500) -> argparse.ArgumentParser:
     parser = zerorun.add_config_arguments(argparse.ArgumentParser(description="Train a small byte-level GPT."))
-    parser.set_defaults(config=str(Path(__file__).parent / "configs" / "zero3.json"))
-    parser.add_argument("--steps", type=int, default=500, help="default: %(default)s, as in the schedules of configs/")
+    parser.set_defaults(config=str(Path(__file__).parent / "configs" / f"{config}.json"))
+    parser.add_argument("--steps", type=int, default=steps, help="default: %(default)s, as in the configuration's schedule")
     parser.add_argument("--data", help="file or folder (default: the sources of Python's standard library)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
@@ -195,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eval-every", type=int, default=50, help="steps")
     parser.add_argument("--out", help="folder of the loss curve (default: runs/ and the name of the configuration)")
-    return parser.parse_args()
+    return parser
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,19 +12,21 @@ from torch import nn
 
 from .channel import Books, Channel
 from .config import Config
+from .config_sections import TensorParallel
 from .errors import ModelError, PipelineError
 from .log import info_once
 from .pipeline.module import PipelineModule
 from .pipeline.pipelined import Pipelined
-from .pipeline.pretrained import split_pretrained
+from .pipeline.pretrained import PretrainedPipeline, split_pretrained
 from .tensor_parallel.axis import ChannelAxis, make_axis
+from .tensor_parallel.causal_loss import has_head
 from .tensor_parallel.collectives import make_region
 from .tensor_parallel.layers import whole_of
 from .tensor_parallel.parallelized import carry_out, plan_of
-from .tensor_parallel.plan import make_plan, matches
-from .tensor_parallel.sequence import has_blocks
+from .tensor_parallel.plan import make_plan, matches, matches_names
+from .tensor_parallel.sequence import blocks_of, has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
-from .tensor_parallel.styles import Plan
+from .tensor_parallel.styles import HOOKED, Plan
 from .topology import Topology
 from .zero.spread import ALONE, Spread
 
@@ -100,15 +102,44 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Plan | 
     if topology.tensor == 1 or shares_of(model):
         return None
     if not isinstance(model, Pipelined):
-        return plan_of(model, section.plan or None, topology.tensor, vocab_parallel_loss=section.vocab_parallel_loss)
+        made = plan_of(model, section.plan or None, topology.tensor, vocab_parallel_loss=section.vocab_parallel_loss)
+        if section.sequence_parallel:
+            blocks_of(model, made)
+        return made
+    if isinstance(model, PipelineModule):
+        _refuse_whole_model_keys(section)
     if not section.plan:
         raise ModelError(
             "a PipelineModule does not tell how its layers are to be divided over tensor-parallel ranks. Remedy: set "
             'tensor_parallel.plan (name pattern -> style, such as {"*.up": "colwise", "*.down": "rowwise"}), or make '
             "layers with zerorun.tensor_parallel.ColumnParallelLinear and its like."
         )
+    _refuse_unmatched(model, section.plan)
     here = {pattern: style for pattern, style in section.plan.items() if matches(model, pattern)}
     return make_plan(model, here, topology.tensor) if here else Plan(topology.tensor, ())
+
+
+def _refuse_whole_model_keys(section: TensorParallel) -> None:
+    """Raise ModelError for what needs to see the whole model, and not the layers of one stage."""
+    for key, instead in (
+        ("sequence_parallel", "it works on a Hugging Face model that is not cut by hand."),
+        ("vocab_parallel_loss", "let loss_fn call zerorun.tensor_parallel.vocab_parallel_cross_entropy."),
+    ):
+        if getattr(section, key):
+            raise ModelError(
+                f"tensor_parallel.{key} cannot be done in a PipelineModule. Remedy: set it to false; {instead}"
+            )
+
+
+def _refuse_unmatched(model: Pipelined, plan: Mapping[str, Any]) -> None:
+    """Raise ModelError for a pattern that matches nothing on any stage: its layers would stay whole unnoticed."""
+    names = model.parameter_names()
+    for pattern, style in plan.items():
+        if style not in HOOKED and not matches_names(names, pattern):  # modules that are hooked need no parameters
+            raise ModelError(
+                f"tensor_parallel.plan: pattern {pattern!r} matches no layer of any stage. Remedy: use names as of the "
+                f'PipelineModule\'s parameter_names(), such as {names[0]!r}; "*" stands for one part between dots.'
+            )
 
 
 def divide(model: nn.Module, plan: Plan | None, config: Config, topology: Topology, device: torch.device) -> Divided:
@@ -130,12 +161,13 @@ def _divide_layers(
     undo = Divided().undo
     if plan is not None:
         own = plan.here(model)
+        whole = model.whole_model if isinstance(model, PretrainedPipeline) else model
         made = carry_out(
             model,
             own,
             make_region(topology, device),
             sequence_parallel=section.sequence_parallel and has_blocks(own),
-            vocab_parallel_loss=section.vocab_parallel_loss,
+            vocab_parallel_loss_of=whole if section.vocab_parallel_loss and has_head(whole) else None,
         )
         undo = made.undo
         info_once(made.describe())

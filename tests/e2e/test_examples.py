@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,41 @@ def test_stage_and_world_size_change_nothing(tmp_path: Path) -> None:
     rows = {name: losses(tmp_path / name)[1:] for name in ("one", "two")}
     one, two = ([float(value) for row in found for value in row if value] for found in rows.values())
     assert two == pytest.approx(one, rel=1e-5)
+
+
+def train_3d(folder: Path, tensor: int, stages: int, **pipeline: object) -> tuple[str, ...]:
+    """The command for a configuration of its own, which differs from 3d.json in the degrees and in ``pipeline``."""
+    config = json.loads((CONFIGS / "3d.json").read_text())
+    config["tensor_parallel"]["size"] = tensor
+    config["pipeline"] = {**config["pipeline"], "stages": stages, **pipeline}
+    path = folder / f"{tensor}x{stages}.json"
+    path.write_text(json.dumps(config))
+    return (str(ROOT / "examples" / "train_3d.py"), "--config", str(path), *TINY, "--steps", "3", "--eval-every", "1")
+
+
+def test_train_3d_on_eight_ranks_is_the_run_of_one(tmp_path: Path) -> None:
+    """2 stages x 2 tensor ranks x 2 data-parallel ranks; the trace is one that zerorun-schedule draws."""
+    one = run(*train_3d(tmp_path, 1, 1), "--out", "one", folder=tmp_path)
+    assert "1 rank = " in one
+    options = ("--out", "eight", "--record", "trace.json")
+    out = run(*LAUNCHER[:-1], "8", *train_3d(tmp_path, 2, 2), *options, folder=tmp_path)
+    assert out.startswith("8 ranks = pipe 2 x replicate 1 x shard 2 x tensor 2;")
+    assert "step 3/3: loss " in out
+    rows = {name: losses(tmp_path / name)[1:] for name in ("one", "eight")}
+    single, divided = ([float(value) for row in found for value in row if value] for found in rows.values())
+    assert len(single) == 4 + 3 + 4  # steps, training and validation losses
+    assert divided == pytest.approx(single, rel=1e-5)
+    drawn = run("-m", "zerorun.pipeline.cli", "--measured", "trace.json", "--svg", "run.svg", folder=tmp_path)
+    assert "1f1b measured" in drawn
+    assert (tmp_path / "run.svg").read_text().startswith("<svg")
+
+
+def test_train_3d_takes_the_schedule_from_the_json(tmp_path: Path) -> None:
+    """Interleaved: two parts of the four layers on each of two stages, and no tensor parallelism."""
+    command = train_3d(tmp_path, 1, 2, schedule="interleaved", chunks=2, partition=[1, 1, 1, 1])
+    out = run(*LAUNCHER, *command, folder=tmp_path)
+    assert out.startswith("2 ranks = pipe 2 x replicate 1 x shard 1 x tensor 1;")
+    assert out.splitlines()[-1].startswith("validation loss ")
 
 
 def test_exits_with_zero_every_time(tmp_path: Path) -> None:

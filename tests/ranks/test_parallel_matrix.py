@@ -186,3 +186,14 @@ def test_what_goes_with_it_equals_one_process(which: str) -> None:
     name, stage, tensor, pipe, data, changes = BEYOND[which]
     config = merged(make_config(stage, accumulation=3, clip=0.5), changes)
     compare(run_ranks(tensor * pipe * data, train, name, tensor, pipe, config), reference(name, data, 3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pipe", (1, 2))
+@pytest.mark.parametrize(
+    "keys", (("sequence_parallel",), ("vocab_parallel_loss",), ("sequence_parallel", "vocab_parallel_loss"))
+)
+def test_other_ways_to_divide_equal_one_process(name: str, pipe: int, keys: tuple[str, ...]) -> None:
+    """Of a pipeline the last stage alone has the head, and the divided logits."""
+    config = make_config(1, accumulation=2, clip=0.5, tensor_parallel=dict.fromkeys(keys, True))
+    compare(run_ranks(2 * pipe, train, name, 2, pipe, config), reference(name, 1, 2))

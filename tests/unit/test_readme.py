@@ -24,9 +24,11 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def default_steps() -> int:
-    source = (ROOT / "examples" / "train_gpt.py").read_text(encoding="utf-8")
-    found = re.search(r'"--steps", type=int, default=(\d+)', source)
+def default_steps(config: str) -> int:
+    script, pattern = (
+        ("train_3d.py", r'config="3d", steps=(\d+)') if config == "3d" else ("train_gpt.py", r"steps: int = (\d+)")
+    )
+    found = re.search(pattern, (ROOT / "examples" / script).read_text(encoding="utf-8"))
     assert found is not None
     return int(found[1])
 
@@ -51,18 +53,20 @@ def test_paths_in_the_readme_exist() -> None:
 
 
 def test_all_configurations_are_there() -> None:
-    assert [path.stem for path in CONFIGS] == ["bf16", "fp16", "zero0", "zero1", "zero2", "zero3"]
+    assert [path.stem for path in CONFIGS] == ["3d", "bf16", "fp16", "zero0", "zero1", "zero2", "zero3"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_configuration_resolves(path: Path, ranks: int) -> None:
     config = resolve(load_config(path), data_parallel_size=ranks)
-    assert config.train_batch_size == config.train_micro_batch_size_per_gpu * ranks
+    assert config.train_batch_size == config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps * ranks
     assert config.notes == ()
     assert config.scheduler is not None
-    assert config.scheduler.params["total_num_steps"] == default_steps()
+    assert config.scheduler.params["total_num_steps"] == default_steps(path.stem)
     if path.stem.startswith("zero"):
         assert config.zero_optimization.stage == int(path.stem[-1])
+    elif path.stem == "3d":
+        assert (config.tensor_parallel.size, config.pipeline.stages) == (2, 2)
     else:
         assert getattr(config, path.stem).enabled

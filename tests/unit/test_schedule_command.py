@@ -68,6 +68,14 @@ def test_compare_shows_all_kinds_that_train(capsys: pytest.CaptureFixture[str]) 
     assert rows[-1][4] == "-"  # no formula for that limit
 
 
+def test_compare_shows_the_kinds_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(capsys, *USUAL, "--compare", "zero_bubble", "1f1b", "--json"))
+    assert [(schedule["kind"], schedule["makespan"]) for schedule in found["schedules"]] == [
+        ("zero_bubble", 27),
+        ("1f1b", 33),
+    ]
+
+
 def test_json_has_what_the_tables_have(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(capsys, *USUAL, "--kind", "zero_bubble", "--times", "1", "2,1,1,1", "0.5", "--json"))
     assert (found["stages"], found["micro_batches"]) == (4, 8)
@@ -258,7 +266,7 @@ def test_a_trace_in_an_order_that_cannot_be(tmp_path: Path) -> None:
         ((*USUAL, "--kind", "interleaved", "--chunks", "1"), "chunks = 1"),
         ((*USUAL, "--kind", "gpipe", "--chunks", "2"), "chunks = 2"),
         ((*USUAL, "--limit", "3"), "limit = 3"),
-        ((*USUAL, "--compare", "--kind", "1f1b"), "--compare shows all kinds, and --kind 1f1b one"),
+        ((*USUAL, "--compare", "--kind", "1f1b"), "--compare shows several kinds, and --kind 1f1b one"),
         ((*USUAL, "--times", "1,2", "1", "1"), "times: forward has 2 numbers for 4 stages"),
         ((*USUAL, "--times", "1", "nan", "1"), "times: input_gradient of stage 0 is nan"),
         ((*USUAL, "--transfer", "1,1,1,-1"), "times: transfer of stage 3 is -1.0"),
@@ -278,6 +286,7 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], words: str, capsys: p
     [
         (("--stages", "0"), "argument --stages: '0' is not a whole number from 1 on"),
         (("--times", "1", "x", "1"), "argument --times: 'x' is no number"),
+        (("--compare", "1f1b", "forward_only"), "argument --compare: invalid choice: 'forward_only'"),
         (("--kind", "1f2b"), "argument --kind: invalid choice: '1f2b'"),
     ],
 )

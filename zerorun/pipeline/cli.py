@@ -24,6 +24,7 @@ from .trace import read_trace
 
 FAILED = 2
 _SHOWN_RANKS = 16  # of each table; the middle ones are left out
+_TRAINING = [kind for kind in SCHEDULES if kind != FORWARD_ONLY]
 
 _DESCRIPTION = """\
 Simulate a pipeline schedule: how long a step takes, how long ranks wait, how
@@ -127,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--times", type=_numbers, nargs=3, metavar=("F", "B", "W"), help="forward, input gradient, weight gradient: 1 1 1")
     add("--transfer", type=_numbers, metavar="T", default=0.0, help="time that a message travels (default: 0)")
     add("--limit", type=_positive, metavar="N", help=f"{ZERO_BUBBLE}: micro-batches that a rank may keep (default: P)")
-    add("--compare", action="store_true", help="all schedules that train, side by side")
+    add("--compare", nargs="*", choices=_TRAINING, metavar="KIND", help="these schedules, or all that train, side by side")
     add("--measured", metavar="TRACE", help="a measured run (JSON), beside its lists simulated with its median times")
     add("--svg", metavar="FILE", help="draw the timeline")
     add("--png", metavar="FILE", help="draw the timeline with matplotlib")
@@ -157,25 +158,26 @@ def _simulated(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
     for option, value in (("--stages", args.stages), ("--micro-batches", args.micro_batches)):
         if value is None:
             raise ScheduleError(f"{option} is missing. Remedy: give it, or a trace with --measured.")
-    if args.compare and args.kind:
-        raise ScheduleError(f"--compare shows all kinds, and --kind {args.kind} one. Remedy: leave one of them out.")
+    comparing = args.compare is not None
+    if comparing and args.kind:
+        raise ScheduleError(f"--compare shows several kinds, and --kind {args.kind} one. Remedy: leave one of them out.")
     stages, micro_batches = args.stages, args.micro_batches
     forward, inputs, weights = args.times or (1.0, 1.0, 1.0)
     times = Times.make(stages, forward, inputs, weights, args.transfer)
-    kinds = [kind for kind in SCHEDULES if kind != FORWARD_ONLY] if args.compare else [args.kind or "1f1b"]
+    kinds = args.compare or _TRAINING if comparing else [args.kind or "1f1b"]
     if args.svg or args.png:
         check_drawable(len(kinds) * stages * micro_batches)  # there are more; but before much is done
     cases = []
     for kind in kinds:
-        chunks = args.chunks or 2 if kind == INTERLEAVED else 1 if args.compare else args.chunks or 1
-        limit = None if args.compare and kind != ZERO_BUBBLE else args.limit
+        chunks = args.chunks or 2 if kind == INTERLEAVED else 1 if comparing else args.chunks or 1
+        limit = None if comparing and kind != ZERO_BUBBLE else args.limit
         schedule = make_schedule(kind, stages, micro_batches, chunks=chunks, times=times, limit=limit)
         cases.append(_case(args, schedule, times, limit))
     return times, cases, micro_batches
 
 
 def _measured(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
-    for option, value in (("--times", args.times), ("--limit", args.limit), ("--compare", args.compare)):
+    for option, value in (("--times", args.times), ("--limit", args.limit), ("--compare", args.compare is not None)):
         if value:
             raise ScheduleError(
                 f"{option} has no place beside --measured, which has its own. Remedy: leave one of them out."

@@ -34,26 +34,36 @@ class WeightGradients:
     def product(
         self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, *, transposed: bool
     ) -> torch.Tensor:
-        """x W^T + b, or x W + b of a ``transposed`` weight, whose gradient comes later."""
-        y: torch.Tensor = _Product.apply(x, weight, self, transposed)  # type: ignore[no-untyped-call]
-        return y if bias is None else y + bias
+        """x W^T + b, or x W + b of a ``transposed`` weight, as the layer itself computes it. W's gradient comes later."""
+        return _Product.apply(x, weight, bias, self, transposed)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, later: WeightGradients, transposed: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: nn.Parameter,
+        bias: torch.Tensor | None,
+        later: WeightGradients,
+        transposed: bool,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.later, ctx.transposed = weight, later, transposed
-        return x @ weight if transposed else functional.linear(x, weight)
+        if not transposed:
+            return functional.linear(x, weight, bias)
+        flat = x.reshape(-1, x.shape[-1])
+        y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+        return y.view(*x.shape[:-1], weight.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, transposed = ctx.saved_tensors, ctx.weight, ctx.transposed
         ctx.later.put(lambda: _add_gradient(weight, x, grad, transposed=transposed))
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
-        return grad @ (weight.t() if transposed else weight), None, None, None
+        into = grad @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
+        bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        return into, None, bias, None, None
 
 
 def _add_gradient(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> None:

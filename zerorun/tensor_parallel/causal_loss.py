@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from ..errors import ModelError
 from .collectives import Region
-from .layers import Parallel
 from .loss import vocab_parallel_cross_entropy
 from .styles import Plan
 
@@ -29,15 +28,9 @@ def head_of(model: nn.Module) -> nn.Module:
     return head
 
 
-def has_divided_head(model: nn.Module) -> bool:
-    """False on a pipeline stage whose head is elsewhere."""
-    head = getattr(_whole(model), "get_output_embeddings", lambda: None)()
-    return isinstance(head, Parallel)
-
-
-def _whole(model: nn.Module) -> Any:
-    """The model itself, of which a pipeline stage may be given."""
-    return getattr(model, "whole_model", model)
+def has_head(model: nn.Module) -> bool:
+    """True if the head is on this pipeline stage."""
+    return not getattr(head_of(model), "is_elsewhere", False)
 
 
 def with_divided_head(model: nn.Module, plan: Plan) -> Plan:
@@ -58,7 +51,6 @@ def with_divided_head(model: nn.Module, plan: Plan) -> Plan:
 
 def use_divided_logits(model: nn.Module, region: Region) -> Callable[[], None]:
     """Let ``model`` compute its loss from divided logits; returns what undoes it. The head is converted already."""
-    model = _whole(model)
     head: Any = head_of(model)
     head.own_stream = False
     vocabulary: int = head.whole_sizes.get("out_features", head.whole_sizes.get("nf"))

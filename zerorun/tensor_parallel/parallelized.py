@@ -9,7 +9,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..topology import Topology
-from .causal_loss import has_divided_head, use_divided_logits, with_divided_head
+from .causal_loss import use_divided_logits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
@@ -64,7 +64,8 @@ def parallelize(
     made = plan_of(model, plan, region.axis.size, vocab_parallel_loss=vocab_parallel_loss)
     if sequence_parallel:
         blocks_of(model, made)
-    return carry_out(model, made, region, sequence_parallel=sequence_parallel, vocab_parallel_loss=vocab_parallel_loss)
+    with_loss = model if vocab_parallel_loss else None
+    return carry_out(model, made, region, sequence_parallel=sequence_parallel, vocab_parallel_loss_of=with_loss)
 
 
 def plan_of(model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vocab_parallel_loss: bool = False) -> Plan:
@@ -79,16 +80,19 @@ def plan_of(model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vo
 
 
 def carry_out(
-    model: nn.Module, made: Plan, region: Region, *, sequence_parallel: bool, vocab_parallel_loss: bool
+    model: nn.Module, made: Plan, region: Region, *, sequence_parallel: bool, vocab_parallel_loss_of: nn.Module | None
 ) -> Parallelized:
-    """Convert ``model``, of which a plan has been made. All tensor ranks must call it."""
+    """Convert ``model``, of which a plan has been made. All tensor ranks must call it.
+
+    ``vocab_parallel_loss_of``: what computes its loss from divided logits: ``model``, or the model of which it is a stage.
+    """
     result = Parallelized(model, made, region, describe(model, made))
     _take_rank_zeros(model, region)
     result._undo += convert(model, made, region)
     if sequence_parallel:
         result._undo.append(SequenceParallel(model, made, region).remove)
-    if vocab_parallel_loss and has_divided_head(model):
-        result._undo.append(use_divided_logits(model, region))
+    if vocab_parallel_loss_of is not None:
+        result._undo.append(use_divided_logits(vocab_parallel_loss_of, region))
     return result
 
 

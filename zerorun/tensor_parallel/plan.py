@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -78,6 +78,12 @@ def matches(model: nn.Module, pattern: str) -> bool:
     """True if ``pattern`` matches a module or parameter of ``model``."""
     names = (name for found in (model.named_modules(), model.named_parameters()) for name, _ in found)
     return any(_expression(pattern).fullmatch(name) for name in names if name)
+
+
+def matches_names(params: Iterable[str], pattern: str) -> bool:
+    """True if ``pattern`` matches one of the parameters of these names, or a module that has some of them."""
+    names = {".".join(parts[:end]) for parts in (name.split(".") for name in params) for end in range(1, len(parts) + 1)}
+    return any(_expression(pattern).fullmatch(name) for name in names)
 
 
 def _refuse_changed(model: nn.Module) -> None:
