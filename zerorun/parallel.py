@@ -65,11 +65,15 @@ def cut(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
     section = config.pipeline
     if isinstance(model, Pipelined):
         _check_stage(model, topology, section.chunks)
+        if config.sources.get("pipeline.partition") == "file":
+            info_once("pipeline.partition: not used; the PipelineModule was cut when it was made, by its partition_method.")
     elif topology.pipe == 1:
         return model
     elif isinstance(model, nn.Sequential):
         model = PipelineModule(model, topology=topology, partition_method=_method(section.partition), chunks=section.chunks)
     else:
+        if section.activation_checkpoint_interval:
+            info_once("pipeline.activation_checkpoint_interval: not used; activation_checkpointing recomputes blocks.")
         stages, method = (topology.pipe, topology.pipe_rank), _method(section.partition)
         return split_pretrained(model, *stages, partition_method=method, chunks=section.chunks)
     if section.activation_checkpoint_interval and isinstance(model, PipelineModule):

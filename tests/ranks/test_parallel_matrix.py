@@ -154,9 +154,6 @@ def test_equals_one_process(name: str, stage: int, tensor: int, pipe: int, data:
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
 BEYOND: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {  # model, stage, tensor, pipe, data, further keys
     "sequence": ("llama", 3, 2, 2, 2, {"tensor_parallel": {"sequence_parallel": True}}),
-    "sequence of gpt2": ("gpt2", 1, 2, 1, 1, {"tensor_parallel": {"sequence_parallel": True}}),
-    "loss of parts": ("llama", 2, 2, 2, 1, {"tensor_parallel": {"vocab_parallel_loss": True}}),
-    "both": ("llama", 0, 2, 1, 2, {"tensor_parallel": {"sequence_parallel": True, "vocab_parallel_loss": True}}),
     "offload": ("llama", 3, 2, 2, 2, OFFLOAD),
     "recomputation": ("gpt2", 2, 2, 2, 1, {"activation_checkpointing": {"policy": "full"}}),
     "sequence, recomputed": (

@@ -115,8 +115,10 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
     assert seen == set(expected["weights"])
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize(("world", "stages", "accumulation"), ((2, 2, 4), (3, 3, 3), (4, 2, 1), (4, 4, 2)))
+@pytest.mark.parametrize(
+    ("stage", "world", "stages", "accumulation"),
+    ((0, 2, 2, 4), (1, 2, 2, 4), (2, 2, 2, 4), (3, 2, 2, 4), (0, 3, 3, 3), (1, 4, 2, 1), (3, 4, 2, 1), (2, 4, 4, 2)),
+)
 def test_equals_one_process(stage: int, world: int, stages: int, accumulation: int) -> None:
     clip = 0.5 if world == 4 else 0.0
     config = make_config(stage, accumulation=accumulation, clip=clip)
@@ -124,7 +126,7 @@ def test_equals_one_process(stage: int, world: int, stages: int, accumulation: i
     compare(found, reference(4, world // stages, accumulation, clip))
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("stage", (1, 3))  # all stages meet all schedules in test_random_pipelines.py
 @pytest.mark.parametrize("schedule", ("gpipe", "interleaved", "zero_bubble"))
 def test_every_schedule_equals_one_process(schedule: str, stage: int) -> None:
     chunks = 2 if schedule == "interleaved" else 1

@@ -11,6 +11,7 @@ _EXPORTS = {
     "VocabParallelEmbedding": "layers",
     "infer_plan": "infer",
     "make_plan": "plan",
+    "make_region": "collectives",
     "parallelize": "parallelized",
     "vocab_parallel_cross_entropy": "loss",
 }
