@@ -71,7 +71,10 @@ def forget_part(param: torch.Tensor) -> None:
 def _whole(part: _Part) -> torch.Tensor:
     size, numel = dist.get_world_size(), part.shape.numel()
     flat = torch.empty(part.shard.numel() * size, dtype=part.shard.dtype, device=part.shard.device)
-    dist.all_gather(list(flat.chunk(size)), part.shard)
+    if size == 1:  # gloo would let go of its tensors a little later
+        flat.copy_(part.shard)
+    else:
+        dist.all_gather(list(flat.chunk(size)), part.shard)
     return flat[:numel].view(part.shape)
 
 
@@ -79,7 +82,8 @@ def _partition(param: torch.Tensor) -> None:
     """Keep this rank's part of rank 0's value, and leave a placeholder."""
     size, rank = dist.get_world_size(), dist.get_rank()
     flat = param.detach().reshape(-1)
-    dist.broadcast(flat, 0)
+    if size > 1:
+        dist.broadcast(flat, 0)
     length = -(-flat.numel() // size)
     shard = torch.zeros(length, dtype=flat.dtype, device=flat.device)
     own = flat[rank * length : (rank + 1) * length]
