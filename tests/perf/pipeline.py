@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).resolve()
-FORWARD_S, INPUT_S, WEIGHT_S = 0.04, 0.04, 0.04
+FORWARD_S, INPUT_S, WEIGHT_S = 0.1, 0.1, 0.1
 
 
 # -- layers that sleep -------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def config_of(**more: Any) -> dict[str, Any]:
         "gradient_accumulation_steps": MICRO_BATCHES,
         "train_batch_size": BATCH * MICRO_BATCHES,
         "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
         "zero_optimization": {"stage": 0},
         **more,
     }
@@ -220,7 +220,7 @@ def make_torch() -> Any:
                 param.grad.mul_(scale)
         optimizer.step()
         optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else 0.0
+        return float(torch.stack(losses).detach().mean()) if losses else 0.0
 
     return step
 
