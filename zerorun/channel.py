@@ -16,13 +16,16 @@ bytes of another unit.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -78,6 +81,34 @@ class Pending:
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
+
+
+class Waiter:
+    """A thread that waits for messages between two ranks, in order: gloo does not tell whether such a work is done."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[None], dist.Work, Any]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, work: dist.Work, kept: Any = None) -> Future[None]:
+        """Done when ``work`` is, or failed as it has. ``kept``: what must stay alive until then."""
+        if self._thread is None:  # a daemon: nobody waits at exit for a rank that has ended
+            self._thread = threading.Thread(target=self._run, name="zerorun messages", daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._queue.put((future, work, kept))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, work, kept = self._queue.get()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del future, work, kept  # before the next comes
 
 
 @dataclass

@@ -17,9 +17,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -281,25 +281,14 @@ class Communicator:
         """Return when all ranks of the world have called it."""
         self._finish_control(dist.barrier(group=self._world, async_op=True))
 
-    def finish(self, work: dist.Work, label: str) -> None:
-        """Wait for a message from one rank to another, and meanwhile for nobody to wait for this one. Raises OrderError.
-
-        Such a work does not tell whether it is done (gloo), so that a thread has to wait for it.
-        """
-        memories = self._memories()
+    def finish(self, message: Future[None], label: str) -> None:
+        """Wait for a message between two ranks, and meanwhile for nobody to wait for this one. Raises OrderError."""
         try:
-            if memories:
-                arrived = self._waiter.submit(work.wait)
-                memories[0].wait_until(arrived.done)
-                arrived.result()
-            else:
-                work.wait()
+            if memories := self._memories():
+                memories[0].wait_until(message.done)
+            message.result()
         except RuntimeError as error:
             raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
-
-    @cached_property
-    def _waiter(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, "zerorun messages")
 
     def _finish_control(self, work: dist.Work, timeout_s: float | None = None) -> None:
         """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""

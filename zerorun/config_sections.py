@@ -295,7 +295,7 @@ class Pipeline(Section):
     """Pipeline stages, and in which order each works on the micro-batches of a step."""
 
     stages: Count = 1
-    schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zero_bubble"], LowerCase] = "1f1b"
+    schedule: Annotated[Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"], LowerCase] = "1f1b"
     chunks: Count = 1  # parts of the model on each stage, for the interleaved schedule
     partition: Text | tuple[Count, ...] = "best"  # a method, or the number of layers of each part
     activation_checkpoint_interval: Annotated[Int, _AT_LEAST_0] = 0  # layers; 0: none is recomputed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -62,6 +63,7 @@ class PipelineEngine(Engine):
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
         self._is_last_backward = False
+        self._schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self._times: Times | None = None
         self._batches = 0
 
@@ -71,9 +73,8 @@ class PipelineEngine(Engine):
         """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
 
         Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Micro-batches
-        come from ``data_iter``. Without
-        ``data_iter``: the training data given to initialize(), again and again. Raises StopIteration on all ranks if the
-        data of any ends, and what ``Engine.step`` raises.
+        come from ``data_iter``, or else from the training data given to initialize(), again and again. Raises
+        StopIteration on all ranks if the data of any ends, and what ``Engine.step`` raises.
         """
         if self.sharded is None:
             raise PipelineError("train_batch() needs an optimizer. Remedy: configure an 'optimizer' section.")
@@ -81,8 +82,6 @@ class PipelineEngine(Engine):
         self.module.train()
         batches = self._take(data_iter, count)
         schedule = self._schedule(count)
-        if schedule.kind == ZERO_BUBBLE and self._times is None:
-            self._executor.spans = []
         self._executor.run(schedule, batches)
         self.runtime.reduce_accumulated()
         self._sessions = self._steps_seen = count
@@ -158,42 +157,39 @@ class PipelineEngine(Engine):
     # -- schedules -----------------------------------------------------------------------------------------------
 
     def _schedule(self, count: int) -> Schedule:
-        kind = self.config.pipeline.schedule
-        return make_schedule(kind, self.topology.pipe, count, chunks=self.module.chunks, times=self._times)
+        if count not in self._schedules:
+            kind, chunks = self.config.pipeline.schedule, self.module.chunks
+            self._schedules[count] = make_schedule(kind, self.topology.pipe, count, chunks=chunks, times=self._times)
+        return self._schedules[count]
 
     def _measure(self) -> None:
         """After some batches: the times of all stages, for a schedule made from them."""
         self._batches += 1
         if self._batches < _WARM_UP_BATCHES:
             return
-        spans, self._executor.spans = self._executor.spans or [], None
+        spans = self._executor.spans
         kinds = (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
         mine = [median([s.end - s.start for s in spans if s.action.kind is kind] or [0.0]) for kind in kinds]
         found = self.comm.control_objects((self.topology.pipe_rank, mine))
         stages = [[times for stage, times in found if stage == wanted] for wanted in range(self.topology.pipe)]
         columns = [[median(times[k] for times in stage) for stage in stages] for k in range(len(kinds))]
         self._times = Times.make(self.topology.pipe, *columns)
+        self._schedules.clear()
 
     def record(self, path: str | Path, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """``train_batch``, and what each stage did when, for ``zerorun-schedule --measured``, as the file ``path``.
 
         Of the pipeline that rank 0 is in. All ranks must call it.
         """
-        self._schedule(1)
-        self._executor.spans = []
-        try:
-            self.comm.barrier()
-            loss = self.train_batch(data_iter)
-            spans = self._executor.spans or []
-        finally:
-            self._executor.spans = None
-        found = self.comm.control_objects((self.topology.rank in self.topology.ranks_along("pipe", 0), spans))
+        self.comm.barrier()
+        zero = time.perf_counter()  # about the same moment everywhere; clocks of hosts differ
+        loss = self.train_batch(data_iter)
+        spans = tuple(Span(span.action, span.start - zero, span.end - zero) for span in self._executor.spans)
+        found = self.comm.control_objects(spans)
         if self.topology.rank == 0:
-            rows = [row for inside, row in found if inside]
-            zero = min((span.start for row in rows for span in row), default=0.0)
-            shifted = tuple(tuple(Span(s.action, s.start - zero, s.end - zero) for s in row) for row in rows)
+            rows = tuple(found[rank] for rank in self.topology.ranks_along("pipe", 0))
             count, section = self.config.gradient_accumulation_steps, self.config.pipeline
-            write_trace(path, Trace(section.schedule, self.topology.pipe, count, self.module.chunks, shifted))
+            write_trace(path, Trace(section.schedule, self.topology.pipe, count, self.module.chunks, rows))
         return loss
 
     # -- data and losses -----------------------------------------------------------------------------------------

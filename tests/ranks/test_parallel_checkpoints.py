@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,26 @@ def ranks_of(cell: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [
-        pytest.param(name, index, marks=() if (name == "llama") == (index % 2 == 0) else pytest.mark.nightly)
-        for name in MODELS
-        for index in range(len(CELLS))
-    ],
+    [(name, index) for name in MODELS for index in range(len(CELLS)) if (name == "llama") == (index % 2 == 0)],
 )
 def test_any_cell_loads_what_another_saved(name: str, index: int, tmp_path: Path) -> None:
-    """Each cell saves once and loads twice; both models together see every neighbourhood of the ring."""
+    check(name, index, (1, 5) if name == "llama" else (3, 7), tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("index", range(len(CELLS)))
+def test_every_cell_loads_what_every_other_saved(name: str, index: int, tmp_path: Path) -> None:
+    check(name, index, range(1, len(CELLS)), tmp_path)
+
+
+def check(name: str, index: int, shifts: Iterable[int], tmp_path: Path) -> None:
+    """What cell ``index`` saves goes on alike in the cells ``shifts`` further on, and is the whole model's for others."""
     source = CELLS[index]
     (losses, weights), *others = run_ranks(ranks_of(source), save, name, source, str(tmp_path))
     for other, _ in others:
         assert other == losses
-    for shift in (1, 5) if name == "llama" else (3, 7):
+    for shift in shifts:
         target = CELLS[(index + shift) % len(CELLS)]
         for found, loaded in run_ranks(ranks_of(target), load, name, target, str(tmp_path)):
             assert found == pytest.approx(losses, rel=1e-6)

@@ -194,3 +194,22 @@ def test_other_ways_to_divide_equal_one_process(name: str, pipe: int, keys: tupl
     """Of a pipeline the last stage alone has the head, and the divided logits."""
     config = make_config(1, accumulation=2, clip=0.5, tensor_parallel=dict.fromkeys(keys, True))
     compare(run_ranks(2 * pipe, train, name, 2, pipe, config), reference(name, 1, 2))
+
+
+@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+def test_half_precision_has_the_same_bits_at_every_stage(precision: str) -> None:
+    """And at every schedule that adds gradients in the same order."""
+    first: list[dict[str, Any]] | None = None
+    for stage, schedule in ((0, "1f1b"), (1, "gpipe"), (2, "1f1b"), (3, "zero_bubble")):
+        config = make_config(stage, accumulation=3, clip=0.5, precision=precision, pipeline={"schedule": schedule})
+        found = run_ranks(8, train, "llama", 2, 2, config)
+        first = first or found
+        for mine, theirs in zip(found, first, strict=True):
+            assert mine["losses"] == theirs["losses"], (stage, schedule)
+            if schedule != "zero_bubble":  # which adds those of weights and of norms apart from each other
+                assert mine["norms"] == theirs["norms"]
+                torch.testing.assert_close(mine["weights"], theirs["weights"], rtol=0, atol=0)
+    expected = reference("llama", 2, 3)
+    assert first is not None
+    assert first[0]["losses"] == pytest.approx(expected["losses"], rel=0.02)
+    assert first[0]["norms"] == pytest.approx(expected["norms"], rel=0.05)

@@ -126,6 +126,11 @@ def test_equals_one_process(stage: int, world: int, stages: int, accumulation: i
     compare(found, reference(4, world // stages, accumulation, clip))
 
 
+def test_one_micro_batch_at_a_time_equals_one_process() -> None:
+    config = make_config(2, accumulation=3, clip=0.5, pipeline={"schedule": "naive"})
+    compare(run_ranks(2, train, 3, 2, config, 1), reference(3, 1, 3, 0.5))
+
+
 @pytest.mark.parametrize("stage", (1, 3))  # all stages meet all schedules in test_random_pipelines.py
 @pytest.mark.parametrize("schedule", ("gpipe", "interleaved", "zero_bubble"))
 def test_every_schedule_equals_one_process(schedule: str, stage: int) -> None:

@@ -65,17 +65,17 @@ class Executor:
         self._kept: dict[Key, _Kept] = {}
         self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
         self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
-        self.spans: list[Span] | None = None  # when each computation began and ended; None: not recorded
+        self.spans: list[Span] = []  # when each computation began and ended
 
     def run(self, schedule: Schedule, batches: list[Any]) -> None:
         """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is."""
-        self._kept, self.losses, self.outputs = {}, [], []
+        self._kept, self.losses, self.outputs, self.spans = {}, [], [], []
         self._keeps_outputs = schedule.kind == FORWARD_ONLY
         try:
             for action, is_last in self._with_last(schedule):
                 begun = time.perf_counter()
                 self._act(action, batches, schedule.stages, is_last)
-                if self.spans is not None and action.kind.computes:
+                if action.kind.computes:
                     self.spans.append(Span(action, begun, time.perf_counter()))
             if self._courier is not None:
                 self._courier.finish()
@@ -132,6 +132,8 @@ class Executor:
         with self._around():
             output = module(kept.value, chunk, batch if last else None)
         kept.passes = self._runtime.take_passes()
+        if not torch.is_grad_enabled():
+            kept.inputs = []
         if not last:
             kept.value, kept.outputs = output, [_edge(tensor) for tensor in tensors_of(output)]
             return

@@ -3,14 +3,16 @@
 [Note: what is sent]
 A message is a header of one number, then the description of the value, if it is another than that of the message before,
 and then the tensors as they lie in memory. In the steady state that is the header and the tensors. Sends never block:
-what is sent is kept until it has left. Messages of one sort between the same two ranks arrive in order.
+what is sent is kept until it has left, and no longer, so that a stage keeps no more activations than its schedule says.
+Messages of one sort between the same two ranks arrive in order.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-from ..channel import Channel
+from ..channel import Channel, Waiter
 from ..errors import PipelineError
 
 _SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
@@ -35,13 +37,16 @@ class _Described:
 
 
 class Courier:
-    """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a receive."""
+    """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a message."""
 
-    def __init__(self, channel: Channel, wait: Callable[[dist.Work, str], None]) -> None:
+    def __init__(self, channel: Channel, wait: Callable[[Future[None], str], None]) -> None:
         self._channel, self._wait = channel, wait
         self._last_sent: dict[tuple[int, str], bytes] = {}
         self._last_received: dict[tuple[int, str], tuple[bytes, Any]] = {}
-        self._leaving: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._last_leaving: dict[tuple[int, str], Future[None]] = {}
+        self._waiters: dict[tuple[int, str], Waiter] = defaultdict(Waiter)
+        self._receiver = Waiter()
+        self._on_device: list[tuple[dist.Work, torch.Tensor]] = []  # on their way between GPUs
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -71,13 +76,22 @@ class Courier:
 
     def _post(self, flat: torch.Tensor, peer: int, sort: str) -> None:
         assert self._channel.group is not None
-        self._leaving.append((self._channel.group.send([flat], peer, _tag(sort)), flat))
+        if flat.is_cuda and not self._channel.nccl:  # ranks that share a GPU: through host memory
+            flat = flat.cpu()
+        work = self._channel.group.send([flat], peer, _tag(sort))
+        if flat.is_cuda:  # which tells when it is done
+            self._on_device = [(w, kept) for w, kept in self._on_device if not w.is_completed()] + [(work, flat)]
+        else:
+            self._last_leaving[peer, sort] = self._waiters[peer, sort].begin(work, flat)
 
     def finish(self) -> None:
         """Return when everything has left."""
-        while self._leaving:
-            work, _ = self._leaving.popleft()
-            self._wait(work, "sends to other stages")
+        for (peer, sort), last in self._last_leaving.items():
+            self._wait(last, f"{sort} to pipeline stage {peer}")
+        self._last_leaving.clear()
+        for work, _ in self._on_device:
+            work.wait()
+        self._on_device.clear()
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
@@ -103,8 +117,14 @@ class Courier:
 
     def _take(self, flat: torch.Tensor, peer: int, sort: str) -> torch.Tensor:
         assert self._channel.group is not None
-        self._wait(self._channel.group.recv([flat], peer, _tag(sort)), f"{sort} from pipeline stage {peer}")
-        return flat
+        through_host = flat.is_cuda and not self._channel.nccl
+        target = torch.empty_like(flat, device="cpu") if through_host else flat
+        work = self._channel.group.recv([target], peer, _tag(sort))
+        if target.is_cuda:  # what follows on this stream waits, not the program
+            work.wait()
+        else:
+            self._wait(self._receiver.begin(work), f"{sort} from pipeline stage {peer}")
+        return flat.copy_(target) if through_host else flat
 
 
 def _tag(sort: str) -> int:
