@@ -28,6 +28,7 @@ from .tensor_parallel.sequence import blocks_of, has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
 from .tensor_parallel.styles import HOOKED, Plan
 from .topology import Topology
+from .zero.init import refuse_partitioned
 from .zero.spread import ALONE, Spread
 
 
@@ -103,6 +104,8 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Plan | 
     Raises ModelError, with nothing changed.
     """
     section = config.tensor_parallel
+    if topology.tensor * topology.pipe > 1:
+        refuse_partitioned(model.parameters(), "a model that is cut or divided over ranks")
     if topology.tensor == 1 or shares_of(model):
         return None
     if not isinstance(model, Pipelined):

@@ -18,6 +18,8 @@ from training import make_config
 import zerorun
 from zerorun.errors import ZerorunError
 from zerorun.pipeline.module import PipelineModule
+from zerorun.tensor_parallel.collectives import make_region
+from zerorun.tensor_parallel.layers import ColumnParallelLinear
 
 
 def attempt(act: Callable[[], Any]) -> tuple[str, str]:
@@ -97,6 +99,33 @@ def test_more_stages_than_layers() -> None:
         assert kind == "PipelineError"
         assert "2 layers" in message
         assert "3" in message
+
+
+def partition_first() -> list[tuple[str, str]]:
+    with zerorun.zero.Init():
+        model = build("gpt2")
+    topology = zerorun.Topology.create(2, dist.get_rank(), tensor=2, device_type="cpu")
+    region = make_region(topology, torch.device("cpu"))
+
+    def inside(make: Callable[[], Any]) -> None:
+        with zerorun.zero.Init():
+            make()
+
+    found = [
+        attempt(lambda: zerorun.initialize(model, {**make_config(3), "pipeline": {"stages": 2}})),
+        attempt(lambda: zerorun.initialize(model, {**make_config(3), "tensor_parallel": {"size": 2}})),
+        attempt(lambda: inside(lambda: ColumnParallelLinear(4, 4, region=region))),
+        attempt(lambda: inside(lambda: build_layers(4, num_stages=2))),
+    ]
+    topology.close()
+    return found
+
+
+def test_models_that_are_partitioned_already() -> None:
+    for found in run_ranks(2, partition_first):
+        for kind, message in found:
+            assert kind == "ModelError"
+            assert "zerorun.zero.Init partitions" in message
 
 
 class Odd(nn.Module):

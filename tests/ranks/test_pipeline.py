@@ -213,3 +213,36 @@ def test_a_stage_keeps_what_its_schedule_says(schedule: str, chunks: int) -> Non
         assert [most for (most,) in found] == list(planned)
     else:
         assert all(sum(most) <= kept * chunks for most, kept in zip(found, planned, strict=True))
+
+
+# -- layers that change what they get --------------------------------------------------------------------------------
+
+
+def plain_layers() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+
+
+def train_in_place() -> list[float]:
+    layers = [*plain_layers()]
+    module = PipelineModule(
+        layers, num_stages=2, partition_method=[0, 1, 3], loss_fn=lambda out, labels: out.square().mean()
+    )
+    engine = zerorun.initialize(module, make_config(1, accumulation=2, optimizer="SGD"))
+    batch = (torch.ones(2, 4), None)
+    losses = [float(engine.train_batch(iter([batch, batch]))) for _ in range(STEPS)]
+    engine.destroy()
+    return losses
+
+
+def test_a_layer_may_change_what_it_gets_from_another_stage() -> None:
+    model, losses = plain_layers(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(STEPS):
+        loss = model(torch.ones(2, 4)).square().mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(2, train_in_place):
+        assert found == pytest.approx(losses, rel=1e-6)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree
 
 from ..errors import PipelineError
 from ..zero.order import Walk
@@ -33,7 +34,7 @@ class _Kept:
     """Of one micro-batch in one chunk."""
 
     value: Any = None  # that goes into the forward, then what came out
-    inputs: list[torch.Tensor] = field(default_factory=list)  # tensors that arrived
+    arrived: list[list[torch.Tensor]] = field(default_factory=list)  # for each tensor that arrived, its gradient, once made
     outputs: list[GradientEdge | None] = field(default_factory=list)  # of the tensors that were made; None: no gradient
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of those
     passes: list[Walk] = field(default_factory=list)
@@ -108,8 +109,9 @@ class Executor:
         courier = self._courier
         assert courier is not None
         if kind is Kind.RECEIVE_ACTIVATION:
-            value = courier.receive(other, ACTIVATIONS)
-            self._kept[key] = _Kept(value, tensors_of(value))
+            arrived: list[list[torch.Tensor]] = []
+            value = _pytree.tree_map(lambda leaf: _arrive(leaf, arrived), courier.receive(other, ACTIVATIONS))
+            self._kept[key] = _Kept(value, arrived)
         elif kind is Kind.SEND_ACTIVATION:
             kept = self._kept[key]
             courier.send(kept.value, other, ACTIVATIONS)
@@ -118,8 +120,8 @@ class Executor:
             self._kept[key].gradients = courier.receive(other, GRADIENTS)
         else:
             kept = self._kept[key]
-            courier.send([tensor.grad for tensor in kept.inputs], other, GRADIENTS)
-            kept.inputs = []
+            courier.send([gradient[0] if gradient else None for gradient in kept.arrived], other, GRADIENTS)
+            kept.arrived = []
 
     # -- computation ---------------------------------------------------------------------------------------------
 
@@ -132,8 +134,6 @@ class Executor:
         with self._around():
             output = module(kept.value, chunk, batch if last else None)
         kept.passes = self._runtime.take_passes()
-        if not torch.is_grad_enabled():
-            kept.inputs = []
         if not last:
             kept.value, kept.outputs = output, [_edge(tensor) for tensor in tensors_of(output)]
             return
@@ -171,6 +171,35 @@ class Executor:
         while jobs:
             jobs.pop()()
         self._runtime.complete(self._parts[key[1]])
+
+
+class _Arrived(torch.autograd.Function):
+    """A tensor that another stage made. Its gradient goes into ``slot``.
+
+    It is no leaf, so that a layer may change it in place, as it may where the layer before is in the same process.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor, slot: list[torch.Tensor]) -> torch.Tensor:
+        ctx.slot = slot
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
+        ctx.slot.append(gradient)
+        return None, None, None
+
+
+def _arrive(leaf: Any, arrived: list[list[torch.Tensor]]) -> Any:
+    """A part of a value that was received, as the layers get it."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    slot: list[torch.Tensor] = []
+    arrived.append(slot)
+    if not (leaf.requires_grad and torch.is_grad_enabled()):
+        return leaf.detach()
+    anchor = torch.empty(0, requires_grad=True)
+    return _Arrived.apply(anchor, leaf.detach(), slot)  # type: ignore[no-untyped-call]
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge | None:

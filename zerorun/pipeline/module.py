@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import checkpointing
 from ..errors import PipelineError
+from ..zero.init import refuse_partitioned
 from .build import Builder, describe, draw_seeds
 from .layers import LayerSpec, TiedLayerSpec
 from .partition import Method, bounds_of
@@ -64,6 +65,8 @@ class PipelineModule(Pipelined):
         self._recomputable = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
         found, own = find_stage(num_stages, topology, stage)
+        if found > 1:
+            refuse_partitioned((), "a PipelineModule of several stages")
         given = _list_of(layers)
         described = describe(given)
         bounds = bounds_of(partition_method, [layer.facts for layer in described], found * chunks, chunks)

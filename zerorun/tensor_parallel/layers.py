@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ModelError
+from ..zero.init import refuse_partitioned
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns
 from .share import Ranges, Share, even_bounds, even_range
@@ -250,6 +251,7 @@ def _convert(
 def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
     """Let ``param`` be this rank's part, ``own`` along ``dim``. Raises ModelError if it is divided in another way."""
     known = region.divided.get(param)
+    refuse_partitioned([param], "a layer that is divided over tensor-parallel ranks")
     if known is None:
         known = region.divided[param] = Share(tuple(param.shape), dim, own)
         _put(param, known.cut(param.data))

@@ -10,9 +10,10 @@ does a rank hold more than its parts and the parameters of one module.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm import init_distributed
+from ..errors import ModelError
 from .runtime import tensors_in
 from .unit import placeholder
 
@@ -92,12 +94,24 @@ def _partition(param: torch.Tensor) -> None:
     param.data = placeholder(param)
 
 
+def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
+    """Raise ModelError if ``Init`` has partitioned one of ``params``, or is about to: then ``what`` cannot be done."""
+    if Init.open or any(param in _partitioned for param in params):
+        raise ModelError(
+            f"{what} cannot be made of parameters that zerorun.zero.Init partitions: they are spread over all ranks, of "
+            "which others would need other values. Remedy: build the model outside the block; layers that lie on other "
+            "ranks are let go of by initialize()."
+        )
+
+
 class Init(TorchFunctionMode):
     """Context in which new parameters are partitioned as they are created. All ranks must run the same code in it.
 
     ``module``: partition an existing module at once. ``config_dict_or_path`` is accepted for loops made for DeepSpeed;
     nothing of it is needed here. ``enabled=False`` makes the context do nothing.
     """
+
+    open: ClassVar[int] = 0  # blocks that the program is in
 
     def __init__(self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, enabled: bool = True) -> None:
         super().__init__()
@@ -115,6 +129,7 @@ class Init(TorchFunctionMode):
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()
+            Init.open += 1
             self._hook = nn.modules.module.register_module_parameter_registration_hook(self._created)
             super().__enter__()
         return self
@@ -122,6 +137,7 @@ class Init(TorchFunctionMode):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._enabled:
             super().__exit__(kind, error, trace)
+            Init.open -= 1
             self._hook.remove()
             if kind is None:
                 self._partition_all()

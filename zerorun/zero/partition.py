@@ -156,7 +156,8 @@ def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
         inside.update(id(sub) for sub in part.modules())
         specs.append(UnitSpec(name, [part]))
     missing = [name for name in classes if name not in found]
-    if missing:
+    parts = any(getattr(part, "is_cut", False) or getattr(part, "is_elsewhere", False) for part in module.modules())
+    if missing and not parts:  # other pipeline stages may have them
         raise ConfigError(
             [
                 ConfigProblem(
