@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .errors import TopologyError
+from .config import load_config
+from .errors import ConfigError, TopologyError
 from .log import warn_once
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
 from .topology_picture import draw
@@ -369,20 +370,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the picture of a topology. Starts no processes. Returns the exit status: 2 for degrees that do not fit."""
     parser = argparse.ArgumentParser(prog="python -m zerorun.topology", description=main.__doc__)
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
-    parser.add_argument("--pipe", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--tensor", type=int, default=1, help="ranks that divide each layer")
+    parser.add_argument("--config", help="a configuration, of which the degrees are taken that are not given")
+    parser.add_argument("--pipe", type=int, help="pipeline stages")
+    parser.add_argument("--tensor", type=int, help="ranks that divide each layer")
     parser.add_argument("--shard", type=int, help="ranks that divide the states; default: all data-parallel ranks")
     parser.add_argument("--ranks-per-host", type=int, help="shows hosts, and checks that tensor groups fit into them")
     args = parser.parse_args(argv)
     try:
+        config = load_config(args.config or {})
         planned = Topology.plan(
             args.world_size,
-            shard_degree=args.shard,
-            pipe=args.pipe,
-            tensor=args.tensor,
+            shard_degree=args.shard or config.zero_optimization.shard_degree,
+            pipe=args.pipe or config.pipeline.stages,
+            tensor=args.tensor or config.tensor_parallel.size,
             ranks_per_host=args.ranks_per_host,
         )
-    except TopologyError as error:
+    except (ConfigError, TopologyError) as error:
         print(error, file=sys.stderr)
         return 2
     print(planned.describe(args.ranks_per_host))

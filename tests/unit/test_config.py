@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from zerorun.config import Config, ModelFacts, load_config, main, resolve
+from zerorun.config import Config, ModelFacts, data_parallel_degree, load_config, main, resolve
 from zerorun.errors import ConfigError, ConfigProblem
 
 HF_STYLE: dict[str, Any] = {
@@ -672,3 +672,15 @@ def test_module_runs_without_torch(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(path), "--world-size", "64"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert isinstance(load_config(path), Config)
+
+
+@pytest.mark.parametrize(
+    "section", ({"size": 2}, {"autotp_size": 2}, {"tp_size": 2}, {"tp": {"tp_size": 2}}, {"size": 2, "autotp_size": 2})
+)
+def test_every_name_of_the_tensor_degree(section: dict[str, Any]) -> None:
+    config = load_config({"tensor_parallel": section, "pipeline": {"stages": 3}, "train_batch_size": 8})
+    assert config.tensor_parallel.size == 2
+    assert data_parallel_degree(config, 12) == 2
+    assert resolve(config, data_parallel_size=2).train_micro_batch_size_per_gpu == 4
+    with pytest.raises(ConfigError, match=r"pipeline.stages = 3.*8 ranks are no multiple of 2 tensor ranks x 3"):
+        data_parallel_degree(config, 8)

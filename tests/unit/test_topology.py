@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -493,9 +494,15 @@ def test_picture_stays_readable(made: Topology, ranks_per_host: int | None) -> N
         assert ("hosts 504-511" in text) == (ranks_per_host is not None)
 
 
-def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert topology.main(["--world-size", "64", "--tensor", "8", "--pipe", "2", "--ranks-per-host", "8"]) == 0
     assert capsys.readouterr().out == Topology.plan(64, tensor=8, pipe=2).describe(8) + "\n"
+    config = tmp_path / "ds.json"
+    config.write_text('{"tensor_parallel": {"size": 8}, "pipeline": {"stages": 2}}')
+    assert topology.main(["--world-size", "64", "--config", str(config), "--pipe", "4"]) == 0
+    assert capsys.readouterr().out == Topology.plan(64, tensor=8, pipe=4).describe() + "\n"
+    assert topology.main(["--world-size", "64", "--config", str(tmp_path / "none.json")]) == 2
+    assert "none.json" in capsys.readouterr().err
     assert topology.main(["--world-size", "64", "--tensor", "7"]) == 2
     captured = capsys.readouterr()
     assert "tensor 7" in captured.err
