@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -25,6 +26,7 @@ from .pipeline.times import Times
 from .pipeline.trace import Trace, write_trace
 from .precision import DTYPES, cast_floats
 
+_COMPARED_ELEMENTS = 4096  # of the labels on different ranks
 _WARM_UP_BATCHES = 2  # before the times are measured that the zero-bubble schedule is made from
 
 
@@ -62,7 +64,7 @@ class PipelineEngine(Engine):
         )
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
-        self._is_last_backward = False
+        self._is_last_backward = self._compared_data = False
         self._schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self._times: Times | None = None
         self._batches = 0
@@ -81,6 +83,8 @@ class PipelineEngine(Engine):
         count = self.config.gradient_accumulation_steps
         self.module.train()
         batches = self._take(data_iter, count)
+        if not self._compared_data:
+            self._compare_labels(batches)
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
         self.runtime.reduce_accumulated()
@@ -217,6 +221,22 @@ class PipelineEngine(Engine):
             found = [self._batch_fn(batch) for batch in found]
         return [_to(batch, self.device) for batch in found]
 
+    def _compare_labels(self, batches: list[Any]) -> None:
+        """Raise PipelineError, on all ranks alike, if ranks that must read the same data have other labels. Once."""
+        self._compared_data = True
+        place = self.topology.coordinate()
+        found: dict[tuple[int, int], tuple[int, int]] = {}  # data-parallel place -> (checksum, rank that has it)
+        for rank, (where, checksum) in enumerate(
+            self.comm.control_objects(((place.replicate, place.shard), _labels(batches)))
+        ):
+            known, first = found.setdefault(where, (checksum, rank)) if checksum is not None else (None, rank)
+            if known != checksum:
+                raise PipelineError(
+                    f"ranks {first} and {rank} read different labels in the first batch, and belong to the same data-parallel "
+                    "rank: one has the inputs, the other the loss. Remedy: choose data by "
+                    "engine.topology.data_parallel_rank, not by the rank of the world, and seed the loader alike."
+                )
+
     def _own_data(self) -> Iterator[Any] | None:
         if self._data is None and self.dataloader is not None:
             self._data = _again_and_again(self.dataloader)
@@ -252,6 +272,19 @@ _WHOLE_BATCHES = (
     "{0}() cannot be called on one stage of a pipeline: the schedule orders the work of all stages. Remedy: call "
     "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
 )
+
+
+def _labels(batches: list[Any]) -> int | None:
+    """A checksum of the labels of ``batches``, of the beginning of each tensor; None where there are none."""
+    checksum: int | None = None
+    for batch in batches:
+        pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        labels = batch.get("labels") if isinstance(batch, Mapping) else batch[1] if pair else None
+        for leaf in torch.utils._pytree.tree_leaves(labels):
+            if isinstance(leaf, torch.Tensor):
+                beginning = leaf.detach().reshape(-1)[:_COMPARED_ELEMENTS].cpu().contiguous().view(torch.uint8)
+                checksum = zlib.crc32(beginning.numpy().tobytes(), checksum or 0)
+    return checksum
 
 
 def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:

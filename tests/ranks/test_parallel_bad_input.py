@@ -170,6 +170,19 @@ def test_tensor_ranks_with_different_data_are_told() -> None:
         assert "engine.topology.data_parallel_rank" in message
 
 
+def different_stages() -> tuple[str, str]:
+    engine = zerorun.initialize(build("gpt2"), {**make_config(1), "pipeline": {"stages": 2}})
+    found = attempt(lambda: engine.train_batch(iter([batch_of(0, 0, dist.get_rank())])))
+    engine.destroy()
+    return found
+
+
+def test_stages_with_different_data_are_told() -> None:
+    for kind, message in run_ranks(2, different_stages):
+        assert kind == "PipelineError"
+        assert "ranks 0 and 1 read different labels" in message
+
+
 def run_out_of_data() -> list[tuple[str, str]]:
     engine = zerorun.initialize(build("gpt2"), {**make_config(2, accumulation=3), "pipeline": {"stages": 3}})
     data = iter(list(data_of(0, 3))[:4])
