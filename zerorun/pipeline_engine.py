@@ -226,14 +226,13 @@ class PipelineEngine(Engine):
         self._compared_data = True
         place = self.topology.coordinate()
         found: dict[tuple[int, int], tuple[int, int]] = {}  # data-parallel place -> (checksum, rank that has it)
-        for rank, (where, checksum) in enumerate(
-            self.comm.control_objects(((place.replicate, place.shard), _labels(batches)))
-        ):
+        told = self.comm.control_objects(((place.replicate, place.shard), _labels(batches)))
+        for rank, (where, checksum) in enumerate(told):
             known, first = found.setdefault(where, (checksum, rank)) if checksum is not None else (None, rank)
             if known != checksum:
                 raise PipelineError(
-                    f"ranks {first} and {rank} read different labels in the first batch, and belong to the same data-parallel "
-                    "rank: one has the inputs, the other the loss. Remedy: choose data by "
+                    f"ranks {first} and {rank} read different labels in the first batch, and belong to the same "
+                    "data-parallel rank: one has the inputs, the other the loss. Remedy: choose data by "
                     "engine.topology.data_parallel_rank, not by the rank of the world, and seed the loader alike."
                 )
 
