@@ -89,6 +89,13 @@ class Waiter:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Future[None], dist.Work, Any]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._open: set[Future[None]] = set()
+        _waiters.add(self)
+
+    @staticmethod
+    def waiting() -> bool:
+        """True if a message of this process has not come to its end."""
+        return any(waiter._open for waiter in tuple(_waiters))
 
     def begin(self, work: dist.Work, kept: Any = None) -> Future[None]:
         """Done when ``work`` is, or failed as it has. ``kept``: what must stay alive until then."""
@@ -96,6 +103,7 @@ class Waiter:
             self._thread = threading.Thread(target=self._run, name="zerorun messages", daemon=True)
             self._thread.start()
         future: Future[None] = Future()
+        self._open.add(future)
         self._queue.put((future, work, kept))
         return future
 
@@ -108,6 +116,7 @@ class Waiter:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            self._open.discard(future)
             del future, work, kept  # before the next comes
 
 
@@ -484,6 +493,7 @@ class Channel:
 
 
 _live: weakref.WeakSet[Channel] = weakref.WeakSet()
+_waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
 
 def drain_channels(timeout_s: float | None) -> None:

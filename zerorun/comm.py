@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .channel import PEER_MEMORY, UNANSWERED, Books, Channel, Pending, drain_channels, nothing, store
+from .channel import PEER_MEMORY, UNANSWERED, Books, Channel, Pending, Waiter, drain_channels, nothing, store
 from .errors import OrderError, TopologyError
 from .peer_memory import PeerEnded, PeerMemory, PeerMemoryError
 from .topology import Topology
@@ -123,6 +123,10 @@ def shutdown() -> None:
     failed = hasattr(sys, "last_value")  # an unhandled exception: peers may never answer, so do not wait for them
     communicators = list(_live)
     drain_channels(None if failed else _EXIT_TIMEOUT_S)
+    if failed and Waiter.waiting():  # in C++ code, which would abort the process when it goes down
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
     if failed or not (communicators or _owns_process_group):
         return
     for communicator in communicators:

@@ -201,24 +201,30 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
 
 
 def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.device) -> None:
-    """Give stages that have copies of one parameter a channel to sum its gradients, and the same values."""
-    copies: dict[int, tuple[str, bool]] = {}  # id(parameter) -> channel, whether it is the first copy
+    """Give stages that have copies of one parameter a channel to sum its gradients, and the same values.
+
+    Each tie has a name of its own, and so a segment of its own, which lies alike on all its stages.
+    """
+    copies: dict[int, tuple[str, bool]] = {}  # id(parameter) -> name in ``beyond``, whether it is the first copy
+    channels: dict[tuple[int, ...], Channel] = {}
     for tie in model.ties():
         stages = tuple(sorted({part % topology.pipe for part in tie.parts}))
         if len(stages) == 1:
             continue
-        name = f"stages {', '.join(map(str, stages))}"
+        name = f"copies of {tie.name}"
         group = topology.subgroup("pipe", stages)
         if topology.pipe_rank not in stages:
             continue
-        if name not in made.beyond:
+        if stages not in channels:
             place = (stages.index(topology.pipe_rank), len(stages))
-            made.beyond[name] = Channel(name, group, *place, device, Books())
+            channels[stages] = Channel(f"stages {stages}", group, *place, device, Books())
+        made.beyond[name] = channels[stages]
         for part, local in zip(tie.parts, tie.local_names, strict=True):
             if part % topology.pipe == topology.pipe_rank:
                 param = model.get_parameter(local)
+                if id(param) not in copies:  # a stage may use it in several parts
+                    channels[stages].broadcast(param.data, "pipeline: tied parameters")
                 copies[id(param)] = (name, stages[0] == topology.pipe_rank)
-                made.beyond[name].broadcast(param.data, "pipeline: tied parameters")
                 if local != tie.name:
                     made.copies[local] = tie.name
     inner = made.spread_of

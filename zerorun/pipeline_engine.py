@@ -117,7 +117,7 @@ class PipelineEngine(Engine):
             with torch.no_grad():
                 batches = self._take(data_iter, count)
                 schedule = make_schedule(FORWARD_ONLY, self.topology.pipe, count, chunks=self.module.chunks)
-                self._executor.run(schedule, batches)
+                self._executor.run(schedule, batches, needs_loss=compute_loss)
         finally:
             self.module.train(training)
         losses, outputs = self._executor.losses, self._executor.outputs
@@ -204,16 +204,16 @@ class PipelineEngine(Engine):
         ended = missing = False
         if self.is_first_stage() or self.is_last_stage():
             source = given if given is not None else self._own_data()
-            missing = source is None
+            missing = not isinstance(source, Iterator)
             try:
-                found = [next(source) for _ in range(count)] if source is not None else found
+                found = [next(source) for _ in range(count)] if isinstance(source, Iterator) else found
             except StopIteration:
                 ended = True
         nothing, too_few = self.comm.control_sum(torch.tensor([float(missing), float(ended)])).tolist()
         if nothing:
             raise PipelineError(
-                "train_batch() was given no data on the first or last stage, and initialize() none either. Remedy: pass an "
-                "iterator over micro-batches, or training_data to initialize()."
+                "train_batch() was given no data on the first or last stage, and initialize() none either, or something "
+                "that is no iterator. Remedy: pass iter(...) over micro-batches, or training_data to initialize()."
             )
         if too_few:
             raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")

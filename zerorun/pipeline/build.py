@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,31 @@ def _describe(index: int, layer: Any, shapes: dict[Hashable, torch.Size]) -> Des
     raise PipelineError(
         f"layer {index} is {layer!r}, of type {type(layer).__name__}. Remedy: give an nn.Module, a LayerSpec or a callable."
     )
+
+
+def refuse_hidden_parameters(function: Any, what: str) -> None:
+    """Raise PipelineError if a plain function uses the parameters of a module that it holds on to.
+
+    On another stage than the module's, they would be a copy that nobody trains.
+    """
+    held: list[Any] = [function]
+    seen: set[int] = set()
+    while held:
+        item = held.pop()
+        if id(item) in seen or (isinstance(item, nn.Module) and not any(True for _ in item.parameters())):
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            raise PipelineError(
+                f"{what} is a function that uses a {type(item).__name__} with parameters, which may lie on another stage. "
+                "Remedy: make the module a layer, or use TiedLayerSpec with a forward_fn to share it between layers."
+            )
+        held += [getattr(item, "__self__", None), *(getattr(item, "__defaults__", None) or ())]
+        for cell in getattr(item, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                held.append(cell.cell_contents)
+        if isinstance(item, partial):
+            held += [item.func, *item.args, *item.keywords.values()]
 
 
 def _description(module: nn.Module, identify: Callable[[nn.Parameter, str], Hashable]) -> Description:

@@ -68,10 +68,10 @@ class Executor:
         self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
         self.spans: list[Span] = []  # when each computation began and ended
 
-    def run(self, schedule: Schedule, batches: list[Any]) -> None:
+    def run(self, schedule: Schedule, batches: list[Any], *, needs_loss: bool = True) -> None:
         """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is."""
         self._kept, self.losses, self.outputs, self.spans = {}, [], [], []
-        self._keeps_outputs = schedule.kind == FORWARD_ONLY
+        self._keeps_outputs, self._needs_loss = schedule.kind == FORWARD_ONLY, needs_loss
         try:
             for action, is_last in self._with_last(schedule):
                 begun = time.perf_counter()
@@ -140,11 +140,11 @@ class Executor:
         kept.value = None
         if self._keeps_outputs:
             self.outputs.append(output)
+        if not self._needs_loss:
+            return
         with self._around():
             loss = module.loss_of(output, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            if self._keeps_outputs:  # an evaluation may look at the outputs alone
-                return
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise PipelineError(f"the loss must be a scalar, got {found}. Remedy: pass a loss_fn that gives one.")
         self.losses.append(loss.detach())

@@ -10,7 +10,7 @@ from torch import nn
 from .. import checkpointing
 from ..errors import PipelineError
 from ..zero.init import refuse_partitioned
-from .build import Builder, describe, draw_seeds
+from .build import Builder, describe, draw_seeds, refuse_hidden_parameters
 from .layers import LayerSpec, TiedLayerSpec
 from .partition import Method, bounds_of
 from .pipelined import Cut, Pipelined, find_ties
@@ -76,6 +76,8 @@ class PipelineModule(Pipelined):
             for name, identity in layer.params:
                 places.setdefault(identity, []).append((self._cut.part_of(index), f"{index}.{name}"))
         self._ties, self._names = find_ties(places)
+        if found * chunks > 1:
+            _refuse_hidden(given, loss_fn)
         seeded = any(isinstance(layer, LayerSpec) for layer in given) and not seed_layers
         self._keep(
             given,
@@ -159,6 +161,25 @@ class PipelineModule(Pipelined):
     def loss_of(self, output: Any, batch: Any) -> Any:
         """loss_fn(output, labels); without a loss_fn the output."""
         return output if self.loss_fn is None else self.loss_fn(output, _pair(batch)[1])
+
+
+def _refuse_hidden(layers: Sequence[Any], loss_fn: Any) -> None:
+    """Raise PipelineError for parameters that would be used on a stage which nothing tells of them."""
+    for index, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            refuse_hidden_parameters(layer.forward_fn, f"forward_fn of layer {index}")
+        elif not isinstance(layer, (nn.Module, LayerSpec)):
+            refuse_hidden_parameters(layer, f"layer {index}")
+    if not isinstance(loss_fn, nn.Module):
+        refuse_hidden_parameters(loss_fn, "loss_fn")
+        return
+    own = {id(param) for param in loss_fn.parameters()}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, nn.Module) and any(id(param) in own for param in layer.parameters()):
+            raise PipelineError(
+                f"loss_fn and layer {index} share a parameter, and may lie on different stages. Remedy: make what shares "
+                "it the last layer, so that the loss_fn needs none."
+            )
 
 
 def _pair(batch: Any) -> Any:

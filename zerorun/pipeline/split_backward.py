@@ -48,21 +48,28 @@ class _Product(torch.autograd.Function):
         later: WeightGradients,
         transposed: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight, ctx.later, ctx.transposed = weight, later, transposed
         if not transposed:
-            return functional.linear(x, weight, bias)
-        flat = x.reshape(-1, x.shape[-1])
-        y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-        return y.view(*x.shape[:-1], weight.shape[1])
+            y = functional.linear(x, weight, bias)
+        else:
+            flat = x.reshape(-1, x.shape[-1])
+            y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+            y = y.view(*x.shape[:-1], weight.shape[1])
+        ctx.save_for_backward(x.to(y.dtype))  # under autocast the product is of another dtype
+        ctx.weight, ctx.later, ctx.transposed, ctx.dtype = weight, later, transposed, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), weight, transposed = ctx.saved_tensors, ctx.weight, ctx.transposed
         ctx.later.put(lambda: _add_gradient(weight, x, grad, transposed=transposed))
-        into = grad @ (weight.t() if transposed else weight) if ctx.needs_input_grad[0] else None
-        bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[2] else None
+        into = bias = None
+        if ctx.needs_input_grad[0]:
+            cast = weight.detach().to(grad.dtype)
+            into = (grad @ (cast.t() if transposed else cast)).to(ctx.dtype)
+        if ctx.needs_input_grad[2]:
+            bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.bias_dtype)
         return into, None, bias, None, None
 
 
@@ -72,7 +79,7 @@ def _add_gradient(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, 
     if weight.grad is None:
         weight.grad = made.to(weight.dtype)
     else:
-        weight.grad.add_(made)
+        weight.grad.add_(made.to(weight.dtype))
 
 
 def split_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]:
@@ -80,7 +87,7 @@ def split_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]
 
     Other layers take part if they have an attribute ``weight_gradients``, None: it is set to ``later``.
     """
-    ordinary = [layer for layer in model.modules() if _transposed(layer) is not None]
+    ordinary = [layer for layer in model.modules() if _transposed(layer) is not None and _is_plain(layer)]
     willing = [layer for layer in model.modules() if hasattr(layer, "weight_gradients")]
     for layer in ordinary:
         layer.forward = _Split(layer, later)
@@ -107,6 +114,11 @@ class _Split:
         if not (torch.is_grad_enabled() and layer.weight.requires_grad):
             return type(layer).forward(layer, x)  # type: ignore[no-any-return]
         return self._later.product(x, layer.weight, layer.bias, transposed=self._transposed)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """False if the weight is computed from other parameters, which autograd must reach."""
+    return isinstance(layer._parameters.get("weight"), nn.Parameter)
 
 
 def _transposed(layer: nn.Module) -> bool | None:

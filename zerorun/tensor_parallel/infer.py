@@ -22,8 +22,8 @@ from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
 from .layers import computes_by_itself, is_transposed
 from .pairs import norms_of_heads
 from .plan import linear_sizes, make_plan
-from .probe import capture, difference
-from .styles import Plan, Style
+from .probe import NOT_ALONE, capture, difference
+from .styles import COLUMN, Plan, Style
 
 _REMEDY = 'Remedy: pass a plan (name pattern -> style), for example {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
 
@@ -83,27 +83,28 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
     return {**_vocabulary(model), **plan}
 
 
-def prove_fused(model: nn.Module, plan: Plan) -> None:
-    """Try out the blocks of ``model`` in which ``plan``, given by somebody, divides layers that hold several in one.
+def prove_given(model: nn.Module, plan: Plan) -> None:
+    """Try out the blocks of ``model`` in which ``plan``, given by somebody, divides layers.
 
-    Names do not tell how such a layer is laid out. Raises ModelError if a block then computes something else. A block that
-    cannot be run alone is taken as it is given.
+    Names tell neither how a fused layer is laid out nor what a block does between its layers. Raises ModelError if a block
+    then computes something else. A block that cannot be run alone is taken as it is given.
     """
-    fused = [e.name for e in plan.entries if e.style.endswith("colwise") and (e.leaf in FUSED_NAMES or len(e.lengths) > 1)]
+    divided = [entry.name for entry in plan.entries if entry.style in COLUMN]
     proven: set[object] = set()
     for container in _containers(model):
         for own, block in model.get_submodule(container).named_children():
             name = f"{container}.{own}"
-            if _kind(block) in proven or not any(other.startswith(name + ".") for other in fused):
+            if _kind(block) in proven or not any(other.startswith(name + ".") for other in divided):
                 continue
             proven.add(_kind(block))
-            width = next((layer.width for layer in _linears(block) if f"{name}.{layer.name}" in fused), 0)
+            width = next((layer.width for layer in _linears(block) if f"{name}.{layer.name}" in divided), 0)
             call = capture(model, block, width)
             found = difference(block, plan.within(name), call, width) if call is not None else None
-            if found is not None:
+            if found is not None and not found.startswith(NOT_ALONE):
                 raise ModelError(
-                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, {found}. "
-                    'Remedy: "fused_colwise" for query, key and value blocks, "colwise" for those of each head in turn.'
+                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, {found}. Remedy: leave "
+                    "out layers between which something looks at all columns; of a layer that holds query, key and value "
+                    'use "fused_colwise" for three blocks, "colwise" for those of each head in turn.'
                 )
 
 

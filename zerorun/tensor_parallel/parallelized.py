@@ -13,7 +13,7 @@ from .causal_loss import use_divided_logits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
-from .infer import infer_plan, prove_fused
+from .infer import infer_plan, prove_given
 from .plan import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
 from .styles import Plan, Style
@@ -75,7 +75,7 @@ def plan_of(model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vo
     else:
         made = make_plan(model, plan, size)
         if plan is not None:
-            prove_fused(model, made)
+            prove_given(model, made)
     return with_divided_head(model, made) if vocab_parallel_loss else made
 
 

@@ -331,6 +331,9 @@ def linear_sizes(name: str, module: nn.Module, style: str) -> tuple[int, int]:
     """(out, in) features of a linear layer. Raises ModelError for what is none."""
     if computes_by_itself(module) and (is_transposed(module) or isinstance(module, nn.Linear)):
         raise _wrong(name, module, style, "linear layers that compute as those of torch do")
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter) and isinstance(module, nn.Linear):
+        raise _wrong(name, module, style, "layers whose weight is a parameter, and not computed from others")
     if is_transposed(module):
         width, out = module.weight.shape  # type: ignore[union-attr, misc]
         return int(out), int(width)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .axis import Axis
 from .collectives import Region
@@ -23,6 +23,7 @@ from .styles import Plan
 from .threads import ThreadAxis, on_threads
 
 BATCH, TOKENS = 2, 5
+NOT_ALONE = "cannot be run on"
 # Of the largest element, and of the largest of all gradients: some are nothing but rounding, such as those of key biases.
 # fp32 rounds at 1e-6; a wrong layout differs in the first digit.
 _TOLERANCE, _TOLERANCE_OF_ALL = 1e-3, 1e-4
@@ -55,7 +56,8 @@ def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
         with torch.no_grad():
             model.eval()(ids, **extra)
     except Exception:  # whatever the model says to token ids that it does not take
-        if not caught:
+        if not (caught and _takes_floats(caught[0])):
+            caught.clear()
             try:
                 with torch.no_grad():
                     block(torch.zeros(BATCH, TOKENS, width, device=device))
@@ -68,6 +70,12 @@ def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
     return caught[0] if caught else None
 
 
+def _takes_floats(call: Call) -> bool:
+    """False if token ids went straight into the block: the model takes no token ids."""
+    found = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    return not found or found[0].is_floating_point()
+
+
 def difference(block: nn.Module, plan: Plan, call: Call, width: int) -> str | None:
     """How ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
     pattern = _randomized(block)
@@ -76,7 +84,7 @@ def difference(block: nn.Module, plan: Plan, call: Call, width: int) -> str | No
         try:
             expected = _run(_copy(pattern), args, kwargs, weight)
         except Exception as error:
-            return f"cannot be run on {BATCH} x {TOKENS} tokens ({_short(error)})"
+            return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({_short(error)})"
 
         def work(axis: ThreadAxis) -> Outcome:
             mine = _copy(pattern)

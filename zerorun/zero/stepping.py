@@ -164,8 +164,13 @@ class ShardedOptimizer:
 
     def _unused_everywhere(self) -> set[tuple[int, int]]:
         """(id of segment, entry) of the parameters without a gradient on any rank since the last step."""
-        flags = [float(used) for segment in self._segments for used in segment.used]
-        totals = iter(self.comm.data_sum(torch.tensor(flags, dtype=torch.float32)).tolist())
+        flags = [torch.tensor([float(used) for used in segment.used]) for segment in self._segments]
+        summed = self.comm.data_sum(torch.cat([torch.zeros(1), *flags]))[1:].split([len(part) for part in flags])
+        for axis in self.comm.beyond:  # where another rank had a gradient, this one has it, too
+            members = [part for part, segment in zip(summed, self._segments, strict=True) if axis in segment.spread.sums]
+            if members:
+                self.comm.sum_beyond(members, axis)
+        totals = iter([value for part in summed for value in part.tolist()])
         return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
 
     def _name_unused(self, left_out: set[tuple[int, int]]) -> str:
