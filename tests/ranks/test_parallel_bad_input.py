@@ -209,6 +209,30 @@ def test_ends_and_misuse_of_a_pipeline() -> None:
         assert "no data on the first or last stage" in no_data[1]
 
 
+def wrong_calls() -> list[tuple[str, str]]:
+    stages = dist.get_world_size()
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    module = PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=lambda out, labels: out.square())
+    engine = zerorun.initialize(module, make_config(1))
+    batch = (torch.ones(2, 4), None)
+    found = [attempt(lambda: engine.train_batch([batch]))]  # type: ignore[arg-type]
+    _, logits = engine.eval_batch(iter([batch]), compute_loss=False, return_logits=True)
+    assert len(logits) == engine.is_last_stage()
+    if stages == 1:  # else one stage raises, and the launcher ends the others
+        found.append(attempt(lambda: engine.eval_batch(iter([batch]))))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_losses_that_are_no_scalar_and_data_that_is_no_iterator(ranks: int) -> None:
+    for (kind, message), *evaluated in run_ranks(ranks, wrong_calls):
+        assert kind == "PipelineError"
+        assert "no iterator" in message
+        assert [error for error, _ in evaluated] == ["PipelineError"] * (ranks == 1)
+        assert all("must be a scalar, got (2, 4)" in text for _, text in evaluated)
+
+
 def evaluate() -> tuple[float, float, int, list[float]]:
     torch.manual_seed(0)
     engine = zerorun.initialize(build_layers(4, num_stages=2), make_config(3, accumulation=2))

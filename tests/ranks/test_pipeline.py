@@ -246,3 +246,92 @@ def test_a_layer_may_change_what_it_gets_from_another_stage() -> None:
         optimizer.zero_grad()
     for found in run_ranks(2, train_in_place):
         assert found == pytest.approx(losses, rel=1e-6)
+
+
+# -- parameters in several places ----------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    """A module in several places. ``detached``: where it is used without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Detached(nn.Module):
+    """Uses the weight of another layer without a gradient."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.table.linear.weight.detach()
+
+
+def layers_that_share(kind: str) -> list[nn.Module]:
+    torch.manual_seed(6)
+    table, between = Table(), [nn.Linear(4, 4) for _ in range(3)]
+    if kind == "detached first":
+        return [between[0], Detached(table), between[1], table]
+    if kind == "detached last":
+        return [table, between[0], between[1], Detached(table)]
+    if kind == "twice on a stage":
+        return [table, table, between[0], table]
+    if kind == "weight norm":
+        return [nn.utils.parametrizations.weight_norm(layer) for layer in between] + [table]
+    other = Table()  # "two ties", whose users come in another order on the other stage
+    return [table, other, between[0], other, table]
+
+
+SHARING: dict[str, tuple[list[int], str, int]] = {  # bounds, schedule, chunks
+    "detached first": ([0, 2, 4], "1f1b", 1),
+    "detached last": ([0, 2, 4], "zero_bubble", 1),
+    "twice on a stage": ([0, 1, 2, 3, 4], "interleaved", 2),
+    "weight norm": ([0, 2, 4], "zero_bubble", 1),
+    "two ties": ([0, 2, 5], "1f1b", 1),
+}
+
+
+def mean_square(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (out - labels).square().mean()
+
+
+def pair(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + micro)
+    return torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
+
+
+def train_sharing(kind: str, stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    bounds, schedule, chunks = SHARING[kind]
+    module = PipelineModule(
+        layers_that_share(kind), num_stages=2, chunks=chunks, partition_method=bounds, loss_fn=mean_square
+    )
+    keys = {"schedule": schedule, "chunks": chunks}
+    engine = zerorun.initialize(module, make_config(stage, accumulation=4, optimizer="SGD", pipeline=keys))
+    losses = [float(engine.train_batch(iter([pair(step, micro) for micro in range(4)]))) for step in range(STEPS)]
+    module = engine.module
+    engine.destroy()
+    return losses, {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("kind", SHARING)
+def test_parameters_in_several_places_equal_one_process(kind: str, stage: int) -> None:
+    model, losses = nn.Sequential(*layers_that_share(kind)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        loss = torch.stack([mean_square(model(x), y) for x, y in (pair(step, micro) for micro in range(4))]).mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    for found, weights in run_ranks(2, train_sharing, kind, stage):
+        assert found == pytest.approx(losses, rel=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-6, atol=1e-6)

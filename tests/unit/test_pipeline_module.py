@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -412,3 +413,32 @@ def test_bad_input_is_one_clear_error(make: Callable[[], Any], message: str) -> 
 def test_names_in_a_sequential_are_numbers() -> None:
     layers = nn.Sequential(OrderedDict(first=nn.Linear(2, 2), second=nn.Linear(2, 2)))
     assert list(PipelineModule(layers, 2, stage=1).state_dict()) == ["1.weight", "1.bias"]
+
+
+# -- parameters that nothing tells of ----------------------------------------------------------------------------------
+
+
+def hidden_in(kind: str) -> tuple[list[Any], Any]:
+    """(layers, loss_fn) in which the parameters of the first layer are used by something that does not say so."""
+    first = nn.Linear(4, 4)
+    second: Any = {
+        "closure": lambda x: first(x),
+        "method": first.forward,
+        "partial": functools.partial(torch.nn.functional.linear, weight=first),
+        "default": lambda x, layer=first: layer(x),
+    }.get(kind, nn.Linear(4, 4))
+    loss: Any = {"loss": lambda out, labels: first(out).sum(), "loss module": nn.Sequential(first)}.get(kind)
+    return [first, second], loss
+
+
+@pytest.mark.parametrize("kind", ("closure", "method", "partial", "default", "loss", "loss module"))
+def test_parameters_that_nothing_tells_of_are_refused(kind: str) -> None:
+    layers, loss = hidden_in(kind)
+    with pytest.raises(PipelineError, match=r"(uses a Linear with parameters|share a parameter).*Remedy"):
+        PipelineModule(layers, num_stages=2, stage=0, loss_fn=loss, partition_method="uniform")
+    PipelineModule(layers, num_stages=1, loss_fn=loss)  # where all of them are in one place
+
+
+def test_functions_may_hold_what_has_no_parameters() -> None:
+    activation = nn.GELU()
+    PipelineModule([nn.Linear(2, 2), lambda x: activation(x)], num_stages=2, stage=1, partition_method="uniform")

@@ -19,6 +19,7 @@ from zerorun.tensor_parallel import infer_plan, make_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.describe import bytes_per_rank, describe
 from zerorun.tensor_parallel.heads import Heads
+from zerorun.tensor_parallel.parallelized import plan_of
 from zerorun.tensor_parallel.plan import own_plan
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
@@ -377,3 +378,56 @@ def test_dry_run(tmp_path: Path) -> None:
     assert "bytes of parameters: " in done.stdout
     failed = subprocess.run([*command, "mine:other"], cwd=tmp_path, capture_output=True, text=True)
     assert failed.returncode == 1 and "has no attribute 'other'. Remedy:" in failed.stderr
+
+
+# -- given plans are tried out -------------------------------------------------------------------------------------
+
+
+class Looking(nn.Module):
+    """Between its layers something looks at all columns, or uses a whole parameter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        if kind == "parameter":
+            self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        between = self.up(x)
+        if self.kind == "softmax":
+            between = between.softmax(-1)
+        elif self.kind == "parameter":
+            between = between * self.scale
+        return x + self.down(between)
+
+
+class LookingModel(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Looking(kind) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+PAIR = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize(("kind", "what"), (("softmax", "the output"), ("parameter", "the gradient of scale")))
+def test_a_given_plan_that_a_block_looks_across_is_refused(kind: str, what: str) -> None:
+    with pytest.raises(ModelError, match=rf"Looking \(blocks.0\).*differs in {what}.*leave out"):
+        plan_of(LookingModel(kind), PAIR, 2)
+
+
+def test_a_given_plan_that_is_right_is_taken() -> None:
+    assert len(plan_of(LookingModel("nothing"), PAIR, 2).entries) == 4
+
+
+def test_weights_that_are_computed_are_refused() -> None:
+    model = LookingModel("nothing")
+    nn.utils.parametrizations.weight_norm(model.blocks[0].up)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(ModelError, match=r"blocks\.0\.up .*weight is a parameter, and not computed"):
+        make_plan(model, PAIR, 2)
