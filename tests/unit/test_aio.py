@@ -213,6 +213,7 @@ def backends():
 FILL = """
 for name in backends():
     file = AsyncFile(Path("file"))
+    file.write(aligned_empty(1 << 20).fill_(3), 0).wait()  # pieces of one write are written in any order
     try:
         file.write(aligned_empty(12 << 20).fill_(1), 0).wait()
     except OSError as error:
