@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).resolve()
-FORWARD_S, INPUT_S, WEIGHT_S = 0.1, 0.1, 0.1
+FORWARD_S, INPUT_S, WEIGHT_S = 0.25, 0.25, 0.25
 
 
 # -- layers that sleep -------------------------------------------------------------------------------------------
@@ -287,12 +287,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.what == "bubbles":
         rows = bubbles(options.stages, options.micro_batches)
-        print("| schedule | measured s | simulated s | measured bubble | simulated bubble | kept | of 1F1B's time |")
-        print("|---|---:|---:|---:|---:|---:|---:|")
+        print("| schedule | step s | formula s | idle s of a rank | formula s | ratio | kept | of 1F1B's step |")
+        print("|---|---:|---:|---:|---:|---:|---:|---:|")
         for kind, row in rows.items():
             print(
-                f"| {kind} | {row['makespan_s']:.3f} | {row['simulated_s']:.3f} | {row['bubble']:.1%} "
-                f"| {row['simulated_bubble']:.1%} | {row['kept']} | {row['makespan_s'] / rows['1f1b']['makespan_s']:.3f} |"
+                f"| {kind} | {row['makespan_s']:.3f} | {row['simulated_s']:.3f} | {row['bubble']:.3f} "
+                f"| {row['simulated_bubble']:.3f} | {row['bubble'] / row['simulated_bubble']:.3f} | {row['kept']:g} "
+                f"| {row['makespan_s'] / rows['1f1b']['makespan_s']:.3f} |"
             )
         return
     found = peers(options.rounds)
