@@ -14,7 +14,7 @@ from training import make_config
 
 import zerorun
 from zerorun.checkpointing import checkpoint
-from zerorun.tensor_parallel.collectives import Region, make_region
+from zerorun.tensor_parallel.collectives import Region, gather_sequence, make_region, split_sequence
 from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
 from zerorun.tensor_parallel.random import region_seed
@@ -254,3 +254,17 @@ def test_bytes_sent_are_those_of_the_formula(size: int) -> None:
         assert sum(traffic[label]["bytes"] for traffic, _ in found) == count * 2 * (size - 1) * activations
     for _, loss in found:
         assert loss == {"tensor: cross-entropy": {"calls": 1, "bytes": 3 * BATCH * LENGTH * 4 * (size - 1)}}
+
+
+def gather_short() -> torch.Tensor:
+    topology = zerorun.Topology.create(2, dist.get_rank(), tensor=2, device_type="cpu")
+    region = make_region(topology, torch.device("cpu"))
+    whole = torch.arange(6.0).view(2, 1, 3)
+    found = gather_sequence(split_sequence(whole, region.axis), region.axis, 1)
+    topology.close()
+    return found
+
+
+def test_a_sequence_may_be_shorter_than_the_ranks_are_many() -> None:
+    for found in run_ranks(2, gather_short):
+        assert torch.equal(found, torch.arange(6.0).view(2, 1, 3))

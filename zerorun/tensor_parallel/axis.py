@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -50,7 +51,7 @@ class ChannelAxis:
 
     def all_gather(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         dim %= tensor.dim()
-        row = tensor.numel() // max(tensor.shape[dim], 1)
+        row = prod(tensor.shape[:dim] + tensor.shape[dim + 1 :])  # this rank's own part may be empty
         flat = torch.empty(row * bounds[-1], dtype=tensor.dtype, device=tensor.device)
         flat_bounds = [row * bound for bound in bounds]
         self.channel.all_gather(flat, flat_bounds, label, _flat(tensor)).wait()
