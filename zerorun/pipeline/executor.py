@@ -20,12 +20,11 @@ from ..errors import PipelineError
 from ..zero.order import Walk
 from ..zero.runtime import Part, Runtime
 from .actions import FORWARD_ONLY, Action, Kind, Schedule, peer
-from .messages import Courier, tensors_of
+from .messages import ACTIVATIONS, GRADIENTS, Courier, tensors_of
 from .pipelined import Pipelined
 from .simulate import Span
 from .split_backward import WeightGradients
 
-ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Key = tuple[int, int]  # micro-batch, chunk
 
 

@@ -23,6 +23,9 @@ from torch.utils import _pytree
 from ..channel import Channel, Waiter
 from ..errors import PipelineError
 
+# Apart, because between the same two ranks both may travel either way: there may be no others.
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+_TAGS = {ACTIVATIONS: 1, GRADIENTS: 2}
 _SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 
@@ -42,7 +45,7 @@ class Courier:
     def __init__(self, channel: Channel, wait: Callable[[Future[None], str], None]) -> None:
         self._channel, self._wait = channel, wait
         self._last_sent: dict[tuple[int, str], bytes] = {}
-        self._last_received: dict[tuple[int, str], tuple[bytes, Any]] = {}
+        self._last_received: dict[tuple[int, str], Any] = {}
         self._last_leaving: dict[tuple[int, str], Future[None]] = {}
         self._waiters: dict[tuple[int, str], Waiter] = defaultdict(Waiter)
         self._receiver = Waiter()
@@ -78,7 +81,7 @@ class Courier:
         assert self._channel.group is not None
         if flat.is_cuda and not self._channel.nccl:  # ranks that share a GPU: through host memory
             flat = flat.cpu()
-        work = self._channel.group.send([flat], peer, _tag(sort))
+        work = self._channel.group.send([flat], peer, _TAGS[sort])
         if flat.is_cuda:  # which tells when it is done
             self._on_device = [(w, kept) for w, kept in self._on_device if not w.is_completed()] + [(work, flat)]
         else:
@@ -103,9 +106,9 @@ class Courier:
             content = bytes(self._take(torch.empty(length, dtype=torch.uint8), peer, sort).numpy())
             if number == _BROKEN:
                 raise PipelineError(content.decode())
-            self._last_received[peer, sort] = content, pickle.loads(content)
-        skeleton = self._last_received[peer, sort][1]
-        return _pytree.tree_map(lambda leaf: self._fill(leaf, peer, sort), skeleton)
+            self._last_received[peer, sort] = pickle.loads(content)
+        described = self._last_received[peer, sort]
+        return _pytree.tree_map(lambda leaf: self._fill(leaf, peer, sort), described)
 
     def _fill(self, leaf: Any, peer: int, sort: str) -> Any:
         if not isinstance(leaf, _Described):
@@ -119,17 +122,12 @@ class Courier:
         assert self._channel.group is not None
         through_host = flat.is_cuda and not self._channel.nccl
         target = torch.empty_like(flat, device="cpu") if through_host else flat
-        work = self._channel.group.recv([target], peer, _tag(sort))
+        work = self._channel.group.recv([target], peer, _TAGS[sort])
         if target.is_cuda:  # what follows on this stream waits, not the program
             work.wait()
         else:
             self._wait(self._receiver.begin(work), f"{sort} from pipeline stage {peer}")
         return flat.copy_(target) if through_host else flat
-
-
-def _tag(sort: str) -> int:
-    """Activations and gradients between the same two ranks are apart: with two stages both may travel either way."""
-    return {"activations": 1, "gradients": 2}[sort]
 
 
 def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:

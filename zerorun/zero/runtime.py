@@ -215,9 +215,7 @@ class Runtime:
 
     def _begin_session(self) -> None:
         self._phases += 1
-        self.last_session = self.reduce_now()
-        self.reducing_session = self.shares_grads or self.last_session
-        self.completed.clear()
+        self._begin_completing()
         passes = list(self.outstanding)
         self.outstanding.clear()
         for walk in passes:
@@ -268,10 +266,14 @@ class Runtime:
     def complete(self, part: Part) -> None:
         """The gradients of ``part``, which were held, are complete: collect them, and reduce them where they are."""
         self.part = replace(part, held=False)
+        self._begin_completing()
+        self._complete_rest()
+
+    def _begin_completing(self) -> None:
+        """No unit's gradients are complete yet; find out whether those that will be are reduced."""
         self.last_session = self.reduce_now()
         self.reducing_session = self.shares_grads or self.last_session
         self.completed.clear()
-        self._complete_rest()
 
     def take_passes(self) -> list[Walk]:
         """The forwards whose backward has not come yet, which ``expect`` is given before it."""
