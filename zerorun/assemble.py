@@ -38,6 +38,7 @@ from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
+from .zero.init import partitioned, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime
@@ -65,7 +66,9 @@ def initialize(
     callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or parameter groups to
     optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer.
     ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
-    StatefulDataLoader), whose position is saved as well. Also unpacks as (engine, optimizer, dataloader, lr_scheduler).
+    StatefulDataLoader), whose position is saved as well. ``topology``: one with process groups is used as it is, and stays
+    open; of one without, a copy with groups is ``engine.topology``. Also unpacks as (engine, optimizer, dataloader,
+    lr_scheduler).
 
     The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
     TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
@@ -78,13 +81,14 @@ def initialize(
     wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
     _compare_ranks(model, wanted, topology)
     settings = wanted.zero_optimization
-    owns_topology = topology is None
-    topology = topology or _topology(wanted, device)
+    planned, unsettled = topology or _topology(wanted), partitioned(model)
+    owns_topology = planned.mesh is None
+    layers = _agree(lambda: plan_layers(model, wanted, planned))
+    model = _agree(lambda: cut(model, wanted, planned))
+    raw = without_elsewhere(raw, model)
+    topology = planned.open(device.type) if owns_topology else planned
     divided = Divided()
     try:
-        layers = _agree(lambda: plan_layers(model, wanted, topology))
-        model = _agree(lambda: cut(model, wanted, topology))
-        raw = without_elsewhere(raw, model)
         divided = divide(model, layers, wanted, topology, device)
         comm = Communicator(topology, device, wire_dtype(wanted), divided.beyond)
         _check_memory(model, wanted, raw, comm)
@@ -93,6 +97,8 @@ def initialize(
         if owns_topology:
             topology.close()
         raise
+    if topology.pipe * topology.tensor > 1:
+        settle(unsettled, model, divided.part)
     _move_buffers(model, device, comm)
     exchange = Exchange(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
@@ -202,20 +208,13 @@ def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> N
 # -- assembly ----------------------------------------------------------------------------------------------------
 
 
-def _topology(config: Config, device: torch.device) -> Topology:
+def _topology(config: Config) -> Topology:
+    """Without process groups."""
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     tensor, pipe = config.tensor_parallel.size, config.pipeline.stages
     degree = shard_degree(config, world_size // (tensor * pipe), max(local // tensor, 1))
-    return Topology.create(
-        world_size,
-        dist.get_rank(),
-        shard_degree=degree,
-        device_type=device.type,
-        pipe=pipe,
-        tensor=tensor,
-        ranks_per_host=local,
-    )
+    return Topology.plan(world_size, dist.get_rank(), shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=local)
 
 
 def _scaler(config: Config) -> LossScaler:

@@ -28,7 +28,7 @@ from .tensor_parallel.sequence import blocks_of, has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
 from .tensor_parallel.styles import HOOKED, Plan
 from .topology import Topology
-from .zero.init import refuse_partitioned
+from .zero.init import part_of, refuse_partitioned
 from .zero.spread import ALONE, Spread
 
 
@@ -71,7 +71,13 @@ def cut(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
     elif topology.pipe == 1:
         return model
     elif isinstance(model, nn.Sequential):
-        model = PipelineModule(model, topology=topology, partition_method=_method(section.partition), chunks=section.chunks)
+        model = PipelineModule(
+            model,
+            num_stages=topology.pipe,
+            stage=topology.pipe_rank,
+            partition_method=_method(section.partition),
+            chunks=section.chunks,
+        )
     else:
         if section.activation_checkpoint_interval:
             info_once("pipeline.activation_checkpoint_interval: not used; activation_checkpointing recomputes blocks.")
@@ -105,7 +111,7 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Plan | 
     """
     section = config.tensor_parallel
     if topology.tensor * topology.pipe > 1:
-        refuse_partitioned(model.parameters(), "a model that is cut or divided over ranks")
+        refuse_partitioned(model.parameters() if is_part(model) else (), "a model that is cut or divided over ranks")
     if topology.tensor == 1 or shares_of(model):
         return None
     if not isinstance(model, Pipelined):
@@ -222,7 +228,7 @@ def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.devi
         for part, local in zip(tie.parts, tie.local_names, strict=True):
             if part % topology.pipe == topology.pipe_rank:
                 param = model.get_parameter(local)
-                if id(param) not in copies:  # a stage may use it in several parts
+                if id(param) not in copies and part_of(param) is None:  # a stage may use it in several parts
                     channels[stages].broadcast(param.data, "pipeline: tied parameters")
                 copies[id(param)] = (name, stages[0] == topology.pipe_rank)
                 if local != tie.name:

@@ -242,7 +242,7 @@ class Topology:
         planned = cls.plan(
             world_size, rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_host
         )
-        return planned._open(device_type)
+        return planned.open(device_type)
 
     @classmethod
     def from_process_topology(
@@ -273,10 +273,13 @@ class Topology:
         planned = cls.plan(
             processes.world_size(), rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_host
         )
-        return planned if device_type is None else planned._open(device_type)
+        return planned if device_type is None else planned.open(device_type)
 
-    def _open(self, device_type: str) -> Topology:
-        """With the groups of all axes of more than one rank. One that is the whole world is the default group."""
+    def open(self, device_type: str) -> Topology:
+        """The same with the groups of all axes of more than one rank. Every rank must call it.
+
+        A group that is the whole world is the default group. Raises TopologyError if the job has other ranks.
+        """
         if dist.is_initialized() and dist.get_world_size() != self.world_size:
             raise TopologyError(
                 f"the topology has {self.world_size} ranks, but torch.distributed runs {dist.get_world_size()}. "

@@ -18,6 +18,7 @@ from training import make_config
 import zerorun
 from zerorun.errors import ZerorunError
 from zerorun.pipeline.module import PipelineModule
+from zerorun.pipeline.pretrained import split_pretrained
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import ColumnParallelLinear
 
@@ -31,10 +32,12 @@ def attempt(act: Callable[[], Any]) -> tuple[str, str]:
 
 
 def initialize_with(model: str, changes: dict[str, Any]) -> tuple[str, str]:
-    """At once: nothing of a model that is refused may be changed."""
+    """At once: nothing of a model that is refused may be changed, and no process group be made."""
     module = build(model)
     before = {name: value.clone() for name, value in module.state_dict().items()}
+    groups = len(dist.distributed_c10d._world.pg_map)
     found = attempt(lambda: zerorun.initialize(module, {**make_config(1), **changes}))
+    assert len(dist.distributed_c10d._world.pg_map) == groups
     after = module.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -103,7 +106,7 @@ def test_more_stages_than_layers() -> None:
 
 def partition_first() -> list[tuple[str, str]]:
     with zerorun.zero.Init():
-        model = build("gpt2")
+        model, other = build("gpt2"), build("gpt2")
     topology = zerorun.Topology.create(2, dist.get_rank(), tensor=2, device_type="cpu")
     region = make_region(topology, torch.device("cpu"))
 
@@ -111,9 +114,11 @@ def partition_first() -> list[tuple[str, str]]:
         with zerorun.zero.Init():
             make()
 
+    part = split_pretrained(other, 2, dist.get_rank())
     found = [
-        attempt(lambda: zerorun.initialize(model, {**make_config(3), "pipeline": {"stages": 2}})),
-        attempt(lambda: zerorun.initialize(model, {**make_config(3), "tensor_parallel": {"size": 2}})),
+        attempt(lambda: zerorun.initialize(part, {**make_config(3), "pipeline": {"stages": 2}})),
+        attempt(lambda: zerorun.tensor_parallel.parallelize(model, region=region)),
+        attempt(lambda: inside(lambda: zerorun.initialize(model, {**make_config(3), "tensor_parallel": {"size": 2}}))),
         attempt(lambda: inside(lambda: ColumnParallelLinear(4, 4, region=region))),
         attempt(lambda: inside(lambda: build_layers(4, num_stages=2))),
     ]

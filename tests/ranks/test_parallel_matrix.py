@@ -80,7 +80,9 @@ def reference(name: str, data: int, accumulation: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def train(name: str, tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, Any]:
+def train(
+    name: str, tensor: int, pipe: int, config: dict[str, Any], build: Callable[[str], nn.Module] = build
+) -> dict[str, Any]:
     degrees = {"tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}}
     engine = zerorun.initialize(build(name), merged(config, degrees))
     accumulation, topology = engine.gradient_accumulation_steps(), engine.topology

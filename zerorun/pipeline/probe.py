@@ -1,7 +1,8 @@
 """Proof that a Hugging Face model can be split: its parts are run against the whole, on a few made-up tokens.
 
-A model of up to ``LARGEST`` parameters is tried itself. Of a larger one, or one on the meta device, a copy is made from its
-configuration, with all its layers but narrow ones; where the class cannot be made narrow, with fewer layers.
+A model of up to ``LARGEST`` parameters is tried itself. Of a larger one, or one that has no values here (it is on the meta
+device, or partitioned by zero.Init), a copy is made from its configuration, with all its layers but narrow ones; where the
+class cannot be made narrow, with fewer layers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..zero.init import part_of
 from .observe import Anatomy, find_blocks, observe, refusal
 
 # Parameters: a forward of a few tokens takes a fraction of a second.
@@ -52,7 +54,8 @@ Forward = Callable[[list[dict[str, Any]]], list[Any]]
 def specimen(model: nn.Module) -> nn.Module:
     """What is tried in place of ``model``: itself if it is small, else a small copy. Raises ModelError."""
     params = list(model.parameters())
-    if sum(param.numel() for param in params) <= LARGEST and not any(param.is_meta for param in params):
+    has_values = not any(param.is_meta or part_of(param) is not None for param in params)
+    if has_values and sum(param.numel() for param in params) <= LARGEST:
         return model
     failures = []
     for shrink in (_narrow, _shorten):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ModelError
-from ..zero.init import refuse_partitioned
+from ..zero.init import part_of, refuse_partitioned
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns
 from .share import Ranges, Share, even_bounds, even_range
@@ -194,7 +194,7 @@ def join(module: nn.Module, axis: Axis) -> None:
         param = module._parameters.get(name)
         if param is None or tuple(param.shape) != share.local_shape:
             continue
-        _put(param, whole_of(param.data, share, axis))
+        _put(param, whole_of(param.data, share, axis) if part_of(param) is None else _unfilled(param, share.shape))
 
 
 def _put(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -208,6 +208,11 @@ def _put(param: nn.Parameter, value: torch.Tensor) -> None:
         other = torch.float32 if param.dtype == torch.float64 else torch.float64
         param.data = torch.empty(0, dtype=other, device=param.device)
     param.data = value
+
+
+def _unfilled(param: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
+    """What a parameter that zero.Init partitioned shows until it gets values, in another shape."""
+    return param.data.flatten()[:1].view([1] * len(shape)).expand(shape)
 
 
 def whole_of(part: torch.Tensor, share: Share, axis: Axis) -> torch.Tensor:
@@ -251,10 +256,10 @@ def _convert(
 def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
     """Let ``param`` be this rank's part, ``own`` along ``dim``. Raises ModelError if it is divided in another way."""
     known = region.divided.get(param)
-    refuse_partitioned([param], "a layer that is divided over tensor-parallel ranks")
+    refuse_partitioned((), "a layer that is divided over tensor-parallel ranks")
     if known is None:
         known = region.divided[param] = Share(tuple(param.shape), dim, own)
-        _put(param, known.cut(param.data))
+        _put(param, known.cut(param.data) if part_of(param) is None else _unfilled(param, known.local_shape))
     elif (known.dim, known.ranges) != (dim, own):
         raise ModelError(
             f"two layers share a parameter of shape {known.shape}, and the plan divides it in two ways. Remedy: let the "

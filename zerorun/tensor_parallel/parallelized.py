@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import ModelError
 from ..topology import Topology
+from ..zero.init import part_of, refuse_partitioned
 from .causal_loss import use_divided_logits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
@@ -61,6 +62,7 @@ def parallelize(
         if topology.tensor == 1:
             return Parallelized(model, Plan(1, ()), None, "one tensor rank: nothing is divided")
         region = make_region(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
+    refuse_partitioned(model.parameters(), "a model that parallelize() divides")
     made = plan_of(model, plan, region.axis.size, vocab_parallel_loss=vocab_parallel_loss)
     if sequence_parallel:
         blocks_of(model, made)
@@ -98,5 +100,5 @@ def carry_out(
 
 def _take_rank_zeros(model: nn.Module, region: Region) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and part_of(tensor) is None:
             region.axis.broadcast(tensor.data, "tensor: whole weights")

@@ -10,7 +10,7 @@ does a rank hold more than its parts and the parameters of one module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
@@ -70,6 +70,27 @@ def forget_part(param: torch.Tensor) -> None:
     _partitioned.pop(param, None)
 
 
+def partitioned(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of ``model`` that ``Init`` partitioned, in the order of their names."""
+    return [param for param in model.parameters() if param in _partitioned]
+
+
+@torch.no_grad()
+def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[[nn.Parameter, torch.Tensor], Any]) -> None:
+    """Give those of ``params`` that ``model`` still has their values, of which ``share_of(param, whole)`` is this rank's.
+
+    ``params``: partitioned ones, the same in the same order on all ranks, which must all call it: one after the other is
+    put together. Where a rank keeps none of it, it is freed at once.
+    """
+    here = {id(param) for param in model.parameters()}
+    for param in params:
+        whole = whole_value(param)
+        forget_part(param)
+        if id(param) in here:
+            param.data = share_of(param, whole)  # type: ignore[arg-type]
+        del whole  # before the next is made
+
+
 def _whole(part: _Part) -> torch.Tensor:
     size, numel = dist.get_world_size(), part.shape.numel()
     flat = torch.empty(part.shard.numel() * size, dtype=part.shard.dtype, device=part.shard.device)
@@ -99,8 +120,8 @@ def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
     if Init.open or any(param in _partitioned for param in params):
         raise ModelError(
             f"{what} cannot be made of parameters that zerorun.zero.Init partitions: they are spread over all ranks, of "
-            "which others would need other values. Remedy: build the model outside the block; layers that lie on other "
-            "ranks are let go of by initialize()."
+            "which others would need other values. Remedy: build the whole model in the block and let initialize() cut and "
+            "divide it after the block, or build the parts outside of it."
         )
 
 
