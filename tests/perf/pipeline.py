@@ -1,7 +1,7 @@
 """What pipelines lose: measured bubbles beside the formulas, with layers of known times, and steps beside those of peers.
 
-    python tests/perf/pipeline.py bubbles [--stages 4] [--micro-batches 8]
-    python tests/perf/pipeline.py peers [--rounds 5]
+    python tests/perf/pipeline.py bubbles [--stages 4] [--micro-batches 8] [--json FILE]
+    python tests/perf/pipeline.py peers [--rounds 5] [--json FILE]
 
 ``bubbles``: layers that sleep for exact times take the place of computation, so that the bubble alone is measured, on any
 number of cores. ``peers``: the same GPT on 2 stages under zerorun, DeepSpeed's PipelineModule and
@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compare_peers import versions
 from torch import nn
 
 HERE = Path(__file__).resolve()
-FORWARD_S, INPUT_S, WEIGHT_S = 0.25, 0.25, 0.25
+FORWARD_S, INPUT_S, WEIGHT_S = 0.4, 0.4, 0.4
 
 
 # -- layers that sleep -------------------------------------------------------------------------------------------
@@ -284,19 +285,31 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="also write all figures to this file")
     options = parser.parse_args()
     if options.what == "bubbles":
-        rows = bubbles(options.stages, options.micro_batches)
-        print("| schedule | step s | formula s | idle s of a rank | formula s | ratio | kept | of 1F1B's step |")
-        print("|---|---:|---:|---:|---:|---:|---:|---:|")
-        for kind, row in rows.items():
-            print(
-                f"| {kind} | {row['makespan_s']:.3f} | {row['simulated_s']:.3f} | {row['bubble']:.3f} "
-                f"| {row['simulated_bubble']:.3f} | {row['bubble'] / row['simulated_bubble']:.3f} | {row['kept']:g} "
-                f"| {row['makespan_s'] / rows['1f1b']['makespan_s']:.3f} |"
-            )
-        return
-    found = peers(options.rounds)
+        found = bubbles(options.stages, options.micro_batches)
+        show_bubbles(found)
+    else:
+        found = peers(options.rounds)
+        show_peers(found)
+    if options.json:
+        record = {"command": " ".join(sys.argv), "versions": versions(), "cpus": os.cpu_count(), "found": found}
+        Path(options.json).write_text(json.dumps(record, indent=1))
+
+
+def show_bubbles(rows: dict[str, Any]) -> None:
+    print("| schedule | step s | formula s | idle s of a rank | formula s | ratio | kept | of 1F1B's step |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for kind, row in rows.items():
+        print(
+            f"| {kind} | {row['makespan_s']:.3f} | {row['simulated_s']:.3f} | {row['bubble']:.3f} "
+            f"| {row['simulated_bubble']:.3f} | {row['bubble'] / row['simulated_bubble']:.3f} | {row['kept']:g} "
+            f"| {row['makespan_s'] / rows['1f1b']['makespan_s']:.3f} |"
+        )
+
+
+def show_peers(found: dict[str, Any]) -> None:
     base = statistics.median(found["times"]["zerorun 1f1b"])
     print("| runtime | step s | of zerorun's | last loss |")
     print("|---|---:|---:|---:|")

@@ -7,6 +7,7 @@ backward, what arrived, what was made of it, and which visits of units the runti
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from .simulate import Span
 from .split_backward import WeightGradients
 
 Key = tuple[int, int]  # micro-batch, chunk
+_RECEIVES = {Kind.RECEIVE_ACTIVATION: ACTIVATIONS, Kind.RECEIVE_GRADIENT: GRADIENTS}
 
 
 @dataclass
@@ -63,31 +65,44 @@ class Executor:
         self._module, self._runtime, self._courier, self._parts, self._later = module, runtime, courier, parts, later
         self._root_of, self._begin, self._last_backward, self._around = root_of, begin, last_backward, around
         self._kept: dict[Key, _Kept] = {}
+        self._failed = False  # in the midst of a batch
         self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
         self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
         self.spans: list[Span] = []  # when each computation began and ended
 
     def run(self, schedule: Schedule, batches: list[Any], *, needs_loss: bool = True) -> None:
-        """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is."""
-        self._kept, self.losses, self.outputs, self.spans = {}, [], [], []
+        """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is.
+
+        Raises PipelineError if an earlier batch failed: messages of it may still be on their way.
+        """
+        self._begin_run()
         self._keeps_outputs, self._needs_loss = schedule.kind == FORWARD_ONLY, needs_loss
+        actions = list(schedule.actions(self._module.stage))
+        coming = Counter(action.kind for action in actions if action.kind in _RECEIVES)
         try:
-            for action, is_last in self._with_last(schedule):
+            self._expect(coming, schedule.stages)
+            for action, is_last in _with_last(actions):
                 begun = time.perf_counter()
                 self._act(action, batches, schedule.stages, is_last)
+                if action.kind in _RECEIVES:
+                    coming[action.kind] -= 1
+                    self._expect(coming, schedule.stages)
                 if action.kind.computes:
                     self.spans.append(Span(action, begun, time.perf_counter()))
             if self._courier is not None:
                 self._courier.finish()
+            self._failed = False
         finally:
             self._kept = {}  # graphs whose hooks refer to the engine
 
-    def _with_last(self, schedule: Schedule) -> Iterator[tuple[Action, bool]]:
-        """The actions, each with whether no gradient comes after it."""
-        actions = list(schedule.actions(self._module.stage))
-        final = {Kind.BACKWARD, Kind.WEIGHT_GRADIENT}
-        last = max((index for index, action in enumerate(actions) if action.kind in final), default=-1)
-        return ((action, index == last) for index, action in enumerate(actions))
+    def _begin_run(self) -> None:
+        if self._failed and self._courier is not None:
+            raise PipelineError(
+                "an earlier batch failed on its way through the pipeline, and stages may be at different places. Remedy: "
+                "initialize() again and load a checkpoint."
+            )
+        self._failed = True
+        self._kept, self.losses, self.outputs, self.spans = {}, [], [], []
 
     def _act(self, action: Action, batches: list[Any], stages: int, is_last: bool) -> None:
         kind, key = action.kind, (action.micro_batch, action.chunk)
@@ -103,6 +118,12 @@ class Executor:
             self._exchange(kind, key, peer(kind, self._module.stage, stages))
 
     # -- messages ------------------------------------------------------------------------------------------------
+
+    def _expect(self, coming: Counter[Kind], stages: int) -> None:
+        """Let the next message of each sort travel while this stage computes."""
+        for kind in +coming:
+            assert self._courier is not None
+            self._courier.expect(peer(kind, self._module.stage, stages), _RECEIVES[kind])
 
     def _exchange(self, kind: Kind, key: Key, other: int) -> None:
         courier = self._courier
@@ -170,6 +191,13 @@ class Executor:
         while jobs:
             jobs.pop()()
         self._runtime.complete(self._parts[key[1]])
+
+
+def _with_last(actions: list[Action]) -> Iterator[tuple[Action, bool]]:
+    """The actions, each with whether no gradient comes after it."""
+    final = {Kind.BACKWARD, Kind.WEIGHT_GRADIENT}
+    last = max((index for index, action in enumerate(actions) if action.kind in final), default=-1)
+    return ((action, index == last) for index, action in enumerate(actions))
 
 
 class _Arrived(torch.autograd.Function):

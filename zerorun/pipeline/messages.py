@@ -1,17 +1,25 @@
 """Messages between neighbouring stages: any nest of tensors and plain values, with shapes that may change every time.
 
 [Note: what is sent]
-A message is a header of one number, then the description of the value, if it is another than that of the message before,
+A message is a header of two numbers, then the description of the value, if it is another than that of the message before,
 and then the tensors as they lie in memory. In the steady state that is the header and the tensors. Sends never block:
 what is sent is kept until it has left, and no longer, so that a stage keeps no more activations than its schedule says.
 Messages of one sort between the same two ranks arrive in order.
+
+[Note: receiving ahead]
+A message can only travel when the receiver has given it a place. If that came when the value is needed, the stage would
+stand still for as long as the way takes. So ``expect`` gives the next message its place while the stage computes: one
+buffer for each sender and sort beyond what the schedule keeps. The tensors' places are a guess, that this message is like
+the last one. It is made where the last one was like the one before it, which both ends know. If it was wrong, the sender
+fills the places with nothing of use before it goes on. NCCL needs no such help: there, receives wait on the GPU's queue.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +33,8 @@ from ..errors import PipelineError
 
 # Apart, because between the same two ranks both may travel either way: there may be no others.
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
-_TAGS = {ACTIVATIONS: 1, GRADIENTS: 2}
+Key = tuple[int, str]  # the rank at the other end, the sort
+_couriers = itertools.count()  # all ranks make them in the same order
 _SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 
@@ -34,9 +43,26 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 class _Described:
     """A tensor of a message. ``wants_gradient``: the receiver must send its gradient back."""
 
-    shape: tuple[int, ...]
+    shape: torch.Size
     dtype: torch.dtype
     wants_gradient: bool
+
+
+@dataclass
+class _Place:
+    """Where a tensor of a message comes to lie: at once, or from host memory. ``arrival``: None where the GPU waits."""
+
+    tensor: torch.Tensor
+    landing: torch.Tensor
+    arrival: Future[None] | None
+
+
+@dataclass
+class _Expected:
+    """A message that may be on its way. ``guess``: places for tensors as in the last one; None if none were given."""
+
+    header: _Place
+    guess: list[_Place] | None
 
 
 class Courier:
@@ -44,48 +70,67 @@ class Courier:
 
     def __init__(self, channel: Channel, wait: Callable[[Future[None], str], None]) -> None:
         self._channel, self._wait = channel, wait
-        self._last_sent: dict[tuple[int, str], bytes] = {}
-        self._last_received: dict[tuple[int, str], Any] = {}
-        self._last_leaving: dict[tuple[int, str], Future[None]] = {}
-        self._waiters: dict[tuple[int, str], Waiter] = defaultdict(Waiter)
-        self._receiver = Waiter()
+        first = 2 * next(_couriers)  # own ones: after an error, what is on its way is not for the next engine
+        self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
+        self._last_sent: dict[Key, bytes] = {}
+        self._last_tensors: dict[Key, list[_Described]] = {}  # of the last message that was sent
+        self._sent_alike: set[Key] = set()  # the last message was like the one before it
+        self._last_received: dict[Key, Any] = {}
+        self._received_alike: set[Key] = set()
+        self._expected: dict[Key, _Expected] = {}
+        self._last_leaving: dict[Key, Future[None]] = {}
+        self._leaving: dict[Key, Waiter] = defaultdict(Waiter)
+        self._arriving: dict[Key, Waiter] = defaultdict(Waiter)
         self._on_device: list[tuple[dist.Work, torch.Tensor]] = []  # on their way between GPUs
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, value: Any, peer: int, sort: str) -> None:
         """Begin to send ``value``. Raises PipelineError, here and at the receiver, if a part of it cannot be sent."""
+        key = peer, sort
         try:
             described, tensors = describe(value)
         except PipelineError as error:
-            self._send_header(_BROKEN, str(error).encode(), peer, sort)
+            self._announce(_BROKEN, str(error).encode(), key)
             self.finish()
             raise
-        label = f"pipeline: {sort}"
-        if self._last_sent.get((peer, sort)) == described:
-            self._post(torch.tensor([_SAME, 0]), peer, sort)
+        if self._last_sent.get(key) == described:
+            self._post(torch.tensor([_SAME, 0]), key)
+            self._sent_alike.add(key)
         else:
-            self._send_header(len(described), described, peer, sort)
-            self._last_sent[peer, sort] = described
+            self._announce(len(described), described, key)
+            self._last_sent[key] = described
+            self._last_tensors[key] = [_describe(tensor) for tensor in tensors]
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
             if flat.numel():
-                self._channel.books.count(label, flat.numel() * flat.element_size())
-                self._post(flat, peer, sort)
+                self._count(flat, key)
+                self._post(flat, key)
 
-    def _send_header(self, number: int, content: bytes, peer: int, sort: str) -> None:
-        self._post(torch.tensor([number, len(content)]), peer, sort)
-        self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), peer, sort)
+    def _announce(self, number: int, content: bytes, key: Key) -> None:
+        """That this message is not like the last one, and what it is."""
+        self._post(torch.tensor([number, len(content)]), key)
+        if key in self._sent_alike and not self._channel.nccl:
+            self._sent_alike.discard(key)
+            for last in self._last_tensors[key]:  # what the receiver has given places
+                if last.shape.numel():
+                    flat = torch.zeros(last.shape.numel(), dtype=last.dtype)
+                    self._count(flat, key)
+                    self._post(flat, key)
+        self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), key)
 
-    def _post(self, flat: torch.Tensor, peer: int, sort: str) -> None:
+    def _count(self, flat: torch.Tensor, key: Key) -> None:
+        self._channel.books.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
+
+    def _post(self, flat: torch.Tensor, key: Key) -> None:
         assert self._channel.group is not None
         if flat.is_cuda and not self._channel.nccl:  # ranks that share a GPU: through host memory
             flat = flat.cpu()
-        work = self._channel.group.send([flat], peer, _TAGS[sort])
+        work = self._channel.group.send([flat], key[0], self._tags[key[1]])
         if flat.is_cuda:  # which tells when it is done
             self._on_device = [(w, kept) for w, kept in self._on_device if not w.is_completed()] + [(work, flat)]
         else:
-            self._last_leaving[peer, sort] = self._waiters[peer, sort].begin(work, flat)
+            self._last_leaving[key] = self._leaving[key].begin(work, flat)
 
     def finish(self) -> None:
         """Return when everything has left."""
@@ -98,36 +143,64 @@ class Courier:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
+    def expect(self, peer: int, sort: str) -> None:
+        """Let the next message travel. It must come, and be received, before ``finish``."""
+        key = peer, sort
+        if not self._channel.nccl and key not in self._expected:
+            self._expected[key] = self._make_room(key)
+
     def receive(self, peer: int, sort: str) -> Any:
         """The next message. Tensors whose gradient the sender wants require it. Raises PipelineError if it was broken."""
-        header = self._take(torch.empty(2, dtype=torch.int64), peer, sort)
-        number, length = header.tolist()
-        if number != _SAME:
-            content = bytes(self._take(torch.empty(length, dtype=torch.uint8), peer, sort).numpy())
+        key = peer, sort
+        expected = self._expected.pop(key, None) or self._make_room(key)
+        number, length = self._arrived(expected.header, key).tolist()
+        if number == _SAME:
+            self._received_alike.add(key)
+        else:
+            self._received_alike.discard(key)
+            for place in expected.guess or ():
+                self._arrived(place, key)
+            expected.guess = None
+            content = bytes(self._arrived(self._place(torch.empty(length, dtype=torch.uint8), key), key).numpy())
             if number == _BROKEN:
                 raise PipelineError(content.decode())
-            self._last_received[peer, sort] = pickle.loads(content)
-        described = self._last_received[peer, sort]
-        return _pytree.tree_map(lambda leaf: self._fill(leaf, peer, sort), described)
+            self._last_received[key] = pickle.loads(content)
+        places = iter(self._places(key) if expected.guess is None else expected.guess)
+        return _pytree.tree_map(lambda leaf: self._fill(leaf, places, key), self._last_received[key])
 
-    def _fill(self, leaf: Any, peer: int, sort: str) -> Any:
+    def _make_room(self, key: Key) -> _Expected:
+        header = self._place(torch.empty(2, dtype=torch.int64), key)
+        guesses = key in self._received_alike and not self._channel.nccl
+        return _Expected(header, self._places(key) if guesses else None)
+
+    def _places(self, key: Key) -> list[_Place]:
+        """For the tensors of a message like the last one."""
+        leaves = [leaf for leaf in _pytree.tree_leaves(self._last_received[key]) if isinstance(leaf, _Described)]
+        device = self._channel.device
+        return [self._place(torch.empty(leaf.shape, dtype=leaf.dtype, device=device), key) for leaf in leaves]
+
+    def _place(self, tensor: torch.Tensor, key: Key) -> _Place:
+        """``tensor`` for what comes next of this sort."""
+        assert self._channel.group is not None
+        through_host = tensor.is_cuda and not self._channel.nccl
+        landing = torch.empty_like(tensor, device="cpu") if through_host else tensor
+        if not tensor.numel():
+            return _Place(tensor, landing, None)
+        work = self._channel.group.recv([landing.view(-1)], key[0], self._tags[key[1]])
+        if landing.is_cuda:  # what follows on this stream waits, not the program
+            work.wait()
+            return _Place(tensor, landing, None)
+        return _Place(tensor, landing, self._arriving[key].begin(work, landing))
+
+    def _arrived(self, place: _Place, key: Key) -> torch.Tensor:
+        if place.arrival is not None:
+            self._wait(place.arrival, f"{key[1]} from pipeline stage {key[0]}")
+        return place.tensor if place.landing is place.tensor else place.tensor.copy_(place.landing)
+
+    def _fill(self, leaf: Any, places: Iterator[_Place], key: Key) -> Any:
         if not isinstance(leaf, _Described):
             return leaf
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self._channel.device)
-        if tensor.numel():
-            self._take(tensor.view(-1), peer, sort)
-        return tensor.requires_grad_(leaf.wants_gradient)
-
-    def _take(self, flat: torch.Tensor, peer: int, sort: str) -> torch.Tensor:
-        assert self._channel.group is not None
-        through_host = flat.is_cuda and not self._channel.nccl
-        target = torch.empty_like(flat, device="cpu") if through_host else flat
-        work = self._channel.group.recv([target], peer, _TAGS[sort])
-        if target.is_cuda:  # what follows on this stream waits, not the program
-            work.wait()
-        else:
-            self._wait(self._receiver.begin(work), f"{sort} from pipeline stage {peer}")
-        return flat.copy_(target) if through_host else flat
+        return self._arrived(next(places), key).requires_grad_(leaf.wants_gradient)
 
 
 def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -139,13 +212,17 @@ def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
             if leaf.layout != torch.strided:
                 raise _unsendable(path, f"a tensor of layout {leaf.layout}", "send it dense.")
             tensors.append(leaf)
-            return _Described(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+            return _describe(leaf)
         if not isinstance(leaf, _PLAIN):
             kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
             raise _unsendable(path, f"a {kind}", "send tensors, numbers, strings and None, in dicts, lists and tuples.")
         return leaf
 
     return pickle.dumps(_pytree.tree_map_with_path(slot, value)), tensors
+
+
+def _describe(tensor: torch.Tensor) -> _Described:
+    return _Described(tensor.shape, tensor.dtype, tensor.requires_grad)
 
 
 def _unsendable(path: Any, what: str, remedy: str) -> PipelineError:
