@@ -24,6 +24,7 @@ from .dataloader import EpochLoader
 from .disks import open_disk
 from .engine import Engine
 from .errors import ConfigError, ModelError, ZerorunError
+from .estimate import planned_topology
 from .fitting import Fitting
 from .intake import OptimizerLike, RawOptimizer, take_in, without_elsewhere
 from .log import info_once, logger, setup_logging
@@ -33,7 +34,7 @@ from .parallel import Divided, cut, divide, is_part, plan_layers
 from .pipeline.module import PipelineModule
 from .pipeline.pipelined import Pipelined
 from .pipeline_engine import PipelineEngine
-from .plan import Exchange, compute_dtype, make_plan, shard_degree, wire_dtype
+from .plan import Exchange, compute_dtype, make_plan, wire_dtype
 from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
@@ -212,9 +213,7 @@ def _topology(config: Config) -> Topology:
     """Without process groups."""
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    tensor, pipe = config.tensor_parallel.size, config.pipeline.stages
-    degree = shard_degree(config, world_size // (tensor * pipe), max(local // tensor, 1))
-    return Topology.plan(world_size, dist.get_rank(), shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=local)
+    return planned_topology(config, world_size, local, dist.get_rank())
 
 
 def _scaler(config: Config) -> LossScaler:

@@ -18,6 +18,7 @@ from .config import Config
 from .errors import TopologyError
 from .intake import OptimizerLike, take_in
 from .moments import Moments
+from .parts import PlannedPart, planned_parts
 from .plan import shard_degree
 from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
 from .topology import Topology
@@ -29,6 +30,8 @@ _RANKS_PER_NODE = 8  # where nothing else is said
 @dataclass(frozen=True)
 class Estimate:
     """Bytes of the rank that holds the most, and of its node. Printed, it is a table.
+
+    With pipeline stages it is a rank of ``pipe_rank``, the stage that takes the most.
 
     ``kinds``: what ``engine.memory_report()`` shows after a step; kinds that begin with "host" are in host memory, and
     those that begin with "disk" in files.
@@ -43,7 +46,7 @@ class Estimate:
     kinds: Mapping[str, int]
     parameters: int  # elements
     stage: int
-    world_size: int  # data-parallel ranks
+    world_size: int  # ranks
     ranks_per_node: int
     device: str  # "cuda" or "cpu"
     transport: str  # of gradients and parameters: "nccl", "gloo" or "peer memory"
@@ -52,6 +55,9 @@ class Estimate:
     gradients_in_backward: int
     activation_bytes: int
     notes: tuple[str, ...] = ()
+    pipe: int = 1  # stages
+    tensor: int = 1  # ranks that divide a layer
+    pipe_rank: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -97,9 +103,13 @@ class Estimate:
         return peak.both if self.device == "cpu" else peak.device
 
     def __str__(self) -> str:
+        data = self.world_size // (self.pipe * self.tensor)
+        degrees = f"{self.pipe} pipeline stages x {self.tensor} tensor x {data} data-parallel = "
+        where = f" is in pipeline stage {self.pipe_rank}" if self.pipe > 1 else ""
         lines = [
-            f"stage {self.stage}, {self.world_size} ranks ({self.ranks_per_node} on a node, {self.transport}), "
-            f"{self.parameters:,} parameters; the rank that holds the most, on {self.device}:",
+            f"stage {self.stage}, {degrees if self.pipe * self.tensor > 1 else ''}{self.world_size} ranks "
+            f"({self.ranks_per_node} on a node, {self.transport}), "
+            f"{self.parameters:,} parameters; the rank that holds the most{where}, on {self.device}:",
             *(f"  {kind:<44}{show(size):>12}" for kind, size in self.kinds.items() if size),
         ]
         backward = self.gradients_in_backward + self.activation_bytes
@@ -147,38 +157,50 @@ def estimate_memory(
     if world_size < 1:
         raise TopologyError(f"world_size must be at least 1, got {world_size}.")
     wanted, raw = take_in(model, config, None, optimizer, model_parameters, world_size)
-    if wanted.tensor_parallel.size * wanted.pipeline.stages > 1:
-        raise TopologyError(
-            "estimate_memory() knows data-parallel ranks only, and the configuration has "
-            f"{wanted.tensor_parallel.size} tensor ranks and {wanted.pipeline.stages} pipeline stages. Remedy: estimate "
-            "one stage of the model, with both degrees 1 and world_size the data-parallel ranks; the layers that are "
-            "divided take 1 / tensor_parallel.size of it."
-        )
     kind = torch.device(device).type if device is not None else default_device().type
     local = min(ranks_per_node or _RANKS_PER_NODE, world_size)
     transport = transport or default_transport(kind, world_size, local)
     if transport not in (NCCL, GLOO, PEER_MEMORY):
         raise TopologyError(f"transport must be {NCCL!r}, {GLOO!r} or {PEER_MEMORY!r}, got {transport!r}.")
     topology = planned_topology(wanted, world_size, local)
-    sizing = Sizing(model, wanted, raw, topology, transport, kind)
+    parts = planned_parts(model, wanted, raw, topology)
+    plain = partial(_estimate, whole=model, config=wanted, transport=transport, device=kind, ranks_per_node=local)
+    return max((plain(part, activation_bytes) for part in parts), key=lambda estimate: estimate.step_peak_bytes)
+
+
+def _estimate(
+    part: PlannedPart,
+    activation_bytes: int,
+    *,
+    whole: nn.Module,
+    config: Config,
+    transport: str,
+    device: str,
+    ranks_per_node: int,
+) -> Estimate:
+    topology = part.topology
+    sizing = Sizing(part.model, config, part.raw, topology, transport, device, part.spread_of)
     heaviest = heaviest_rank(sizing.units)
     if heaviest:
-        sizing = Sizing(model, wanted, raw, replace(topology, rank=heaviest), transport, kind)
-    moments = Moments(raw, sizing.pieces, torch.device("cpu"))
-    in_parts = partial(_held_in_parts, device_type=kind, world_size=world_size)
+        there = replace(topology, rank=topology.rank_at(shard=heaviest))
+        sizing = Sizing(part.model, config, part.raw, there, transport, device, part.spread_of)
+    moments = Moments(part.raw, sizing.pieces, torch.device("cpu"))
     return Estimate(
         kinds=sizing.kinds(moments),
-        parameters=sum(param.numel() for param in model.parameters()),
-        stage=wanted.zero_optimization.stage,
-        world_size=world_size,
-        ranks_per_node=local,
-        device=kind,
+        parameters=sum(param.numel() for param in whole.parameters()),
+        stage=config.zero_optimization.stage,
+        world_size=topology.world_size,
+        ranks_per_node=ranks_per_node,
+        device=device,
         transport=transport,
-        start_up=sizing.start_up(partial(held_whole, device_type=kind)),
-        start_up_with_init=_with_construction(sizing.start_up(in_parts), in_parts, model),
+        start_up=_from_whole(sizing, part, whole, device),
+        start_up_with_init=_from_parts(sizing, part, whole, device),
         gradients_in_backward=sizing.gradients_in_backward(),
         activation_bytes=activation_bytes,
         notes=(moments.unknown,) if moments.unknown else (),
+        pipe=topology.pipe,
+        tensor=topology.tensor,
+        pipe_rank=topology.pipe_rank,
     )
 
 
@@ -189,9 +211,11 @@ def default_transport(device_type: str, world_size: int, ranks_per_node: int) ->
     return PEER_MEMORY if world_size <= ranks_per_node and peer_memory.can_be_used() else GLOO
 
 
-def planned_topology(config: Config, world_size: int, ranks_per_node: int) -> Topology:
-    """Rank 0's, without process groups. Raises TopologyError if the degrees do not divide."""
-    return Topology.plan(world_size, shard_degree=shard_degree(config, world_size, ranks_per_node))
+def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
+    """What ``config`` asks for, without process groups. Raises TopologyError if the degrees do not divide."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
+    degree = shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
+    return Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
 
 
 def held_whole(param: nn.Parameter, device_type: str) -> Holding:
@@ -207,9 +231,35 @@ def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Ho
     return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
 
 
-def _with_construction(peak: Peak, held: Held, model: nn.Module) -> Peak:
-    """``peak``, or that of building the model inside ``Init``: the parts of all, and one module's parameters in full."""
-    parts = sum((held(param).now for param in model.parameters()), Bytes())
-    own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in model.modules()]
-    built = parts + (Bytes(max(own)) if parts.device else Bytes(host=max(own)))
-    return Peak(max(peak.device, built.device), max(peak.host, built.host), max(peak.both, built.both))
+def _from_whole(sizing: Sizing, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
+    """Of a module that every rank builds in full, and of which it then lets go of what lies on other ranks."""
+    held = partial(held_whole, device_type=device)
+    return _higher(sizing.start_up(held), _all(held, whole))
+
+
+def _from_parts(sizing: Sizing, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
+    """Of a module built inside ``Init``: the parts of all, and one module's parameters in full."""
+    topology = part.topology
+    held = partial(_held_in_parts, device_type=device, world_size=topology.world_size)
+    parts = _all(held, whole)
+    own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in whole.modules()]
+    built = _beside(parts, max(own))
+    if topology.pipe * topology.tensor == 1:
+        return _higher(sizing.start_up(held), built)
+    # All are put together, one after the other, and this rank keeps what is its own in full.
+    ordinary, largest = partial(held_whole, device_type=device), max(held(p).put_together for p in whole.parameters())
+    settled = _beside(parts + _all(ordinary, part.model), largest)
+    return _higher(_higher(sizing.start_up(ordinary), built), settled)
+
+
+def _all(held: Held, model: nn.Module) -> Bytes:
+    return sum((held(param).now for param in model.parameters()), Bytes())
+
+
+def _beside(held: Bytes, more: int) -> Bytes:
+    """With ``more`` bytes in the same place."""
+    return held + (Bytes(more) if held.device else Bytes(host=more))
+
+
+def _higher(peak: Peak, moment: Peak | Bytes) -> Peak:
+    return Peak(max(peak.device, moment.device), max(peak.host, moment.host), max(peak.both, moment.both))

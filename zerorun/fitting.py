@@ -24,6 +24,7 @@ from .estimate import held_whole, planned_topology, show
 from .intake import RawOptimizer
 from .limits import Limit, cgroup_path, host_limits, node_name
 from .moments import Moments
+from .pipeline.pipelined import Pipelined
 from .sizing import Bytes, Holding, Sizing, heaviest_rank
 from .topology import Topology
 from .zero.init import part_of
@@ -165,8 +166,9 @@ class Fitting:
             nodes = choice.world_size // max(len(near), 1)
             more = f", and start {choice.world_size} ranks on {nodes} such nodes" if choice.world_size > ranks else ""
             remedy = f"{keys}{more}; this is the nearest configuration that fits."
+        untouched = "" if isinstance(self._model, Pipelined) else ", and the model is as it was"
         return (
-            f"the training does not fit into memory: {short}. Nothing has been allocated, and the model is as it was. "
+            f"the training does not fit into memory: {short}. Nothing has been allocated{untouched}. "
             f"This rank would hold, apart from activations:\n{table}\n"
             f"  of which {show(self._held.both)} are there already, as the module's parameters and buffers.\n"
             f"Remedy: {remedy} ZERORUN_MEMORY_CHECK=0 switches this check off."
@@ -184,7 +186,7 @@ class Fitting:
             sizing = self._size(choice.config, topology)
             heaviest = heaviest_rank(sizing.units)
             if heaviest:
-                sizing = self._size(choice.config, replace(topology, rank=heaviest))
+                sizing = self._size(choice.config, replace(topology, rank=topology.rank_at(shard=heaviest)))
             needed = self._demand_of(sizing)
             beside = [replace(needed, node=other.node, cgroup=other.cgroup) for other in near]
             if self._shortage(needed.device * sharing, needed.virtual, beside) is None:

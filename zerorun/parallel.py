@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,13 @@ from .config_sections import TensorParallel
 from .errors import ModelError, PipelineError
 from .log import info_once
 from .pipeline.module import PipelineModule
-from .pipeline.pipelined import Pipelined
+from .pipeline.pipelined import Pipelined, Tie
 from .pipeline.pretrained import PretrainedPipeline, split_pretrained
 from .tensor_parallel.axis import ChannelAxis, make_axis
 from .tensor_parallel.causal_loss import has_head
-from .tensor_parallel.collectives import make_region
+from .tensor_parallel.collectives import Region, make_region
 from .tensor_parallel.layers import whole_of
-from .tensor_parallel.parallelized import carry_out, plan_of
+from .tensor_parallel.parallelized import Parallelized, carry_out, plan_of
 from .tensor_parallel.plan import make_plan, matches, matches_names
 from .tensor_parallel.sequence import blocks_of, has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
@@ -167,34 +167,63 @@ def divide(model: nn.Module, plan: Plan | None, config: Config, topology: Topolo
     return made
 
 
+def divide_shapes(
+    model: nn.Module, plan: Plan | None, config: Config, topology: Topology
+) -> Callable[[nn.Parameter], Spread]:
+    """As ``divide``, of a model on the meta device: nobody is needed for it. Returns how gradients are spread."""
+    spread_of = Divided().spread_of
+    if topology.tensor > 1:
+        nobody = Channel(
+            "tensor", None, topology.tensor_rank, topology.tensor, torch.device("meta"), Books(), reads_peers=False
+        )
+        if plan is not None:
+            _convert(model, plan, config, Region(ChannelAxis(nobody)))
+        spread_of = _spread_in_layers(model, topology)
+    if not isinstance(model, Pipelined) or topology.pipe == 1:
+        return spread_of
+    copies: Copies = {}
+    for tie, stages in _ties_of_stages(model, topology):
+        for local in _names_here(tie, topology):
+            copies[id(model.get_parameter(local))] = (_name_of(tie), stages[0] == topology.pipe_rank)
+    return _with_copies(spread_of, copies)
+
+
 def _divide_layers(
     model: nn.Module, plan: Plan | None, config: Config, topology: Topology, device: torch.device
 ) -> Divided:
-    section, axis = config.tensor_parallel, make_axis(topology, device)
+    axis = make_axis(topology, device)
     undo = Divided().undo
     if plan is not None:
-        own = plan.here(model)
-        whole = model.whole_model if isinstance(model, PretrainedPipeline) else model
-        made = carry_out(
-            model,
-            own,
-            make_region(topology, device),
-            sequence_parallel=section.sequence_parallel and has_blocks(own),
-            vocab_parallel_loss_of=whole if section.vocab_parallel_loss and has_head(whole) else None,
-        )
+        made = _convert(model, plan, config, make_region(topology, device))
         undo = made.undo
         info_once(made.describe())
     else:
         _take_rank_zeros(model, axis)
-    shares, partial, first = shares_of(model), partial_of(model), topology.tensor_rank == 0
     _agree_on_random_numbers(axis)
+    return Divided({"tensor": axis.channel}, shares_of(model), _spread_in_layers(model, topology), undo, axis)
+
+
+def _convert(model: nn.Module, plan: Plan, config: Config, region: Region) -> Parallelized:
+    own, section = plan.here(model), config.tensor_parallel
+    whole = model.whole_model if isinstance(model, PretrainedPipeline) else model
+    return carry_out(
+        model,
+        own,
+        region,
+        sequence_parallel=section.sequence_parallel and has_blocks(own),
+        vocab_parallel_loss_of=whole if section.vocab_parallel_loss and has_head(whole) else None,
+    )
+
+
+def _spread_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.Parameter], Spread]:
+    shares, partial, first = shares_of(model), partial_of(model), topology.tensor_rank == 0
 
     def spread_of(param: nn.Parameter) -> Spread:
         if id(param) in shares:
             return ALONE
         return Spread(("tensor",) if id(param) in partial else (), first)
 
-    return Divided({"tensor": axis.channel}, shares, spread_of, undo, axis)
+    return spread_of
 
 
 def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
@@ -211,35 +240,52 @@ def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.devi
 
     Each tie has a name of its own, and so a segment of its own, which lies alike on all its stages.
     """
-    copies: dict[int, tuple[str, bool]] = {}  # id(parameter) -> name in ``beyond``, whether it is the first copy
+    copies: Copies = {}
     channels: dict[tuple[int, ...], Channel] = {}
-    for tie in model.ties():
-        stages = tuple(sorted({part % topology.pipe for part in tie.parts}))
-        if len(stages) == 1:
-            continue
-        name = f"copies of {tie.name}"
+    for tie, stages in _ties_of_stages(model, topology):
         group = topology.subgroup("pipe", stages)
         if topology.pipe_rank not in stages:
             continue
         if stages not in channels:
             place = (stages.index(topology.pipe_rank), len(stages))
             channels[stages] = Channel(f"stages {stages}", group, *place, device, Books())
-        made.beyond[name] = channels[stages]
-        for part, local in zip(tie.parts, tie.local_names, strict=True):
-            if part % topology.pipe == topology.pipe_rank:
-                param = model.get_parameter(local)
-                if id(param) not in copies and part_of(param) is None:  # a stage may use it in several parts
-                    channels[stages].broadcast(param.data, "pipeline: tied parameters")
-                copies[id(param)] = (name, stages[0] == topology.pipe_rank)
-                if local != tie.name:
-                    made.copies[local] = tie.name
-    inner = made.spread_of
+        made.beyond[_name_of(tie)] = channels[stages]
+        for local in _names_here(tie, topology):
+            param = model.get_parameter(local)
+            if id(param) not in copies and part_of(param) is None:  # a stage may use it in several parts
+                channels[stages].broadcast(param.data, "pipeline: tied parameters")
+            copies[id(param)] = (_name_of(tie), stages[0] == topology.pipe_rank)
+            if local != tie.name:
+                made.copies[local] = tie.name
+    made.spread_of = _with_copies(made.spread_of, copies)
 
+
+Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``beyond``, whether it is the first copy
+
+
+def _ties_of_stages(model: Pipelined, topology: Topology) -> Iterator[tuple[Tie, tuple[int, ...]]]:
+    """The parameters that several stages have, with those stages."""
+    for tie in model.ties():
+        stages = tuple(sorted({part % topology.pipe for part in tie.parts}))
+        if len(stages) > 1:
+            yield tie, stages
+
+
+def _names_here(tie: Tie, topology: Topology) -> list[str]:
+    named = zip(tie.parts, tie.local_names, strict=True)
+    return [local for part, local in named if part % topology.pipe == topology.pipe_rank]
+
+
+def _name_of(tie: Tie) -> str:
+    return f"copies of {tie.name}"
+
+
+def _with_copies(inner: Callable[[nn.Parameter], Spread], copies: Copies) -> Callable[[nn.Parameter], Spread]:
     def spread_of(param: nn.Parameter) -> Spread:
         spread, copy = inner(param), copies.get(id(param))
         return spread if copy is None else Spread((*spread.sums, copy[0]), spread.counted and copy[1])
 
-    made.spread_of = spread_of
+    return spread_of
 
 
 def _take_rank_zeros(model: nn.Module, axis: ChannelAxis) -> None:

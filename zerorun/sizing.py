@@ -31,6 +31,7 @@ from .zero.layout import Layout
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.report import count_bytes
 from .zero.runtime import MAX_REDUCING
+from .zero.spread import ALONE, Spread
 from .zero.swap import buffer_bytes
 from .zero.unit import Segment, Unit
 
@@ -84,11 +85,13 @@ class Sizing:
         topology: Topology,
         transport: str,
         device_type: str,
+        spread_of: Callable[[nn.Parameter], Spread] = lambda param: ALONE,
     ) -> None:
         """``transport``: NCCL, GLOO or PEER_MEMORY of comm.py. ``device_type``: of the ranks' devices, "cpu" or "cuda"."""
         self._model, self._raw = model, raw
         self._topology, self._transport, self._wire = topology, transport, wire_dtype(config)
         plan = make_plan(model, config, raw, topology, self._exchange(device_type))
+        plan.builder.spread_of = spread_of
         self.units, *self._pools = plan.builder.build(plan.specs)
         self._staging = plan.builder.staging_bytes + _disk_buffers(plan, raw)
         self._policy, self._overlap = plan.builder.policy, plan.overlap

@@ -15,6 +15,7 @@ import pytest
 import torch
 from harness import run_ranks
 from test_estimate import Deep
+from test_parallel_matrix import batch_of, build
 from training import make_config, merged, shared_topology
 
 import zerorun
@@ -71,6 +72,34 @@ def test_refusal_suggests_what_then_works(precision: str, expected: int) -> None
         assert stage == expected
         for words in ("2 ranks of node", "a limit of the test leaves", "moments", "nearest configuration", "=0 switches"):
             assert words in text
+
+
+def refused_with_degrees(available: int) -> tuple[str, bool, int]:
+    """As above, of a model that is divided over 2 tensor ranks."""
+    config = {**make_config(0), "tensor_parallel": {"size": 2}}
+    module = build("llama")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with limited_to(available):
+        try:
+            zerorun.initialize(module, config)
+        except DoesNotFitError as error:
+            text = str(error)
+        same = all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        engine = zerorun.initialize(module, merged(config, suggested(text)))
+    engine.backward(engine(**batch_of(0, 0, engine.topology.data_parallel_rank)).loss)
+    engine.step()
+    stage = engine.config.zero_optimization.stage
+    engine.destroy()
+    return text, same, stage
+
+
+def test_refusal_of_a_divided_model() -> None:
+    """Beyond what they hold, 4 ranks need 12 P / 2 bytes each at stage 0, and half of that at stage 1."""
+    parameters = sum(param.numel() for param in build("llama").parameters())
+    for text, same, stage in run_ranks(4, refused_with_degrees, 4 * 9 * parameters // 2):
+        assert same
+        assert stage > 0
+        assert "4 ranks of node" in text
 
 
 def outcome(config: dict[str, Any], available: int, check: str) -> str | None:

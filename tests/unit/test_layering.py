@@ -150,6 +150,7 @@ LAYERS = {
     "limits": 1,
     "moments": 4,
     "parallel": 4,
+    "parts": 4,
     "plan": 4,
     "receiving": 4,
     "sizing": 4,
