@@ -164,19 +164,27 @@ def estimate_memory(
         raise TopologyError(f"transport must be {NCCL!r}, {GLOO!r} or {PEER_MEMORY!r}, got {transport!r}.")
     topology = planned_topology(wanted, world_size, local)
     parts = planned_parts(model, wanted, raw, topology)
-    plain = partial(_estimate, whole=model, config=wanted, transport=transport, device=kind, ranks_per_node=local)
-    return max((plain(part, activation_bytes) for part in parts), key=lambda estimate: estimate.step_peak_bytes)
+    of_part = partial(
+        _estimate,
+        whole=model,
+        config=wanted,
+        transport=transport,
+        device=kind,
+        ranks_per_node=local,
+        activation_bytes=activation_bytes,
+    )
+    return max(map(of_part, parts), key=lambda estimate: estimate.step_peak_bytes)
 
 
 def _estimate(
     part: PlannedPart,
-    activation_bytes: int,
     *,
     whole: nn.Module,
     config: Config,
     transport: str,
     device: str,
     ranks_per_node: int,
+    activation_bytes: int,
 ) -> Estimate:
     topology = part.topology
     sizing = Sizing(part.model, config, part.raw, topology, transport, device, part.spread_of)
@@ -193,7 +201,7 @@ def _estimate(
         ranks_per_node=ranks_per_node,
         device=device,
         transport=transport,
-        start_up=_from_whole(sizing, part, whole, device),
+        start_up=_from_whole(sizing, whole, device),
         start_up_with_init=_from_parts(sizing, part, whole, device),
         gradients_in_backward=sizing.gradients_in_backward(),
         activation_bytes=activation_bytes,
@@ -231,7 +239,7 @@ def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Ho
     return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
 
 
-def _from_whole(sizing: Sizing, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
+def _from_whole(sizing: Sizing, whole: nn.Module, device: str) -> Peak:
     """Of a module that every rank builds in full, and of which it then lets go of what lies on other ranks."""
     held = partial(held_whole, device_type=device)
     return _higher(sizing.start_up(held), _all(held, whole))

@@ -31,6 +31,8 @@ from .topology import Topology
 from .zero.init import part_of, refuse_partitioned
 from .zero.spread import ALONE, Spread
 
+Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``beyond``, whether it is the first copy
+
 
 @dataclass
 class Divided:
@@ -258,9 +260,6 @@ def _tie(model: Pipelined, topology: Topology, made: Divided, device: torch.devi
             if local != tie.name:
                 made.copies[local] = tie.name
     made.spread_of = _with_copies(made.spread_of, copies)
-
-
-Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``beyond``, whether it is the first copy
 
 
 def _ties_of_stages(model: Pipelined, topology: Topology) -> Iterator[tuple[Tie, tuple[int, ...]]]:
