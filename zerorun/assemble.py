@@ -33,6 +33,7 @@ from .optim import build_optimizer, split_state
 from .parallel import Divided, cut, divide, is_part, plan_layers
 from .pipeline.module import PipelineModule
 from .pipeline.pipelined import Pipelined
+from .pipeline.pretrained import PretrainedPipeline
 from .pipeline_engine import PipelineEngine
 from .plan import Exchange, compute_dtype, make_plan, wire_dtype
 from .precision import LossScaler
@@ -111,7 +112,7 @@ def initialize(
     runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
-    runtime._handles += [guard_state_dict(model, runtime), adopt_loaded_weights(model, runtime)]
+    runtime._handles += [*_guards(model, runtime, divided), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)
     kind = PipelineEngine if isinstance(model, Pipelined) else Engine
     engine = kind(
@@ -284,6 +285,13 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
     if config.scheduler is None or optimizer is None:
         return None
     return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
+
+
+def _guards(model: nn.Module, runtime: Runtime, divided: Divided) -> list[Any]:
+    """A PipelineModule is known to be a part; what else is cut or divided looks like the whole model."""
+    guarded = [model, model.whole_model] if isinstance(model, PretrainedPipeline) else [model]
+    is_part = len(guarded) > 1 or bool(divided.shares)
+    return [guard_state_dict(module, runtime, is_part=is_part) for module in guarded]
 
 
 def _recompute(model: nn.Module, config: Config, device: torch.device) -> list[Any]:

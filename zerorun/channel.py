@@ -347,12 +347,12 @@ class Channel:
         sum_in_rank_order([flat, theirs] if self.rank == 0 else [theirs, flat], total, accumulate=False)
         return total
 
-    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        """Let ``tensor`` be that of rank 0, in place. For set-up: it goes through the process group."""
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Let ``tensor`` be that of rank ``source``, in place. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():
             through = tensor.detach().contiguous().to(self.device if self.nccl else "cpu")
-            self.books.count(label, through.nbytes * (self.size - 1) if self.rank == 0 else 0)
-            dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=0)  # bytes: any dtype
+            self.books.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
+            dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
             tensor.detach().copy_(through)
 
     def reduce_scatter(self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:

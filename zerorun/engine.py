@@ -601,13 +601,17 @@ class Engine:
             restore_module(self.module, self.units, self.runtime)
             self.divided.undo()
         finally:  # a failed update must not keep memory, hooks and files
-            self.runtime.remove_hooks()
-            for link in links_of(self.units):
-                link.close()
+            self._let_go()
         self.sharded = self._checkpointer = self.routine = None
         self.units.clear()
         if self.owns_topology:
             self.topology.close()
+
+    def _let_go(self) -> None:
+        """Of what is not the module's; nobody else is needed for it."""
+        self.runtime.remove_hooks()
+        for link in links_of(self.units):
+            link.close()
 
     def describe(self) -> str:
         """The layout in a few lines: stage, units, bytes by kind, dtypes."""

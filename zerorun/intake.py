@@ -131,6 +131,13 @@ def _raw_optimizer(
         groups = _groups(model, model_parameters)
     else:
         return RawOptimizer(None, [], {}, "", {}, False)
+    if whole and config.tensor_parallel.size > 1:
+        chosen = type(client).__name__ if client is not None else name
+        raise ModelError(
+            f"{chosen} looks at whole parameters, of which tensor-parallel ranks have parts (tensor_parallel.size = "
+            f"{config.tensor_parallel.size}). Remedy: use an optimizer that works element by element, such as AdamW, or "
+            "pipeline stages and ZeRO in place of tensor ranks."
+        )
     known = {id(param): label for label, param in model.named_parameters()}
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
@@ -176,6 +183,12 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.Adagrad):  # which has state from the start
+        raise ModelError(
+            "torch.optim.Adagrad makes its state for whole parameters when it is constructed, but is to work on pieces of "
+            'them. Remedy: leave it out, and set "optimizer": {"type": "Adagrad", "params": {"lr": ...}} in the '
+            "configuration."
+        )
     if optimizer.state:
         raise ModelError(
             "the optimizer has been used before: it has state for whole parameters, but now works on pieces of them. "

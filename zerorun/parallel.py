@@ -57,6 +57,11 @@ class Divided:
         share = self.shares.get(id(param))
         return whole if share is None or tuple(whole.shape) == share.local_shape != share.shape else share.cut(whole)
 
+    def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
+        """Let ``whole`` be that of another tensor rank, in place. All tensor ranks call it."""
+        if self.axis is not None:
+            self.axis.channel.broadcast(whole, "edited parameters", tensor_rank)
+
 
 def is_part(model: nn.Module) -> bool:
     """True if ranks have different parts of what ``model`` stands for: it is cut, or made of divided layers."""

@@ -15,6 +15,7 @@ import torch
 from .channel import Channel
 from .engine import Engine
 from .errors import PipelineError
+from .log import logger
 from .pipeline.actions import FORWARD_ONLY, Kind, Schedule
 from .pipeline.executor import Executor, units_of_chunks
 from .pipeline.messages import Courier
@@ -78,6 +79,8 @@ class PipelineEngine(Engine):
         come from ``data_iter``, or else from the training data given to initialize(), again and again. Raises
         StopIteration on all ranks if the data of any ends, and what ``Engine.step`` raises.
         """
+        if not self.units:
+            raise PipelineError("the engine was destroyed. Remedy: call initialize() again.")
         if self.sharded is None:
             raise PipelineError("train_batch() needs an optimizer. Remedy: configure an 'optimizer' section.")
         count = self.config.gradient_accumulation_steps
@@ -156,7 +159,12 @@ class PipelineEngine(Engine):
     def destroy(self) -> None:
         if self._undo_split is not None:
             self._undo_split()
-        super().destroy()
+        if not self._executor.is_stuck:
+            super().destroy()
+            return
+        # Other stages may wait for a message of this one, and would not come: let the error be seen, and the process end.
+        logger.error("a batch failed on its way through the pipeline: the module keeps its part of the weights as it is")
+        self._let_go()
 
     # -- schedules -----------------------------------------------------------------------------------------------
 

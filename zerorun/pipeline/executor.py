@@ -95,8 +95,13 @@ class Executor:
         finally:
             self._kept = {}  # graphs whose hooks refer to the engine
 
+    @property
+    def is_stuck(self) -> bool:
+        """True if a batch failed on this stage: others may wait for it."""
+        return self._failed and self._courier is not None
+
     def _begin_run(self) -> None:
-        if self._failed and self._courier is not None:
+        if self.is_stuck:
             raise PipelineError(
                 "an earlier batch failed on its way through the pipeline, and stages may be at different places. Remedy: "
                 "initialize() again and load a checkpoint."

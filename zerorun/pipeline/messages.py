@@ -103,6 +103,8 @@ class Courier:
             self._last_tensors[key] = [_describe(tensor) for tensor in tensors]
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
+            if tensor.grad_fn is None and flat.data_ptr() == tensor.data_ptr():  # a buffer: a layer may change it next time
+                flat = flat.clone()
             if flat.numel():
                 self._count(flat, key)
                 self._post(flat, key)

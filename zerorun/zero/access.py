@@ -42,6 +42,10 @@ class Parts(Protocol):
 
     def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
 
+    def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
+        """Let ``whole`` be that of another tensor rank, in place. Collective."""
+        ...
+
 
 @dataclass(eq=False)
 class Registry:
@@ -125,14 +129,19 @@ def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime, part
     return {n: values[id(t)] if id(t) in values else t.detach().to("cpu", copy=True) for n, t in found.items()}
 
 
-def guard_state_dict(module: nn.Module, runtime: Runtime) -> Any:
-    """Make plain ``module.state_dict()`` give full tensors or raise, never placeholders. Returns the hook's handle."""
+def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> Any:
+    """Make plain ``module.state_dict()`` give full tensors or raise, never placeholders. Returns the hook's handle.
+
+    ``is_part``: of a model that looks whole, this rank has only a part.
+    """
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if runtime.shares_params and not runtime.state_dict_allowed:
+        if (runtime.shares_params or is_part) and not runtime.state_dict_allowed:
+            what = "parts of the model, of which other ranks have the rest" if is_part else "placeholders"
+            where = "here" if is_part else "at stage 3"
             raise ReleasedParameterError(
-                "module.state_dict() at stage 3 would hold placeholders: no rank has the full weights. "
-                "Remedy: call engine.state_dict() on all ranks."
+                f"module.state_dict() {where} would hold {what}: no rank has the full weights. Remedy: call "
+                "engine.state_dict(), or engine.export(dir) for a Hugging Face model, on all ranks."
             )
 
     return module.register_state_dict_pre_hook(before)
@@ -222,11 +231,12 @@ def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
 class GatheredParameters:
     """Inside the block the given parameters have their full values, on every rank. All ranks must enter it.
 
-    Of a parameter that is divided over tensor-parallel ranks it is the rank's part.
+    So have those that are divided over tensor-parallel ranks; layers cannot run with them.
 
-    ``params``: one parameter or an iterable; those that no engine manages are left alone. With ``modifier_rank`` the
-    values of that rank are kept when the block ends. Without, the block is for reading: raises ReleasedParameterError at
-    its end if a value was changed, since ranks could differ.
+    ``params``: one parameter or an iterable; those that no engine manages are left alone. With ``modifier_rank``, a rank
+    of the world, the values of that rank are kept when the block ends. Without, the block is for reading: raises
+    ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises ModelError if another
+    pipeline stage has the parameter, too, or ``modifier_rank`` is on one that has not.
     """
 
     def __init__(
@@ -238,18 +248,22 @@ class GatheredParameters:
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
 
     def __enter__(self) -> None:
+        found = [(param, *where) for param in self._params if (where := _find(param)) and id(param) not in where[0].held]
+        if self._modifier_rank is not None:
+            for _, registry, home in found:
+                _refuse_copies(home)
+                _refuse_other_stage(registry, home, self._modifier_rank)
         flats: dict[int, torch.Tensor] = {}
-        for param in self._params:
-            found = _find(param)
-            if found is None or id(param) in found[0].held:
+        for _, registry, home in found:
+            managed = home.segment.params[home.entry]
+            if id(managed) in registry.held:
                 continue
-            registry, home = found
             key = id(home.segment)
             if key not in flats:
                 flats[key] = _weights(registry.runtime, home.unit, home.segment)
-            managed = home.segment.params[home.entry]
-            value = _entry_view(home, flats[key])
-            if not home.unit.resident:
+            view = _entry_view(home, flats[key])
+            value = registry.parts.whole(managed, view)
+            if not home.unit.resident or value is not view:
                 value = value.clone()
                 managed.data = value
             registry.held[id(managed)] = value
@@ -261,18 +275,45 @@ class GatheredParameters:
             registry.held.pop(id(param), None)
             if kind is None and self._modifier_rank is not None:
                 fresh = value.contiguous()
-                registry.runtime.comm.broadcast(fresh, self._modifier_rank, "edited parameters")
-                _store_weight(registry, home, fresh)
+                _take_from(registry, self._modifier_rank, fresh)
+                _store_weight(registry, home, registry.parts.part(param, fresh))
             elif kind is None and _checksum(value) != checksum:
                 edited.append(home.segment.names[home.entry])
-            if not home.unit.resident:
-                param.data = home.segment.loud[home.entry]
+            param.data = home.segment.views[home.entry] if home.unit.resident else home.segment.loud[home.entry]
         self._held = []
         if edited:
             raise ReleasedParameterError(
                 f"parameters {edited} were changed inside GatheredParameters(...) without modifier_rank, so the change "
                 "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
             )
+
+
+def _take_from(registry: Registry, rank: int, whole: torch.Tensor) -> None:
+    """Let ``whole`` be that of ``rank`` of the world, on all ranks of its pipeline stage, in place."""
+    comm = registry.runtime.comm
+    data = comm.topology.ranks_along("data", comm.topology.rank_at(tensor=0))
+    source = comm.topology.coordinate(rank)
+    comm.broadcast(whole, data.index(comm.topology.rank_at(**{**source._asdict(), "tensor": 0})), "edited parameters")
+    registry.parts.take(whole, source.tensor)
+
+
+def _refuse_other_stage(registry: Registry, home: Home, rank: int) -> None:
+    topology = registry.runtime.comm.topology
+    if topology.coordinate(rank).pipe != topology.pipe_rank:
+        raise ModelError(
+            f"modifier_rank = {rank} has no {home.segment.names[home.entry]!r}, which is on pipeline stage "
+            f"{topology.pipe_rank}. Remedy: give a rank of that stage, {topology.filter_match(pipe=topology.pipe_rank)[0]} "
+            "for one, and change the parameter there."
+        )
+
+
+def _refuse_copies(home: Home) -> None:
+    """Raise ModelError for a parameter that several pipeline stages have: they would get different values."""
+    if any(axis != "tensor" for axis in home.segment.spread.sums):
+        raise ModelError(
+            f"{home.segment.names[home.entry]!r} is tied to a parameter of another pipeline stage, which would not change "
+            "with it. Remedy: change it before initialize(), or in a checkpoint."
+        )
 
 
 def _checksum(value: torch.Tensor) -> tuple[float, float]:
@@ -298,6 +339,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the master and the weight of ``param`` to ``value`` (full, the same on all ranks, which must all call it)."""
     registry, home = _managed(param)
+    _refuse_copies(home)
     _store_weight(registry, home, registry.parts.part(param, value))
 
 
@@ -342,6 +384,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks)."""
     registry, home = _managed(param)
+    _refuse_copies(home)
     flat, known = _owned_state(registry, home.segment, key)
     if not known:
         return

@@ -123,8 +123,8 @@ class ShardedOptimizer:
         for unit in self.units:
             unit.updated()
         self.comm.quiesce()
-        if left_out and self.refuse_unused:
-            raise StepError(self._name_unused(left_out))
+        if unused and self.refuse_unused:
+            self._refuse_unused(left_out)
         if left_out:  # parameters that move must not share a piece with those that do not
             self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
         moving = [p for p in self.pieces if any((id(p.segment), run.entry) not in left_out for run in p.runs)]
@@ -161,6 +161,13 @@ class ShardedOptimizer:
         """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
         for segment in self._segments if only is None else only:
             write_back(segment)
+
+    def _refuse_unused(self, left_out: set[tuple[int, int]]) -> None:
+        """Raise StepError on all ranks alike: other pipeline stages have other parameters."""
+        found = self.comm.control_objects(self._name_unused(left_out) if left_out else None)
+        first = next((text for text in found if text is not None), None)
+        if first is not None:
+            raise StepError(first)
 
     def _unused_everywhere(self) -> set[tuple[int, int]]:
         """(id of segment, entry) of the parameters without a gradient on any rank since the last step."""
