@@ -50,16 +50,33 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def init_distributed(device: torch.device | None = None, timeout_s: float | None = None) -> None:
+_BACKENDS = ("nccl", "gloo", "mpi", "ccl")  # that scripts name
+
+
+def init_distributed(
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+    *,
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+) -> None:
     """Join the process group that the launcher describes in the environment; alone, make a group of one.
 
-    Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun`` (SLURM_*) and plain ``python``.
-    Does nothing if torch.distributed is initialised. Raises TopologyError for a half-set environment.
+    The backend follows from the device. Scripts made for DeepSpeed may name one, first or as ``dist_backend``; it and the
+    keywords after ``timeout`` have no effect. Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun``
+    (SLURM_*) and plain ``python``. Does nothing if torch.distributed is initialised. Raises TopologyError for a half-set
+    environment.
     """
     global _owns_process_group
     if dist.is_initialized():
         return
-    device = device or default_device()
+    device = torch.device(device) if device is not None and device not in _BACKENDS else default_device()
+    timeout_s = timeout.total_seconds() if timeout is not None else timeout_s
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank, world_size, address = _rendezvous()

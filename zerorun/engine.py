@@ -24,6 +24,7 @@ from .log import info_once, logger, warn_once
 from .ops.single_pass import SinglePassOptimizer
 from .parallel import Divided
 from .precision import DTYPES, LossScaler, cast_floats
+from .same_data import checksum, is_cheap
 from .topology import Topology
 from .zero.access import Registry, find_released_use, full_state_dict, restore_module
 from .zero.report import memory_by_kind
@@ -33,7 +34,7 @@ from .zero.unit import Unit, links_of
 
 # How far losses may differ, relatively, that are computed from the same activations; and for how many steps that is looked
 # at where looking means to wait for the device.
-_APART, _COMPARED_STEPS = 1e-4, 10
+_APART, COMPARED_STEPS = 1e-4, 10
 
 
 class Engine:
@@ -87,7 +88,11 @@ class Engine:
     # -- forward and backward ------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating inputs are cast to the compute dtype in bf16 and fp16."""
+        """The module's forward. Floating inputs are cast to the compute dtype in bf16 and fp16.
+
+        Raises StepError, on all of them alike, if tensor-parallel ranks are given different data.
+        """
+        self._compare_data((inputs, kwargs))
         if self.compute_dtype is not None:
             inputs, kwargs = cast_floats(inputs, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
         autocast = self.config.torch_autocast
@@ -103,6 +108,20 @@ class Engine:
         return output
 
     forward = __call__
+
+    def _compare_data(self, given: Any) -> None:
+        axis = self.divided.axis
+        if axis is None or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
+            return
+        mine = torch.tensor([checksum(given) or 0], device=axis.channel.device)
+        found = axis.all_gather(mine, 0, range(axis.size + 1), "comparison of data").tolist()
+        if len(set(found)) > 1:
+            other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+            ranks = self.topology.ranks_along("tensor")
+            raise StepError(
+                f"ranks {ranks[0]} and {ranks[other]} were given different data at step {self.global_steps}, and divide "
+                "the same layers. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world."
+            )
 
     def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
         """fp16: a plain ``loss.backward()`` has not been scaled; scale where it enters the model."""
@@ -178,7 +197,7 @@ class Engine:
 
     def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
-        if self.topology.tensor > 1 and (self.device.type == "cpu" or self.global_steps < _COMPARED_STEPS):
+        if self.topology.tensor > 1 and (self.device.type == "cpu" or self.global_steps < COMPARED_STEPS):
             value = float(loss.detach())
             self._compared += value if math.isfinite(value) else 0.0
         if ignore or self.scaler.dynamic or self.device.type != "cpu" or math.isfinite(float(loss.detach())):
@@ -524,6 +543,11 @@ class Engine:
         return self.sharded.optimizer if self.sharded is not None else None
 
     @property
+    def global_rank(self) -> int:
+        """The rank in the world, by DeepSpeed's name."""
+        return self.topology.rank
+
+    @property
     def loss_scale(self) -> float:
         return self.scaler.scale
 
@@ -603,6 +627,7 @@ class Engine:
         finally:  # a failed update must not keep memory, hooks and files
             self._let_go()
         self.sharded = self._checkpointer = self.routine = None
+        self.divided = Divided()
         self.units.clear()
         if self.owns_topology:
             self.topology.close()

@@ -84,6 +84,8 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
         if written[key] not in (1, degree):
             reason = f"the topology or model given to initialize() has {degree}."
             remedy = "Remove the key, or make them agree."
+            if key == "pipeline.chunks":
+                remedy = f"Remove the key, or give PipelineModule(..., chunks={written[key]})."
             raise ConfigError([ConfigProblem(key, written[key], reason, remedy)])
     return with_values(config, degrees)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -13,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from .channel import Channel
-from .engine import Engine
+from .engine import COMPARED_STEPS, Engine
 from .errors import PipelineError
 from .log import logger
 from .pipeline.actions import FORWARD_ONLY, Kind, Schedule
@@ -26,8 +25,8 @@ from .pipeline.split_backward import WeightGradients, split_layers
 from .pipeline.times import Times
 from .pipeline.trace import Trace, write_trace
 from .precision import DTYPES, cast_floats
+from .same_data import agree, checksum, inputs_and_labels, is_cheap, summands
 
-_COMPARED_ELEMENTS = 4096  # of the labels on different ranks
 _WARM_UP_BATCHES = 2  # before the times are measured that the zero-bubble schedule is made from
 
 
@@ -65,7 +64,7 @@ class PipelineEngine(Engine):
         )
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
-        self._is_last_backward = self._compared_data = False
+        self._is_last_backward = False
         self._schedules: dict[int, Schedule] = {}  # by number of micro-batches
         self._times: Times | None = None
         self._batches = 0
@@ -86,8 +85,6 @@ class PipelineEngine(Engine):
         count = self.config.gradient_accumulation_steps
         self.module.train()
         batches = self._take(data_iter, count)
-        if not self._compared_data:
-            self._compare_labels(batches)
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
         self.runtime.reduce_accumulated()
@@ -207,42 +204,65 @@ class PipelineEngine(Engine):
     # -- data and losses -----------------------------------------------------------------------------------------
 
     def _take(self, given: Iterator[Any] | None, count: int) -> list[Any]:
-        """``count`` micro-batches, where this rank reads data. Raises StopIteration on all ranks if any has too few."""
+        """``count`` micro-batches, where this rank reads data.
+
+        Raises, on all ranks alike, StopIteration if any has too few, and PipelineError if there is no data, or if ranks
+        that must read the same have different ones.
+        """
         found: list[Any] = [None] * count
-        ended = missing = False
+        ended, lacks = False, ""
         if self.is_first_stage() or self.is_last_stage():
             source = given if given is not None else self._own_data()
-            missing = not isinstance(source, Iterator)
+            if not isinstance(source, Iterator):
+                lacks = "nothing" if source is None else f"a {type(source).__name__}, which is no iterator"
             try:
                 found = [next(source) for _ in range(count)] if isinstance(source, Iterator) else found
             except StopIteration:
                 ended = True
-        nothing, too_few = self.comm.control_sum(torch.tensor([float(missing), float(ended)])).tolist()
+        if self._batch_fn is not None and found[0] is not None:
+            found = [self._batch_fn(batch) for batch in found]
+        self._agree_on_data(lacks, ended, *self._checksums(found))
+        return [_to(batch, self.device) for batch in found]
+
+    def _checksums(self, batches: list[Any]) -> tuple[int | None, int | None]:
+        """(of the labels, which the first and the last stage have; of the inputs, on the first stage)."""
+        if not is_cheap(batches) and self.global_steps >= COMPARED_STEPS:
+            return None, None
+        pairs = [inputs_and_labels(batch) for batch in batches if batch is not None]
+        inputs = checksum([inputs for inputs, _ in pairs]) if self.is_first_stage() else None
+        return checksum([labels for _, labels in pairs]), inputs
+
+    def _agree_on_data(self, lacks: str, ended: bool, labels: int | None, inputs: int | None) -> None:
+        place, places = self.topology.data_parallel_rank, self.topology.data_parallel_size
+        flags = torch.tensor([float(bool(lacks)), float(ended)], dtype=torch.float64)
+        told = [summands(found, place, places) for found in (labels, inputs)]
+        (nothing, too_few), *totals = self.comm.control_sum(torch.cat([flags, *told])).split([2, 3 * places, 3 * places])
         if nothing:
             raise PipelineError(
-                "train_batch() was given no data on the first or last stage, and initialize() none either, or something "
-                "that is no iterator. Remedy: pass iter(...) over micro-batches, or training_data to initialize()."
+                f"train_batch() and eval_batch() need an iterator over micro-batches on the first and the last stage"
+                f"{f', and got {lacks}' if lacks else '; another stage got none'}. Remedy: pass iter(...), or give "
+                "training_data to initialize()."
             )
         if too_few:
             raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")
-        if self._batch_fn is not None and found[0] is not None:
-            found = [self._batch_fn(batch) for batch in found]
-        return [_to(batch, self.device) for batch in found]
+        for kind, own, total in zip(("labels", "inputs"), (labels, inputs), totals, strict=True):
+            if not agree(total):
+                self._name_different(kind, own)
 
-    def _compare_labels(self, batches: list[Any]) -> None:
-        """Raise PipelineError, on all ranks alike, if ranks that must read the same data have other labels. Once."""
-        self._compared_data = True
-        place = self.topology.coordinate()
-        found: dict[tuple[int, int], tuple[int, int]] = {}  # data-parallel place -> (checksum, rank that has it)
-        told = self.comm.control_objects(((place.replicate, place.shard), _labels(batches)))
-        for rank, (where, checksum) in enumerate(told):
-            known, first = found.setdefault(where, (checksum, rank)) if checksum is not None else (None, rank)
-            if known != checksum:
-                raise PipelineError(
-                    f"ranks {first} and {rank} read different labels in the first batch, and belong to the same "
-                    "data-parallel rank: one has the inputs, the other the loss. Remedy: choose data by "
-                    "engine.topology.data_parallel_rank, not by the rank of the world, and seed the loader alike."
-                )
+    def _name_different(self, kind: str, own: int | None) -> NoReturn:
+        """Raise PipelineError for two ranks that read different data. All ranks must call it."""
+        first: dict[int, tuple[int, int]] = {}  # data-parallel rank -> (checksum, rank that has it)
+        who = ""
+        for rank, (place, found) in enumerate(self.comm.control_objects((self.topology.data_parallel_rank, own))):
+            known, other = first.setdefault(place, (found, rank)) if found is not None else (None, rank)
+            if known != found:
+                who = who or f"ranks {other} and {rank} read"
+        raise PipelineError(
+            f"{who} different {kind} at step {self.global_steps}, and belong to the same data-parallel rank, where the "
+            "first stage takes the inputs and the last the labels of the same samples. Weights are those before this step. "
+            "Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world, and shuffle with a "
+            "generator of its own: stages draw different numbers for dropout. training_data in initialize() does both."
+        )
 
     def _own_data(self) -> Iterator[Any] | None:
         if self._data is None and self.dataloader is not None:
@@ -279,19 +299,6 @@ _WHOLE_BATCHES = (
     "{0}() cannot be called on one stage of a pipeline: the schedule orders the work of all stages. Remedy: call "
     "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
 )
-
-
-def _labels(batches: list[Any]) -> int | None:
-    """A checksum of the labels of ``batches``, of the beginning of each tensor; None where there are none."""
-    checksum: int | None = None
-    for batch in batches:
-        pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        labels = batch.get("labels") if isinstance(batch, Mapping) else batch[1] if pair else None
-        for leaf in torch.utils._pytree.tree_leaves(labels):
-            if isinstance(leaf, torch.Tensor):
-                beginning = leaf.detach().reshape(-1)[:_COMPARED_ELEMENTS].cpu().contiguous().view(torch.uint8)
-                checksum = zlib.crc32(beginning.numpy().tobytes(), checksum or 0)
-    return checksum
 
 
 def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:

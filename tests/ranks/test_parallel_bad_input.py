@@ -171,13 +171,47 @@ def different_data() -> tuple[str, str]:
 def test_tensor_ranks_with_different_data_are_told() -> None:
     for kind, message in run_ranks(2, different_data):
         assert kind == "StepError"
-        assert "different losses at step 0" in message
+        assert "ranks 0 and 1 were given different data at step 0" in message
         assert "engine.topology.data_parallel_rank" in message
+
+
+def one_batch_apart(keys: dict[str, Any], part: str) -> list[tuple[str, str]]:
+    """Whether ranks of one tensor group notice that ``part`` of the second batch differs, its shape included."""
+    engine = zerorun.initialize(build("llama"), {**make_config(1), "tensor_parallel": {"size": 2, **keys}})
+    found = []
+    for step in range(2):
+        batch = {**batch_of(step, 0, 0), "attention_mask": torch.ones(2, 6, dtype=torch.int64)}
+        if step and dist.get_rank() == 1:
+            batch = {n: v[:, :5] for n, v in batch.items()} if part == "shape" else batch
+            if part != "shape":
+                batch[part] = batch[part].clone()
+                batch[part][1, -1] = 0
+
+        def act(batch: dict[str, torch.Tensor] = batch) -> None:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+        found.append(attempt(act))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("keys", ({}, {"vocab_parallel_loss": True}, {"sequence_parallel": True}))
+@pytest.mark.parametrize("part", ("labels", "attention_mask", "shape"))
+def test_any_difference_between_tensor_ranks_is_told(keys: dict[str, Any], part: str) -> None:
+    for first, second in run_ranks(2, one_batch_apart, keys, part):
+        assert not first[0]
+        assert second[0] == "StepError"
+        assert "ranks 0 and 1 were given different data at step 1" in second[1]
 
 
 def different_stages() -> tuple[str, str]:
     engine = zerorun.initialize(build("gpt2"), {**make_config(1), "pipeline": {"stages": 2}})
+    assert attempt(lambda: engine.train_batch(iter([batch_of(0, 0, 0)])))[0] == ""
+    before = {name: param.clone() for name, param in engine.module.named_parameters()}
     found = attempt(lambda: engine.train_batch(iter([batch_of(0, 0, dist.get_rank())])))
+    assert all(torch.equal(param, before[name]) for name, param in engine.module.named_parameters())
+    assert attempt(lambda: engine.train_batch(iter([batch_of(0, 0, 0)])))[0] == ""  # it goes on
     engine.destroy()
     return found
 
@@ -185,7 +219,23 @@ def different_stages() -> tuple[str, str]:
 def test_stages_with_different_data_are_told() -> None:
     for kind, message in run_ranks(2, different_stages):
         assert kind == "PipelineError"
-        assert "ranks 0 and 1 read different labels" in message
+        assert "ranks 0 and 1 read different labels at step 1" in message
+
+
+def different_inputs() -> tuple[str, str]:
+    """On the tensor ranks of the first stage; the labels are the same."""
+    degrees = {"tensor_parallel": {"size": 2}, "pipeline": {"stages": 2}}
+    engine = zerorun.initialize(build("gpt2"), {**make_config(1), **degrees})
+    batch = {**batch_of(0, 0, engine.topology.tensor_rank), "labels": batch_of(0, 0, 0)["labels"]}
+    found = attempt(lambda: engine.train_batch(iter([batch])))
+    engine.destroy()
+    return found
+
+
+def test_tensor_ranks_of_a_stage_with_different_inputs_are_told() -> None:
+    for kind, message in run_ranks(4, different_inputs):
+        assert kind == "PipelineError"
+        assert "ranks 0 and 1 read different inputs at step 0" in message
 
 
 def run_out_of_data() -> list[tuple[str, str]]:
@@ -211,7 +261,7 @@ def test_ends_and_misuse_of_a_pipeline() -> None:
         assert [kind for kind, _ in misused] == ["PipelineError"] * 3
         assert all("engine.train_batch(data_iter)" in message for _, message in misused)
         assert no_data[0] == "PipelineError"
-        assert "no data on the first or last stage" in no_data[1]
+        assert "need an iterator over micro-batches on the first and the last stage" in no_data[1]
 
 
 def wrong_calls() -> list[tuple[str, str]]:

@@ -61,6 +61,7 @@ LAYERS = {
     "pipeline.stages": 2,
     "pipeline.views": 4,
     "precision": 3,
+    "same_data": 1,
     "tensor_parallel": 3,
     "tensor_parallel.__main__": 3,
     "tensor_parallel.axis": 3,

@@ -338,6 +338,7 @@ def _directory(directory: str | Path) -> Path:
 
 def _model_description(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
     """config.json and generation_config.json of a Hugging Face model, which make its weights loadable there."""
+    module = getattr(module, "whole_model", module)  # of which a pipeline stage has some layers
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "to_dict") or not hasattr(module, "save_pretrained") or hasattr(module, "peft_config"):
         return {}

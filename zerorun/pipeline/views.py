@@ -54,6 +54,12 @@ class Absent(nn.Module):
                 setattr(self, name, value)
         self._length = tuple_length
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name!r} of a module that is on another pipeline stage. Remedy: engine.state_dict() has all weights, and "
+            "engine.topology.pipe_rank tells the stage."
+        )
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = _first(args, kwargs)
         return given if self._length is None else (given, *(None,) * (self._length - 1))
