@@ -238,6 +238,24 @@ def test_tensor_ranks_of_a_stage_with_different_inputs_are_told() -> None:
         assert "ranks 0 and 1 read different inputs at step 0" in message
 
 
+def run_as_if_whole() -> list[tuple[str, str]]:
+    engine = zerorun.initialize(build("gpt2"), {**make_config(1), "pipeline": {"stages": 2}})
+    whole = engine.module.whole_model
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    found = [attempt(lambda: whole(ids)), attempt(lambda: whole.generate(ids, max_new_tokens=2, do_sample=False))]
+    with pytest.raises(AttributeError, match="another pipeline stage"):
+        whole.get_parameter("lm_head.weight" if dist.get_rank() == 0 else "transformer.wte.weight")
+    engine.destroy()
+    return found
+
+
+def test_a_stage_does_not_run_as_if_it_were_the_model() -> None:
+    for found in run_ranks(2, run_as_if_whole):
+        for kind, message in found:
+            assert kind == "PipelineError"
+            assert "cut into pipeline stages" in message
+
+
 def run_out_of_data() -> list[tuple[str, str]]:
     engine = zerorun.initialize(build("gpt2"), {**make_config(2, accumulation=3), "pipeline": {"stages": 3}})
     data = iter(list(data_of(0, 3))[:4])

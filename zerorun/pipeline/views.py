@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import PipelineError
 from .observe import Anatomy
 from .pipelined import Cut
 
@@ -35,6 +36,7 @@ class Crossing:
 
     received: torch.Tensor | None = None
     sent: torch.Tensor | None = None
+    running: bool = False
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,8 +48,9 @@ class Absent(nn.Module):
 
     is_elsewhere = True
 
-    def __init__(self, original: nn.Module, tuple_length: int | None = None) -> None:
+    def __init__(self, original: nn.Module, crossing: Crossing, tuple_length: int | None = None) -> None:
         super().__init__()
+        self._crossing = crossing
         plain = (str, int, float, bool, type(None))
         for name, value in vars(original).items():
             if not name.startswith("_") and name != "training" and isinstance(value, plain):
@@ -60,7 +63,17 @@ class Absent(nn.Module):
             "engine.topology.pipe_rank tells the stage."
         )
 
+    def _running(self) -> Crossing:
+        """Raises PipelineError if the model is run as if it were whole."""
+        if not self._crossing.running:
+            raise PipelineError(
+                "the model is cut into pipeline stages, of which other ranks have the rest: it runs in train_batch() and "
+                "eval_batch() only. Remedy: to generate, or to run it by itself, export it and load it whole."
+            )
+        return self._crossing
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._running()
         given = _first(args, kwargs)
         return given if self._length is None else (given, *(None,) * (self._length - 1))
 
@@ -68,13 +81,10 @@ class Absent(nn.Module):
 class Placeholder(Absent):
     """Stands for a module before the blocks. What it returns has the shape of the hidden states, and does not matter."""
 
-    def __init__(self, original: nn.Module, crossing: Crossing) -> None:
-        super().__init__(original)
-        self._crossing = crossing
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._crossing.received is not None
-        return self._crossing.received.detach()
+        received = self._running().received
+        assert received is not None  # a part without the first modules
+        return received.detach()
 
 
 class Gate(nn.Module):
@@ -133,7 +143,7 @@ class Views:
     def _absent(self, module: nn.Module, layer: int, anatomy: Anatomy) -> Absent:
         if layer == 0:
             return Placeholder(module, self._crossing)
-        return Absent(module, anatomy.tuple_length if layer < self._last else None)
+        return Absent(module, self._crossing, anatomy.tuple_length if layer < self._last else None)
 
     def _enter(self, place: _Place) -> None:
         if 0 < place.layer < self._last:
@@ -160,7 +170,7 @@ class Views:
         layers = self._cut.layers(part)
         places = (*self._ends, *self._blocks.values())
         whole = [place.holder[place.key] for place in places]
-        self._crossing.received = received
+        self._crossing.received, self._crossing.running = received, True
         try:
             for place in places:
                 if place.layer not in layers:
@@ -171,6 +181,7 @@ class Views:
             for place, module in zip(places, whole, strict=True):
                 place.holder[place.key] = module
             self._crossing.received = self._crossing.sent = None
+            self._crossing.running = False
 
     def _set_gates(self, layers: range) -> None:
         # Without local blocks, the stand-in of the nearest block is the gate.
