@@ -9,8 +9,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add ``--config`` (also ``--zerorun_config``, ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank``.
 
     ``initialize(args=parser.parse_args())`` then finds the configuration. The last two, of which the parser may have
-    ``--local_rank`` already, exist so that scripts and
-    launchers made for DeepSpeed keep working; ``--deepspeed`` switches nothing.
+    ``--local_rank`` already, exist so that scripts and launchers made for DeepSpeed keep working; ``--deepspeed`` switches
+    nothing.
     """
     group = parser.add_argument_group("zerorun")
     group.add_argument(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from test_parallel_matrix import STEPS, VOCABULARY, compare, data_of, one_step
+from test_parallel_matrix import STEPS, VOCABULARY, compare, data_of, one_step, reference
 from torch import nn
 from training import make_config, merged
 
@@ -106,26 +106,6 @@ class SameStreams:
         return torch.cat(parts, 2), None
 
 
-def reference(name: str, pipe: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    model = build(name)
-    SameStreams(model, pipe, monkeypatch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
-    data, losses, norms = data_of(0, ACCUMULATION), [], []
-    torch.manual_seed(7)
-    for _ in range(STEPS):
-        total = 0.0
-        for _ in range(ACCUMULATION):
-            loss = model(**next(data)).loss / ACCUMULATION
-            loss.backward()
-            total += loss.item()
-        losses.append(total)
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
-    return {"losses": losses, "norms": norms, "weights": weights}
-
-
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "recomputed": {"activation_checkpointing": {"policy": "full"}},
@@ -136,5 +116,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("pipe", (1, 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_dropout_equals_one_process(name: str, pipe: int, changes: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = reference(name, pipe, monkeypatch)
+    def build_with_streams(name: str) -> nn.Module:
+        model = build(name)
+        SameStreams(model, pipe, monkeypatch)
+        torch.manual_seed(7)
+        return model
+
+    expected = reference(name, 1, ACCUMULATION, build_with_streams)
     compare(run_ranks(TENSOR * pipe, train, name, pipe, CHANGES[changes]), expected)

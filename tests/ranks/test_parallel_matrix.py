@@ -62,7 +62,7 @@ def data_of(rank: int, accumulation: int) -> Iterator[dict[str, torch.Tensor]]:
         yield batch_of(step, micro, rank)
 
 
-def reference(name: str, data: int, accumulation: int) -> dict[str, Any]:
+def reference(name: str, data: int, accumulation: int, build: Callable[[str], nn.Module] = build) -> dict[str, Any]:
     model = build(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
     norms, losses = [], []

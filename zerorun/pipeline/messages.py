@@ -73,7 +73,6 @@ class Courier:
         first = 2 * next(_couriers)  # own ones: after an error, what is on its way is not for the next engine
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
         self._last_sent: dict[Key, bytes] = {}
-        self._last_tensors: dict[Key, list[_Described]] = {}  # of the last message that was sent
         self._sent_alike: set[Key] = set()  # the last message was like the one before it
         self._last_received: dict[Key, Any] = {}
         self._received_alike: set[Key] = set()
@@ -100,7 +99,6 @@ class Courier:
         else:
             self._announce(len(described), described, key)
             self._last_sent[key] = described
-            self._last_tensors[key] = [_describe(tensor) for tensor in tensors]
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1)
             if tensor.grad_fn is None and flat.data_ptr() == tensor.data_ptr():  # a buffer: a layer may change it next time
@@ -114,7 +112,7 @@ class Courier:
         self._post(torch.tensor([number, len(content)]), key)
         if key in self._sent_alike and not self._channel.nccl:
             self._sent_alike.discard(key)
-            for last in self._last_tensors[key]:  # what the receiver has given places
+            for last in _described_in(pickle.loads(self._last_sent[key])):  # what the receiver has given places
                 if last.shape.numel():
                     flat = torch.zeros(last.shape.numel(), dtype=last.dtype)
                     self._count(flat, key)
@@ -177,7 +175,7 @@ class Courier:
 
     def _places(self, key: Key) -> list[_Place]:
         """For the tensors of a message like the last one."""
-        leaves = [leaf for leaf in _pytree.tree_leaves(self._last_received[key]) if isinstance(leaf, _Described)]
+        leaves = _described_in(self._last_received[key])
         device = self._channel.device
         return [self._place(torch.empty(leaf.shape, dtype=leaf.dtype, device=device), key) for leaf in leaves]
 
@@ -221,6 +219,10 @@ def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         return leaf
 
     return pickle.dumps(_pytree.tree_map_with_path(slot, value)), tensors
+
+
+def _described_in(description: Any) -> list[_Described]:
+    return [leaf for leaf in _pytree.tree_leaves(description) if isinstance(leaf, _Described)]
 
 
 def _describe(tensor: torch.Tensor) -> _Described:

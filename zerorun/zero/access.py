@@ -248,16 +248,14 @@ class GatheredParameters:
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
 
     def __enter__(self) -> None:
-        found = [(param, *where) for param in self._params if (where := _find(param)) and id(param) not in where[0].held]
+        found = {id(p): where for p in self._params if (where := _find(p)) and id(p) not in where[0].held}
         if self._modifier_rank is not None:
-            for _, registry, home in found:
+            for registry, home in found.values():
                 _refuse_copies(home)
                 _refuse_other_stage(registry, home, self._modifier_rank)
         flats: dict[int, torch.Tensor] = {}
-        for _, registry, home in found:
+        for registry, home in found.values():
             managed = home.segment.params[home.entry]
-            if id(managed) in registry.held:
-                continue
             key = id(home.segment)
             if key not in flats:
                 flats[key] = _weights(registry.runtime, home.unit, home.segment)
