@@ -24,7 +24,6 @@ from .dataloader import EpochLoader
 from .disks import open_disk
 from .engine import Engine
 from .errors import ConfigError, ModelError, ZerorunError
-from .estimate import planned_topology
 from .fitting import Fitting
 from .intake import OptimizerLike, RawOptimizer, take_in, without_elsewhere
 from .log import info_once, logger, setup_logging
@@ -35,7 +34,7 @@ from .pipeline.module import PipelineModule
 from .pipeline.pipelined import Pipelined
 from .pipeline.pretrained import PretrainedPipeline
 from .pipeline_engine import PipelineEngine
-from .plan import Exchange, compute_dtype, make_plan, wire_dtype
+from .plan import Exchange, compute_dtype, make_plan, planned_topology, wire_dtype
 from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology

@@ -19,9 +19,8 @@ from .errors import TopologyError
 from .intake import OptimizerLike, take_in
 from .moments import Moments
 from .parts import PlannedPart, planned_parts
-from .plan import shard_degree
+from .plan import planned_topology
 from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
-from .topology import Topology
 from .zero.report import total_of
 
 _RANKS_PER_NODE = 8  # where nothing else is said
@@ -217,13 +216,6 @@ def default_transport(device_type: str, world_size: int, ranks_per_node: int) ->
     if device_type == "cuda":
         return NCCL
     return PEER_MEMORY if world_size <= ranks_per_node and peer_memory.can_be_used() else GLOO
-
-
-def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
-    """What ``config`` asks for, without process groups. Raises TopologyError if the degrees do not divide."""
-    pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
-    degree = shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
-    return Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
 
 
 def held_whole(param: nn.Parameter, device_type: str) -> Holding:

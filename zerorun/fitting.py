@@ -20,11 +20,12 @@ from .channel import GLOO, PEER_MEMORY
 from .config import Config
 from .disks import state_count
 from .errors import ConfigError, DoesNotFitError, TopologyError
-from .estimate import held_whole, planned_topology, show
+from .estimate import held_whole, show
 from .intake import RawOptimizer
 from .limits import Limit, cgroup_path, host_limits, node_name
 from .moments import Moments
 from .pipeline.pipelined import Pipelined
+from .plan import planned_topology
 from .sizing import Bytes, Holding, Sizing, heaviest_rank
 from .topology import Topology
 from .zero.init import part_of

@@ -81,7 +81,14 @@ def wire_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.communication_data_type or config.data_types.grad_accum_dtype or "fp32"]
 
 
-def shard_degree(config: Config, world_size: int, ranks_per_node: int) -> int | None:
+def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
+    """What ``config`` asks for, without process groups. Raises TopologyError if the degrees do not divide."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
+    degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
+    return Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
+
+
+def _shard_degree(config: Config, world_size: int, ranks_per_node: int) -> int | None:
     """Ranks that a unit is divided over; None: all. Raises TopologyError if nodes cannot hold whole groups of ranks."""
     settings = config.zero_optimization
     if settings.stage == 0:
