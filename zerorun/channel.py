@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import OrderError
+from .open_shards import OpenShards, close_all
 from .peer_memory import Exchange, PeerMemory, PeerMemoryError
 from .zero.layout import Piece
 
@@ -196,6 +197,7 @@ class Channel:
         self.group = group
         self.nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD))
         self.memory = self._connect() if reads_peers and size > 1 and not self.nccl else None
+        self.open_shards: OpenShards | None = None
         _live.add(self)
 
     def _connect(self) -> PeerMemory | None:
@@ -212,6 +214,21 @@ class Channel:
         if self.nccl:
             return NCCL
         return PEER_MEMORY if self.memory is not None else GLOO
+
+    def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
+        """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``quiesce``.
+
+        Has no effect where ranks do not read each other's memory.
+        """
+        if self.memory is not None and self.device.type == "cpu":
+            self.open_shards = OpenShards(self.memory, shards, self.books.tag)
+
+    def quiesce(self) -> None:
+        """Return when no other rank reads buffers of this one any more. All ranks must call it."""
+        if self.open_shards is not None:
+            self.open_shards.close()
+        if self.memory is not None:
+            self.memory.finish()
 
     def drain(self, timeout_s: float | None) -> None:
         """Finish what is in flight, or forget it if the timeout is None, and let go of the process group."""
@@ -252,6 +269,8 @@ class Channel:
         self.books.count(label, own.numel() * (self.size - 1) * own.element_size())
         if self.nccl:
             return self._nccl_all_gather(full, bounds, own, label)
+        if self.open_shards is not None and source is not None and source in self.open_shards:
+            return self._read_open(full, bounds, label, source)
         return self._p2p_all_gather(full, bounds, label, source, until_given)
 
     def start_sum(
@@ -368,6 +387,14 @@ class Channel:
         store(target, out, accumulate=False)
 
     # -- through peer memory on one host, else point to point -------------------------------------------------------
+
+    def _read_open(self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor) -> Pending:
+        assert self.open_shards is not None
+        try:
+            self.open_shards.gather(full, bounds, source)
+        except PeerMemoryError as error:
+            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+        return Pending(self.books, label, [], None)
 
     def _p2p_all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
@@ -498,6 +525,8 @@ _waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
 def drain_channels(timeout_s: float | None) -> None:
     """At the end of the process: finish everything in flight; with None, forget it. No call can follow."""
+    if timeout_s is not None:
+        close_all(timedelta(seconds=_EXIT_READ_TIMEOUT_S))
     for channel in tuple(_live):
         channel.drain(timeout_s)
 

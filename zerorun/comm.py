@@ -193,6 +193,10 @@ class Communicator:
         """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, if not in place."""
         return self._shard.all_gather(full, bounds, label, source)
 
+    def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
+        """``shards``, the sources of gathers, change only after ``quiesce``: others may read them without asking."""
+        self._shard.lay_open(shards)
+
     def reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, *, accumulate: bool
     ) -> Pending:
@@ -325,15 +329,17 @@ class Communicator:
         except RuntimeError as error:
             raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
 
+    def _channels(self) -> tuple[Channel, ...]:
+        return (self._shard, self._replicate, *self.beyond.values())
+
     def _memories(self) -> list[PeerMemory]:
-        channels = (self._shard, self._replicate, *self.beyond.values())
-        return [channel.memory for channel in channels if channel.memory is not None]
+        return [channel.memory for channel in self._channels() if channel.memory is not None]
 
     def quiesce(self) -> None:
         """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
         try:
-            for memory in self._memories():
-                memory.finish()
+            for channel in self._channels():
+                channel.quiesce()
         except PeerMemoryError as error:
             raise OrderError(UNANSWERED.format("before an update", dist.get_rank(), error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..errors import ModelError, ReleasedParameterError
+from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
 from .pieces import owned_gradient
 from .runtime import Runtime
@@ -162,6 +163,8 @@ def adopt_loaded_weights(module: nn.Module, runtime: Runtime) -> Any:
 
 def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> None:
     """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
+    with contextlib.suppress(OrderError):  # that ranks went different ways is told before, or does no harm any more
+        runtime.comm.quiesce()
     for unit in units:
         for segment in unit.segments:
             flat = _weights(runtime, unit, segment)

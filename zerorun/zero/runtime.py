@@ -117,6 +117,9 @@ class Runtime:
         self._phases = 0
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
+        # Host memory is updated behind the program: those shards are ready when their rank says so.
+        still = [unit for unit in units if not unit.resident and not unit.placement.optimizer]
+        comm.lay_open([segment.shard for unit in still for segment in unit.segments])
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
