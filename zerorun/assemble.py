@@ -39,6 +39,7 @@ from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
+from .zero.host_memory import keep_freed
 from .zero.init import partitioned, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
@@ -101,6 +102,8 @@ def initialize(
     if topology.pipe * topology.tensor > 1:
         settle(unsettled, model, divided.part)
     _move_buffers(model, device, comm)
+    if device.type == "cpu":
+        keep_freed()
     exchange = Exchange(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
     plan.builder.spread_of = divided.spread_of

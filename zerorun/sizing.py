@@ -135,7 +135,8 @@ class Sizing:
                 continue
             kept = 0
             if any(segment.unpacked for segment in unit.trainable):
-                slots = len(self._pools[1].buffers) or MAX_REDUCING
+                slots = len(self._pools[1].buffers) if unit.placement.optimizer else 0
+                slots = slots or MAX_REDUCING
                 kept = min(slots, MAX_REDUCING) if self._overlap else 0
             largest = max(largest, made * (1 + kept))
         return late + largest

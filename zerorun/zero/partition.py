@@ -8,7 +8,6 @@ the root unit, which stays gathered from the beginning of a forward to the end o
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from torch import nn
 from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..topology import Topology
+from .host_memory import give_back_freed
 from .init import forget_part, whole_value
 from .layout import aligned_bytes, build_layout
 from .placement import Disk, HostLink, Placement
@@ -247,7 +247,7 @@ class UnitBuilder:
             unit.deferred = unit not in sharing
             self._materialise(unit, param_slots, grad_slots)
             if self.comm is not None:
-                _give_back_freed()
+                give_back_freed()
         return units, param_slots, grad_slots
 
     def _reserve_staging(self, units: list[Unit]) -> int:
@@ -393,17 +393,6 @@ class UnitBuilder:
 def _may_share(spec: UnitSpec) -> bool:
     """True if the unit needs no slots of its own, where the policy has shared ones."""
     return spec.shares_slots and spec.name != ROOT
-
-
-def _give_back_freed() -> None:
-    """Let the allocator of the C library return what it keeps of freed host memory.
-
-    It keeps pieces that others lie behind. Parameters are freed one by one in the midst of new buffers, so it would keep
-    as much as the model takes. Other C libraries have no such call.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _taken_value(param: nn.Parameter) -> torch.Tensor:

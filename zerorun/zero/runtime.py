@@ -311,13 +311,14 @@ class Runtime:
         """Collect the gradients of ``unit`` and, where this backward reduces, start their reduction."""
         self._refuse_stray_gradient(unit)
         self.completed.add(unit.index)
-        if unit.grad_slot >= 0:
-            self._free_grad_slot(unit)
-        elif any(segment.reduced for segment in unit.trainable):
-            self.finish_reductions()
+        if unit.grad_slot < 0 and any(segment.reduced for segment in unit.trainable):
+            self.finish_reductions(of=unit)
         if self.inspect is not None:
             self.inspect(unit)
-        unit.absorb(loosely=self.reducing_session)
+        if not (self.reducing_session and unit.take_loose()):
+            if unit.grad_slot >= 0:
+                self._free_grad_slot(unit)
+            unit.absorb()
         if self.reducing_session:
             self._reduce(unit)
 
@@ -500,8 +501,9 @@ class Runtime:
                 self._reduce(unit)
         self.finish_reductions()
 
-    def finish_reductions(self) -> None:
-        while self.reducing:
+    def finish_reductions(self, of: Unit | None = None) -> None:
+        """Wait for all reductions in flight, or until that of one unit is done."""
+        while self.reducing if of is None else of in self.reducing:
             self._finish_oldest()
         for pending in self.sharing:
             pending.wait()

@@ -39,6 +39,7 @@ from torch import nn
 
 from ..channel import Pending
 from ..comm import Communicator
+from .host_memory import prefer_huge_pages
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
 from .placement import HostLink, Placement
@@ -50,6 +51,8 @@ class SlotPool:
 
     def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
         self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count if nbytes else 0)]
+        for buffer in self.buffers:
+            prefer_huge_pages(buffer)
         self.count = count
         # The unit whose bytes a slot holds now, by index; None if nobody's. Set in the agreed order only.
         self.occupant: list[int | None] = [None] * count
@@ -291,11 +294,17 @@ class Unit:
         """Parameters whose gradient lies where autograd left it. For error messages."""
         return [n for s in self.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
 
-    def absorb(self, *, loosely: bool = False) -> None:
-        """Move the gradients of all segments into the gradient slot. ``loosely``: leave them in place where possible."""
+    def take_loose(self) -> bool:
+        """Leave the gradients in place where possible. True if nothing of this unit needs the gradient slot then."""
+        self.vacate()
+        loose = [segment.take_loose() for segment in self.trainable]
+        return all(loose) and not self.placement.optimizer
+
+    def absorb(self) -> None:
+        """Move the gradients that do not stay in place into the gradient slot."""
         self.vacate()
         for segment in self.trainable:
-            if not (loosely and segment.take_loose()):
+            if segment.loose is None:
                 segment.absorb()
 
     def start_reduce(self, comm: Communicator) -> None:
