@@ -11,6 +11,7 @@ Ranks still make the same gathers, in the same order: other transports need it. 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -18,7 +19,7 @@ from itertools import pairwise
 import torch
 
 from .errors import OrderError
-from .peer_memory import PeerMemory
+from .peer_memory import PeerMemory, PeerMemoryError
 
 # Those that others may be reading, in the order of opening: they stay alive, also when their engine does not.
 _open: dict[OpenShards, None] = {}
@@ -88,4 +89,5 @@ class OpenShards:
 def close_all(timeout: timedelta) -> None:
     """At the end of the process: wait for those who still read."""
     for shards in tuple(_open):
-        shards.close(timeout)
+        with contextlib.suppress(OrderError, PeerMemoryError):  # they have ended, or will say what is wrong
+            shards.close(timeout)
