@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import OrderError
+from .mapped_shards import MappedShards
 from .open_shards import OpenShards, close_all
 from .peer_memory import Exchange, PeerMemory, PeerMemoryError
 from .zero.layout import Piece
@@ -201,12 +202,12 @@ class Channel:
         _live.add(self)
 
     def _connect(self) -> PeerMemory | None:
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * self.size
-            dist.all_gather_object(values, value, group=self.group)
-            return values
+        return PeerMemory.connect(self._objects, self.rank, self.size)
 
-        return PeerMemory.connect(gather, self.rank, self.size)
+    def _objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     @property
     def transport(self) -> str:
@@ -214,6 +215,10 @@ class Channel:
         if self.nccl:
             return NCCL
         return PEER_MEMORY if self.memory is not None else GLOO
+
+    def map_shards(self, nbytes: int) -> MappedShards | None:
+        """Room for shards of ``nbytes`` in memory that the ranks share; None where they cannot. All must call it."""
+        return MappedShards.connect(self._objects, self.rank, self.size, nbytes) if self.memory is not None else None
 
     def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
         """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``quiesce``.
@@ -262,7 +267,7 @@ class Channel:
         ``until_given``: return from ``wait`` only when all others have read this rank's part.
         """
         own = full[bounds[self.rank] : bounds[self.rank + 1]]
-        if source is not None:
+        if source is not None and source.data_ptr() != own.data_ptr():
             own.copy_(source)
         if self.size == 1:
             return Pending(self.books, label, [], None)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from .channel import PEER_MEMORY, UNANSWERED, Books, Channel, Pending, Waiter, drain_channels, nothing, store
 from .errors import OrderError, TopologyError
+from .mapped_shards import MappedShards
 from .peer_memory import PeerEnded, PeerMemory, PeerMemoryError
 from .topology import Topology
 from .zero.layout import Piece
@@ -192,6 +193,11 @@ class Communicator:
     ) -> Pending:
         """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, if not in place."""
         return self._shard.all_gather(full, bounds, label, source)
+
+    def map_shards(self, nbytes: int) -> MappedShards | None:
+        """Room for shards of ``nbytes`` in memory that ranks share; None where they cannot. All data-parallel ranks must
+        call it."""
+        return self._shard.map_shards(nbytes)
 
     def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
         """``shards``, the sources of gathers, change only after ``quiesce``: others may read them without asking."""

@@ -38,11 +38,16 @@ class OpenShards:
         return id(shard) in self._numbers
 
     def gather(self, full: torch.Tensor, bounds: Sequence[int], shard: torch.Tensor) -> None:
-        """Fill ``full`` [bounds[-1]] with what the other ranks have for ``shard``, which is one of those given."""
+        """Fill ``full`` [bounds[-1]] with what the other ranks have for ``shard``, which is one of those given.
+
+        If ``shard`` is a part of ``full``, that has the memory of all ranks (mapped_shards.py), and nothing is to be read.
+        """
         if not self._tables:
             self._exchange("opening shards", self._shards, self._keep, None)
             _open[self] = None
         self._gathers += 1
+        if full[bounds[self._memory.rank] :].data_ptr() == shard.data_ptr():
+            return
         number = self._numbers[id(shard)]
         for peer, (low, high) in enumerate(pairwise(bounds)):
             if peer != self._memory.rank and high > low:

@@ -71,6 +71,7 @@ def make_plan(
         pinned=settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory,
         apart=exchange.apart,
         reads_parts=exchange.reads_parts,
+        maps_shards=exchange.reads_peers and not exchange.apart,
         comm=comm,
     )
     return Plan(builder, specs, overlap)

@@ -33,6 +33,7 @@ LAYERS = {
     "channel": 2,
     "mpu": 2,
     "comm": 2,
+    "mapped_shards": 2,
     "open_shards": 2,
     "peer_memory": 2,
     "ops": 2,

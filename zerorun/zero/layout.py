@@ -19,6 +19,9 @@ from math import prod
 
 # Elements. 16 fp32 elements are one cache line of 64 bytes, the unit in which torch's fused CPU optimizers split work.
 ALIGNMENT = 16
+# Elements. Large shards are a multiple of it: whole pages of 4 KiB, also of 16-bit elements, which ranks of one host map.
+PAGED = 2048
+LARGE_SHARD = 128 * PAGED  # so that less than 1 % is padding
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def build_layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree
         entries.append(Entry(name, tuple(shape), offset, prod(shape)))
         offset += _align(prod(shape))
     shard = _align(-(-offset // degree))
+    if shard >= LARGE_SHARD:
+        shard = -(-shard // PAGED) * PAGED
     return Layout(tuple(entries), tuple(shard * rank for rank in range(degree + 1)))
 
 

@@ -17,10 +17,11 @@ from torch import nn
 
 from ..comm import Communicator
 from ..errors import ConfigError, ConfigProblem, ModelError
+from ..mapped_shards import MappedShards
 from ..topology import Topology
 from .host_memory import give_back_freed
 from .init import forget_part, whole_value
-from .layout import aligned_bytes, build_layout
+from .layout import PAGED, aligned_bytes, build_layout
 from .placement import Disk, HostLink, Placement
 from .policy import Policy
 from .spread import ALONE, Spread
@@ -204,6 +205,7 @@ class UnitBuilder:
     pinned: bool = True  # host memory
     apart: bool = False  # the device has memory of its own
     reads_parts: bool = False  # ranks can sum gradients from where autograd leaves them
+    maps_shards: bool = False  # ranks can share the memory of large shards
     comm: Communicator | None = None
     spread_of: Callable[[nn.Parameter], Spread] = lambda param: ALONE
     disk: Disk | None = None  # what the placements put on one; a plan needs none
@@ -232,6 +234,10 @@ class UnitBuilder:
         share_params, share_grads = self.policy.share_param_slots, self.policy.share_grad_slots
         for unit, placement in zip(units, self.placements, strict=bool(self.placements)):
             unit.placement = placement
+        for unit in sharing if share_params else ():
+            for segment in unit.segments:
+                segment.mapped = self._can_map(unit, segment)
+        self._mapping = self._map_shards(units)
         param_slots = self._pool(self.slot_count, [self._bytes(u.segments) for u in sharing] if share_params else [])
         # A gradient slot is filled when its unit's backward is over and is on the wire during the next one's.
         in_flight = max(self.slot_count - 1, 1)
@@ -248,7 +254,32 @@ class UnitBuilder:
             self._materialise(unit, param_slots, grad_slots)
             if self.comm is not None:
                 give_back_freed()
+        if self._mapping is not None:
+            self._mapping.close()
         return units, param_slots, grad_slots
+
+    def _can_map(self, unit: Unit, segment: Segment) -> bool:
+        """True if all ranks have the shards of ``segment`` in whole pages, where nothing but a step changes them."""
+        here = not (unit.placement.params or unit.placement.optimizer)
+        paged = all(bound % PAGED == 0 for bound in segment.layout.bounds) and segment.layout.even
+        wide = self._dtype(segment.params[0]).itemsize >= 2  # PAGED elements are whole pages then
+        return self.maps_shards and here and paged and wide and segment.layout.numel > 0
+
+    def _map_shards(self, units: list[Unit]) -> MappedShards | None:
+        """The memory of the mapped segments; where ranks turn out to have none in common, no segment is mapped."""
+        mapped = [segment for unit in units for segment in unit.segments if segment.mapped]
+        if not mapped or self.comm is None:
+            return None
+        mapping = self.comm.map_shards(sum((s.high - s.low) * self._dtype(s.params[0]).itemsize for s in mapped))
+        for segment in mapped:
+            segment.mapped = mapping is not None
+        return mapping
+
+    def _mapped(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
+        """The flat buffer [numel] over the memory of all ranks."""
+        if self._mapping is None:
+            return torch.empty(segment.layout.numel, dtype=dtype, device=self.device)
+        return self._mapping.take((segment.high - segment.low) * dtype.itemsize).view(dtype)
 
     def _reserve_staging(self, units: list[Unit]) -> int:
         """Buffers for the largest segment that is updated in host memory, where it cannot be done in place. Their bytes."""
@@ -263,8 +294,9 @@ class UnitBuilder:
         return SlotPool(count, max(sizes, default=0), self.device)
 
     def _bytes(self, segments: Sequence[Segment]) -> int:
-        """Bytes of a parameter slot that holds ``segments`` one after the other."""
-        return sum(aligned_bytes(s.layout.numel * self._dtype(s.params[0]).itemsize) for s in segments)
+        """Bytes of a parameter slot that holds ``segments`` one after the other, except those that need none."""
+        needing = [segment for segment in segments if not segment.mapped]
+        return sum(aligned_bytes(s.layout.numel * self._dtype(s.params[0]).itemsize) for s in needing)
 
     def _grad_bytes(self, unit: Unit) -> int:
         """Bytes of a gradient slot for ``unit``."""
@@ -292,11 +324,12 @@ class UnitBuilder:
         return self.compute_dtype if self.compute_dtype and param.is_floating_point() else param.dtype
 
     def _materialise(self, unit: Unit, param_slots: SlotPool, grad_slots: SlotPool) -> None:
-        dtypes = [self._dtype(segment.params[0]) for segment in unit.segments]
         if not unit.resident:
-            numels = [segment.layout.numel for segment in unit.segments]
-            carved = param_slots.carve(unit.param_slot, numels, dtypes)
-        for index, (segment, dtype) in enumerate(zip(unit.segments, dtypes, strict=True)):
+            needing = [segment for segment in unit.segments if not segment.mapped]
+            dtypes = [self._dtype(segment.params[0]) for segment in needing]
+            carved = iter(param_slots.carve(unit.param_slot, [s.layout.numel for s in needing], dtypes))
+        for segment in unit.segments:
+            dtype = self._dtype(segment.params[0])
             values = self._values(segment)  # [numel], the dtype the user gave
             segment.dtype = dtype
             large = segment.layout.numel >= LARGE_NUMEL * len(segment.params)
@@ -305,8 +338,11 @@ class UnitBuilder:
             if unit.resident:
                 segment.adopt_full(values if values.dtype == dtype else values.to(dtype))
                 segment.shard = segment.full[segment.low : segment.high]
+            elif segment.mapped:
+                segment.adopt_full(self._mapped(segment, dtype))
+                segment.shard = segment.full[segment.low : segment.high].copy_(values[segment.low : segment.high])
             else:
-                segment.adopt_full(carved[index])
+                segment.adopt_full(next(carved))
                 segment.shard = self._kept_shard(unit, values[segment.low : segment.high], dtype)
             if segment.trainable:
                 self._give_master(unit, segment, values)

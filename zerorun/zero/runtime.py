@@ -548,6 +548,8 @@ class Runtime:
         """
         for slot in range(self.param_slots.count if self.shares_params else 0):
             self.evict(slot)
+        for unit in self.units:
+            unit.forget_writes()
         resident = [unit for unit in self.units if unit.resident]
         if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
             for unit in resident:

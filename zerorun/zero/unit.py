@@ -6,7 +6,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | tensor             | owner   | shape           | dtype   | where it lies                                              |
 |--------------------|---------|-----------------|---------|------------------------------------------------------------|
 | parameter (.data)  | Segment | the user's      | compute | a view of ``full`` while gathered, else a loud placeholder |
-| ``full``           | Segment | [numel]         | compute | own slot, or a part of a shared slot (stage 3)             |
+| ``full``           | Segment | [numel]         | compute | own slot, or a part of a shared slot, or ``mapped`` (stage 3) |
 | ``shard``          | Segment | [shard]         | compute | a view of ``full`` if that is its own, else its own        |
 | ``master``         | Segment | [owned]         | fp32    | ``shard`` itself in fp32 if both are placed alike; or own  |
 | ``grad_full``      | Segment | [numel]         | fp32    | own slot, or a part of a shared slot (stages 2 and 3)      |
@@ -39,6 +39,7 @@ from torch import nn
 
 from ..channel import Pending
 from ..comm import Communicator
+from ..mapped_shards import forget_writes
 from .host_memory import prefer_huge_pages
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
@@ -81,6 +82,7 @@ class Segment:
         self.layout, self.spread = layout, spread
         self.rank = rank  # on the shard axis
         self.pieces = layout.pieces(rank)
+        self.mapped = False  # full is made of the memory of all ranks: gathers move nothing
         self.unpacked = False  # gradients are reduced from where autograd leaves them
         self.names = [entry.name for entry in layout.entries]
         self.params = [by_name[name] for name in self.names]
@@ -279,6 +281,13 @@ class Unit:
             self.attached = False
 
     # -- gradients -----------------------------------------------------------------------------------------------
+
+    def forget_writes(self) -> None:
+        """Drop what a module has written to other ranks' parameters."""
+        for segment in self.segments:
+            if segment.mapped:
+                forget_writes(segment.full[: segment.low])
+                forget_writes(segment.full[segment.high :])
 
     def has_gradient(self) -> bool:
         """True if autograd has left a gradient that is not absorbed yet."""

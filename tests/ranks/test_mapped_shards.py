@@ -1,0 +1,225 @@
+"""Stage 3 on one host, shards of whole pages: the gathered parameters are the memory of all ranks, and no copy."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import CASES, Case, Place, reset
+from reference import Result, differences, train_reference
+from torch import nn
+from training import make_config, make_engine, train
+
+import zerorun
+from zerorun.zero import layout
+from zerorun.zero.layout import build_layout
+
+STEPS = 3
+CASE = CASES["plain"]
+
+
+@contextmanager
+def whole_pages() -> Iterator[None]:
+    """Shards of small models are whole pages, too."""
+    usual = layout.LARGE_SHARD
+    layout.LARGE_SHARD = 1
+    try:
+        yield
+    finally:
+        layout.LARGE_SHARD = usual
+
+
+def train_mapped(model: str, config: dict[str, Any]) -> Result:
+    with whole_pages():
+        return train(CASES[model], config, STEPS)
+
+
+def segments(engine: zerorun.Engine) -> list[Any]:
+    return [segment for unit in engine.units if not unit.resident for segment in unit.segments]
+
+
+def mappings() -> int:
+    """Ranges of addresses of this process that are shards of some rank."""
+    with open("/proc/self/maps") as maps:
+        return sum("memfd:zerorun shards" in line for line in maps)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- results -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("model", tuple(CASES))
+def test_mapped_shards_give_the_same_run(model: str, precision: str) -> None:
+    number = list(CASES).index(model)
+    world, accumulation, clip = (2, 4)[number % 4 // 3], (1, 3)[number % 2], (0.0, 0.5)[number // 2 % 2]
+    config = make_config(3, accumulation=accumulation, clip=clip, precision=precision)
+    if precision == "fp32":
+        expected = train_reference(
+            CASES[model], world_size=world, steps=STEPS, accumulation=accumulation, clip=clip, optimizer="AdamW"
+        )
+        for result in run_ranks(world, train_mapped, model, config):
+            assert differences(result, expected) == []
+        return
+    resident = run_ranks(world, train_mapped, model, {**config, "zero_optimization": {"stage": 2}})
+    for result, usual in zip(run_ranks(world, train_mapped, model, config), resident, strict=True):
+        assert result.losses == usual.losses
+        assert all(torch.equal(value, usual.weights[name]) for name, value in result.weights.items())
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def count_memory() -> dict[str, Any]:
+    before = mappings(), open_files()
+    with whole_pages():
+        engine = make_engine(CASE, make_config(3))
+    own = sum(segment.shard.nbytes for segment in segments(engine))
+    sent = []
+    for _ in range(2):  # in the first, ranks ask one another for the order
+        sent.append(bytes_of_gathers(engine))
+        with torch.no_grad():
+            CASE.loss(engine, Place(0, 0, 0))
+    found = {
+        "mapped": all(segment.mapped for segment in segments(engine)),
+        "ranges of one segment": (mappings() - before[0]) / len(segments(engine)),
+        "bytes of parameter slots": engine.runtime.param_slots.bytes,
+        "shards are in place": all(s.shard.data_ptr() == s.full[s.low :].data_ptr() for s in segments(engine)),
+        "gathered per own byte": (bytes_of_gathers(engine) - sent[1]) / own,
+    }
+    engine.destroy()
+    del engine
+    gc.collect()
+    found["ranges that stay"], found["files that stay"] = mappings() - before[0], open_files() - before[1]
+    return found
+
+
+def bytes_of_gathers(engine: zerorun.Engine) -> int:
+    return sum(traffic.bytes for label, traffic in engine.comm.traffic.items() if "all-gather" in label)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_nothing_is_held_twice_and_nothing_stays(world: int) -> None:
+    for found in run_ranks(world, count_memory):
+        assert found == {
+            "mapped": True,
+            "ranges of one segment": world,
+            "bytes of parameter slots": 0,
+            "shards are in place": True,
+            "gathered per own byte": world - 1,  # what others are given is counted as if it were sent
+            "ranges that stay": 0,
+            "files that stay": 0,
+        }
+
+
+def large_shards(width: int) -> tuple[list[bool], int]:
+    """(which segments are mapped, bytes of slots) of blocks with ``width`` ** 2 parameters, as they are by default."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))))
+    engine = make_engine(Case("large", lambda: model, lambda model, place: model(torch.ones(1, 8)).sum()), make_config(3))
+    found = [segment.mapped for segment in segments(engine)], engine.runtime.param_slots.bytes
+    engine.destroy()
+    return found
+
+
+def test_small_shards_are_not_padded_to_pages() -> None:
+    assert run_ranks(2, large_shards, 100) == [([False, False], aligned(100 * 100, 2))] * 2
+    assert run_ranks(2, large_shards, 1001) == [([True, True], 0)] * 2
+    assert run_ranks(3, large_shards, 1001) == [([False, False], 2 * aligned(1001 * 1001, 3))] * 3  # over gloo
+
+
+def aligned(numel: int, ranks: int) -> int:
+    """Bytes of a slot for ``numel`` elements."""
+    return build_layout(["weight"], [(numel,)], ranks).numel * 4
+
+
+# -- writes ------------------------------------------------------------------------------------------------------
+
+
+class Halved(nn.Module):
+    """Halves its weight in its forward, on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rank = nn.Linear(128, 128), -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank == dist.get_rank():
+            with torch.no_grad():
+                self.linear.weight.mul_(0.5)
+        return self.linear(x)
+
+
+def build_halved() -> nn.Module:
+    return reset(nn.Sequential(*(Halved() for _ in range(3))))
+
+
+def write_in_forward() -> tuple[float, float]:
+    """How much a parameter differs from a step without the writes: in the part of the rank that wrote, in the other."""
+    case = Case("halved", build_halved, lambda model, place: model(torch.ones(1, 128)).sum() * 0.0, classes=("Halved",))
+    config = make_config(3, optimizer="SGD")
+    config["zero_optimization"]["unit_policy"] = ["Halved"]
+    weights = []
+    for rank in (-1, 0):
+        with whole_pages():
+            engine = make_engine(case, config)
+        for module in engine.module:
+            module.rank = rank
+        engine.backward(case.loss(engine, Place(0, 0, 0)))
+        engine.step()
+        dist.barrier()
+        weights.append(engine.state_dict()["1.linear.weight"].view(-1))
+        engine.destroy()
+    usual, found = weights
+    low, high = slice(0, 10240), slice(10240, None)  # half of the weight and bias, to whole pages
+    return float((found - usual)[low].abs().max()), float((found - usual)[high].abs().max())
+
+
+def test_a_module_that_writes_to_its_weight_reaches_no_other_rank() -> None:
+    for own, other in run_ranks(2, write_in_forward):
+        assert own > 0
+        assert other == 0
+
+
+# -- where it does not work --------------------------------------------------------------------------------------
+
+
+def without_files() -> tuple[Result, bool, Result, bool]:
+    """(run, mapped?) where rank 1 cannot make a file, and where it cannot open those of others."""
+    found: list[Any] = []
+    for name in ("memfd_create", "open"):
+        usual = getattr(os, name)
+
+        def refuse(path: Any, *args: Any, usual: Any = usual) -> Any:
+            if dist.get_rank() == 1 and ("/fd/" in str(path) or "zerorun" in str(path)):
+                raise PermissionError(13, "planted")
+            return usual(path, *args)
+
+        setattr(os, name, refuse)
+        try:
+            found.append(train_mapped("plain", make_config(3)))
+            with whole_pages():
+                engine = make_engine(CASE, make_config(3))
+            found.append(any(segment.mapped for segment in segments(engine)))
+            engine.destroy()
+        finally:
+            setattr(os, name, usual)
+    return tuple(found)
+
+
+def test_all_ranks_map_or_none() -> None:
+    expected = train_reference(CASE, world_size=2, steps=STEPS, accumulation=1, clip=0.0, optimizer="AdamW")
+    for made, first, opened, second in run_ranks(2, without_files):
+        assert (first, second) == (False, False)
+        assert differences(made, expected) == []
+        assert differences(opened, expected) == []
