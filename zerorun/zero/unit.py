@@ -6,7 +6,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | tensor             | owner   | shape           | dtype   | where it lies                                              |
 |--------------------|---------|-----------------|---------|------------------------------------------------------------|
 | parameter (.data)  | Segment | the user's      | compute | a view of ``full`` while gathered, else a loud placeholder |
-| ``full``           | Segment | [numel]         | compute | own slot, or a part of a shared slot, or ``mapped`` (stage 3) |
+| ``full``           | Segment | [numel]         | compute | own slot; at stage 3 a part of a shared slot, or ``mapped`` |
 | ``shard``          | Segment | [shard]         | compute | a view of ``full`` if that is its own, else its own        |
 | ``master``         | Segment | [owned]         | fp32    | ``shard`` itself in fp32 if both are placed alike; or own  |
 | ``grad_full``      | Segment | [numel]         | fp32    | own slot, or a part of a shared slot (stages 2 and 3)      |
