@@ -18,6 +18,7 @@ import importlib.util
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -159,6 +160,21 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     file = sys.modules[function.__module__].__file__
     task = pickle.dumps((function.__module__, file, function.__qualname__, pickle.dumps(args)))
     return pool.run(task, timeout_s or DEFAULT_TIMEOUT_S, f"{function.__qualname__}{_short(args)}")
+
+
+def start_two(script: Path, *args: str) -> list[subprocess.Popen[str]]:
+    """Two ranks that run ``script``, without a launcher that would end one for the other."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ZERORUN_DEVICE": "cpu"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script), *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
 
 
 def _short(args: tuple[Any, ...]) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from training import make_config, make_engine, train
 
 import zerorun
-from zerorun.zero import layout
+from zerorun.zero import layout, partition
 from zerorun.zero.layout import build_layout
 
 STEPS = 3
@@ -136,6 +136,23 @@ def test_small_shards_are_not_padded_to_pages() -> None:
     assert run_ranks(2, large_shards, 100) == [([False, False], aligned(100 * 100, 2))] * 2
     assert run_ranks(2, large_shards, 1001) == [([True, True], 0)] * 2
     assert run_ranks(3, large_shards, 1001) == [([False, False], 2 * aligned(1001 * 1001, 3))] * 3  # over gloo
+
+
+def many_segments() -> list[bool]:
+    partition.MOST_RANGES, usual = 7, partition.MOST_RANGES
+    try:
+        with whole_pages():
+            engine = make_engine(CASE, make_config(3))
+    finally:
+        partition.MOST_RANGES = usual
+    forward_loss = float(CASE.loss(engine, Place(0, 0, 0)))
+    found = [segment.mapped for segment in segments(engine)]
+    engine.destroy()
+    return [*found, forward_loss > 0]
+
+
+def test_too_many_segments_are_not_mapped() -> None:
+    assert run_ranks(2, many_segments) == [[False] * 4 + [True]] * 2
 
 
 def aligned(numel: int, ranks: int) -> int:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_ranks, start_two
 from models import CASES, Place
 from training import make_config, make_engine
 
@@ -242,20 +239,9 @@ sys.stdout.write(f"{value!r}\\n")
 
 
 def start(folder: Path, ending: str) -> list[subprocess.Popen[str]]:
-    """Two ranks without a launcher that would end one for the other."""
-    (folder / "evaluate.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ZERORUN_DEVICE": "cpu"}
-    command = [sys.executable, str(folder / "evaluate.py"), ending]
-    return [
-        subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    script = folder / "evaluate.py"
+    script.write_text(SCRIPT)
+    return start_two(script, ending)
 
 
 @pytest.mark.parametrize("ending", ("ended", "dropped"))

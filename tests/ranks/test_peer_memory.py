@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import run_ranks, start_two
 from models import CASES
 from reference import Result, differences, train_reference
 from training import make_config, make_engine, run_steps, train
@@ -184,21 +182,10 @@ if ending == "rank 0 goes on alone" and rank == 0:
 """
 
 
-def start(tmp_path: Path, stage: int, ending: str) -> list[subprocess.Popen[str]]:
-    """Two ranks without a launcher that would end one for the other."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ZERORUN_DEVICE": "cpu"}
-    command = [sys.executable, str(tmp_path / "train.py"), str(stage), ending]
-    return [
-        subprocess.Popen(
-            command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+def start(folder: Path, stage: int, ending: str) -> list[subprocess.Popen[str]]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    return start_two(script, str(stage), ending)
 
 
 @every_stage

@@ -30,6 +30,8 @@ from .unit import Segment, SlotPool, Unit, placeholder
 ROOT = "root"
 # Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
 LARGE_NUMEL = 65536
+# Ranges of addresses that mapped shards may take. Linux allows a process 65,530 by default.
+MOST_RANGES = 16384
 
 
 @dataclass(frozen=True)
@@ -266,13 +268,13 @@ class UnitBuilder:
         return self.maps_shards and here and paged and wide and segment.layout.numel > 0
 
     def _map_shards(self, units: list[Unit]) -> MappedShards | None:
-        """The memory of the mapped segments; where ranks turn out to have none in common, no segment is mapped."""
+        """The memory of the mapped segments; where they are too many, or ranks can have none in common, none is mapped."""
         mapped = [segment for unit in units for segment in unit.segments if segment.mapped]
-        if not mapped or self.comm is None:
-            return None
-        mapping = self.comm.map_shards(sum((s.high - s.low) * self._dtype(s.params[0]).itemsize for s in mapped))
+        nbytes = sum((s.high - s.low) * self._dtype(s.params[0]).itemsize for s in mapped)
+        few = 0 < len(mapped) * self.topology.shard <= MOST_RANGES
+        mapping = self.comm.map_shards(nbytes) if few and self.comm is not None else None
         for segment in mapped:
-            segment.mapped = mapping is not None
+            segment.mapped = few and (mapping is not None or self.comm is None)
         return mapping
 
     def _mapped(self, segment: Segment, dtype: torch.dtype) -> torch.Tensor:
