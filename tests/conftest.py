@@ -24,6 +24,14 @@ def _installed() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    """References sum in the same order, whatever the machine has and OMP_NUM_THREADS says: some are close to 1e-6."""
+    import torch
+
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _pools() -> Iterator[None]:
     yield
     harness = sys.modules.get("harness")
