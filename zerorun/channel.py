@@ -275,7 +275,7 @@ class Channel:
         if self.nccl:
             return self._nccl_all_gather(full, bounds, own, label)
         if self.open_shards is not None and source is not None and source in self.open_shards:
-            return self._read_open(full, bounds, label, source)
+            return self._read_open(self.open_shards, full, bounds, label, source)
         return self._p2p_all_gather(full, bounds, label, source, until_given)
 
     def start_sum(
@@ -393,10 +393,11 @@ class Channel:
 
     # -- through peer memory on one host, else point to point -------------------------------------------------------
 
-    def _read_open(self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor) -> Pending:
-        assert self.open_shards is not None
+    def _read_open(
+        self, shards: OpenShards, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
+    ) -> Pending:
         try:
-            self.open_shards.gather(full, bounds, source)
+            shards.gather(full, bounds, source)
         except PeerMemoryError as error:
             raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
         return Pending(self.books, label, [], None)

@@ -280,14 +280,14 @@ class Unit:
                     param.data = loud
             self.attached = False
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
     def forget_writes(self) -> None:
         """Drop what a module has written to other ranks' parameters."""
         for segment in self.segments:
             if segment.mapped:
                 forget_writes(segment.full[: segment.low])
                 forget_writes(segment.full[segment.high :])
+
+    # -- gradients -----------------------------------------------------------------------------------------------
 
     def has_gradient(self) -> bool:
         """True if autograd has left a gradient that is not absorbed yet."""
