@@ -109,6 +109,19 @@ def refuse_direct(file: int, data: Any, at: int) -> int:
     return PWRITE(file, data, at)
 
 
+def refuse_two_at_once() -> Callable[..., int]:
+    """The same, while another thread's write is under way too."""
+    both = threading.Barrier(2)
+
+    def refuse(file: int, data: Any, at: int) -> int:
+        if is_direct(file):
+            both.wait(60)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return PWRITE(file, data, at)
+
+    return refuse
+
+
 def write_less(file: int, data: Any, at: int) -> int:
     """A disk that is nearly full, again and again."""
     return PWRITE(file, data[:BLOCK] if is_direct(file) else data[: max(len(data) // 3, 1)], at)
@@ -122,6 +135,14 @@ def test_writes_that_need_another_try(place: Path, monkeypatch: pytest.MonkeyPat
     records = write_all(place, contents, chosen)
     assert [(place / str(index)).read_bytes() for index in range(3)] == contents
     assert [record.crcs for record in records] == [sums(data) for data in contents]
+
+
+def test_two_writes_at_once_that_need_another_try(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = random.Random(3)
+    data = chosen.randbytes(2 * BUFFER)
+    monkeypatch.setattr(os, "pwrite", refuse_two_at_once())
+    assert write_all(place, [data], chosen) == [FileRecord(len(data), sums(data))]
+    assert (place / "0").read_bytes() == data
 
 
 @pytest.mark.parametrize("nth", [1, 3, 4])

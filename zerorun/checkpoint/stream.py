@@ -141,11 +141,14 @@ class FileWriter:
         done = 0
         with _naming(self._path):
             while done < data.nbytes:
+                # Asked before the write: while this one fails, another thread's may have failed and changed the file.
+                direct = _goes_past_cache(self._file)
                 try:
                     done += os.pwrite(self._file, data[done:], position + done)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not _go_through_cache(self._file):
+                    if error.errno != errno.EINVAL or not direct:
                         raise
+                    _go_through_cache(self._file)
                 else:
                     if done < data.nbytes:  # a disk that gets full: what is left may not be aligned
                         _go_through_cache(self._file)
@@ -196,13 +199,14 @@ def _go_past_cache(file: int) -> None:
             return
 
 
-def _go_through_cache(file: int) -> bool:
-    """The opposite: whether it made a difference."""
-    flags = fcntl.fcntl(file, fcntl.F_GETFL) if _DIRECT else 0
-    if not flags & _DIRECT:
-        return False
-    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
-    return True
+def _go_through_cache(file: int) -> None:
+    """The opposite."""
+    if _goes_past_cache(file):
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
+
+
+def _goes_past_cache(file: int) -> bool:
+    return bool(_DIRECT and fcntl.fcntl(file, fcntl.F_GETFL) & _DIRECT)
 
 
 def write_small(path: Path, data: bytes) -> FileRecord:
