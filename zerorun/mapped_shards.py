@@ -7,10 +7,11 @@ the pages of the others' files. A gather moves nothing, a slot is not needed, an
 Shards change only between ``close`` and the next gather, see open_shards.py.
 
 A module that writes to its parameters in its forward writes to the rank's own shard, and to copies of the others' pages
-(the mapping is private), which ``forget_writes`` drops: nobody can change another rank's shard.
+(the mapping is private), which ``let_go`` drops: nobody can change another rank's shard.
 
-Pages are shared only where a shard is a whole number of them. A process' resident size counts the pages that it has
-touched, its own and others'; what all ranks together take is the proportional size (PSS).
+Pages are shared only where a shard is a whole number of them. The resident size of a process counts the pages of others
+that it has touched, until it lets go of them: a unit does when another takes its turn, as it would give up a slot. They
+are found again by page faults, 0.4 microseconds a page where this was measured: about 1 % of a training step.
 """
 
 from __future__ import annotations
@@ -93,8 +94,11 @@ def _map(file: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(file, nbytes, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def forget_writes(buffer: torch.Tensor) -> None:
-    """Drop what was written to others' pages in the ``buffer``, a part of one that ``take`` gave, of whole pages."""
+def let_go(buffer: torch.Tensor) -> None:
+    """Let the next access find others' pages again in ``buffer``, a part of one that ``take`` gave, of whole pages.
+
+    What was written there is dropped, and what was read is no longer resident in this process.
+    """
     if buffer.numel():
         _library().madvise(buffer.data_ptr(), buffer.numel() * buffer.element_size(), _MADV_DONTNEED)
 

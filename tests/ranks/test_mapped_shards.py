@@ -138,6 +138,53 @@ def test_small_shards_are_not_padded_to_pages() -> None:
     assert run_ranks(3, large_shards, 1001) == [([False, False], 2 * aligned(1001 * 1001, 3))] * 3  # over gloo
 
 
+def others_resident() -> int:
+    """Bytes of other ranks' shards that count as resident in this process."""
+    total, others = 0, False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if "memfd:zerorun shards" in line:
+                others = line.split()[1].endswith("p")  # private; the rank's own are shared
+            elif line.startswith("Rss:") and others:
+                total, others = total + int(line.split()[1]) * 1024, False
+    return total
+
+
+def build_tower() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(8)))
+
+
+def resident_bytes() -> dict[str, Any]:
+    """For each step (looks, what it has of others at most, and what at its end), in blocks."""
+    data = torch.ones(4, 256, requires_grad=True)  # so that the first block has a backward hook, too
+    case = Case("tower", build_tower, lambda model, place: model(data).sum(), classes=("Sequential",))
+    with whole_pages():
+        engine = make_engine(case, make_config(3))
+    block = 256 * 256 * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
+    seen: list[float] = []
+
+    def look(*_: Any) -> None:
+        seen.append(others_resident() / block)
+
+    for layer in engine.module:
+        layer[0].register_forward_hook(look)
+        layer[0].register_full_backward_hook(look)
+    found = []
+    for _ in range(3):
+        seen.clear()
+        engine.backward(case.loss(engine, Place(0, 0, 0)))
+        engine.step()
+        found.append((len(seen), max(seen), others_resident() / block))
+    return {"mapped": sum(s.mapped for s in segments(engine)), "steps": found, "slots": engine.runtime.param_slots.count}
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_pages_of_others_stay_no_longer_than_in_a_slot(world: int) -> None:
+    for found in run_ranks(world, resident_bytes):
+        assert found == {"mapped": 8, "steps": [(16, 1.0, 0.0)] * 3, "slots": 1}
+
+
 def many_segments() -> list[bool]:
     partition.MOST_RANGES, usual = 7, partition.MOST_RANGES
     try:

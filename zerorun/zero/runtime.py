@@ -420,6 +420,7 @@ class Runtime:
                     segment.set_late_aside()
             self.units[occupant].finish_gather()
             self.units[occupant].release()
+            self.units[occupant].let_go_of_others()
             self.param_slots.occupant[slot] = None
 
     # -- agreement -----------------------------------------------------------------------------------------------
@@ -548,8 +549,8 @@ class Runtime:
         """
         for slot in range(self.param_slots.count if self.shares_params else 0):
             self.evict(slot)
-        for unit in self.units:
-            unit.forget_writes()
+        for unit in self.units:  # what a backward touched after its unit's turn
+            unit.let_go_of_others()
         resident = [unit for unit in self.units if unit.resident]
         if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
             for unit in resident:

@@ -39,7 +39,7 @@ from torch import nn
 
 from ..channel import Pending
 from ..comm import Communicator
-from ..mapped_shards import forget_writes
+from ..mapped_shards import let_go
 from .host_memory import prefer_huge_pages
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
@@ -280,12 +280,12 @@ class Unit:
                     param.data = loud
             self.attached = False
 
-    def forget_writes(self) -> None:
-        """Drop what a module has written to other ranks' parameters."""
+    def let_go_of_others(self) -> None:
+        """Drop the pages of other ranks' parameters, and what a module has written to them."""
         for segment in self.segments:
             if segment.mapped:
-                forget_writes(segment.full[: segment.low])
-                forget_writes(segment.full[segment.high :])
+                let_go(segment.full[: segment.low])
+                let_go(segment.full[segment.high :])
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
