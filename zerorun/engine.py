@@ -21,6 +21,7 @@ from .config import Config
 from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
 from .log import info_once, logger, warn_once
+from .loop_queries import LoopQueries
 from .ops.single_pass import SinglePassOptimizer
 from .parallel import Divided
 from .precision import DTYPES, LossScaler, cast_floats
@@ -37,7 +38,7 @@ from .zero.unit import Unit, links_of
 _APART, COMPARED_STEPS = 1e-4, 10
 
 
-class Engine:
+class Engine(LoopQueries):
     """A module in training. Made by ``zerorun.initialize``.
 
     [Note: one divisor]
@@ -543,11 +544,6 @@ class Engine:
         return self.sharded.optimizer if self.sharded is not None else None
 
     @property
-    def global_rank(self) -> int:
-        """The rank in the world, by DeepSpeed's name."""
-        return self.topology.rank
-
-    @property
     def loss_scale(self) -> float:
         return self.scaler.scale
 
@@ -558,19 +554,6 @@ class Engine:
     def was_step_applied(self) -> bool:
         """True if the last step() changed the weights."""
         return self._applied
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.sharded.optimizer.param_groups] if self.sharded else []
-
-    def train_batch_size(self) -> int:
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.config.gradient_accumulation_steps
 
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)

@@ -159,6 +159,7 @@ LAYERS = {
     "receiving": 4,
     "sizing": 4,
     "engine": 5,
+    "loop_queries": 5,
     "pipeline_engine": 5,
     "assemble": 5,
     "report": 5,
