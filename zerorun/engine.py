@@ -74,6 +74,12 @@ class Engine(LoopQueries):
         self._grad_norm: float | None = None
         self._stepping_now = False
         self._loss_mode: str | None = None
+        self._frozen = [
+            (name, param)
+            for segment in (segment for unit in units for segment in unit.segments)
+            for name, param in zip(segment.names, segment.params, strict=True)
+            if not param.requires_grad
+        ]
         self._begin_accumulation()
         runtime.on_session_end = self._count_backward
         self.registry: Registry | None = None
@@ -291,6 +297,7 @@ class Engine(LoopQueries):
 
     def _update(self, summary: Summary) -> None:
         assert self.sharded is not None
+        self._refuse_thawed()
         if summary.bad_losses:
             raise NonFiniteError(self._explain("the loss is NaN or infinite", self._bad_losses))
         if summary.apart > _APART:
@@ -315,6 +322,18 @@ class Engine(LoopQueries):
             self._skip()
         self._update_scale(overflow=not summary.finite)
         self._print_progress()
+
+    def _refuse_thawed(self) -> None:
+        """Parameters that were frozen when room for gradients and optimizer states was made would never be updated."""
+        thawed = [name for name, param in self._frozen if param.requires_grad]
+        if thawed:
+            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+            raise StepError(
+                f"parameter {thawed[0]!r}{more} requires a gradient now, and was frozen when initialize() was called: it "
+                "has no optimizer state and would never change. Weights are those before this step. Remedy: let every "
+                "parameter that is ever trained require a gradient when initialize() is called, and freeze it after that "
+                "with requires_grad_(False) for as long as it is not trained."
+            )
 
     def _divisor(self, summary: Summary) -> float:
         if self._loss_mode == "weight":

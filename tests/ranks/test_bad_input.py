@@ -116,6 +116,23 @@ def step_twice() -> tuple[str, str]:
     return with_engine(action)
 
 
+def frozen_at_first() -> tuple[str, str]:
+    model = Gpt()
+    model.blocks[1].requires_grad_(False)
+    engine = make(make_config(3), model=model)
+    weights = engine.state_dict()
+
+    def action() -> None:
+        model.blocks[1].requires_grad_(True)
+        engine.backward(engine(ids()).mean())
+        engine.step()
+
+    result = attempt(action)
+    assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
+    engine.destroy()
+    return result
+
+
 def direct_optimizer_step() -> tuple[str, str]:
     def action(engine: zerorun.Engine) -> None:
         engine.backward(engine(ids()).mean())
@@ -188,6 +205,7 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     unknown_unit_class: (ConfigError, ["unit_policy", "Blok", "Block"]),
     step_without_backward: (StepError, ["without backward"]),
     step_twice: (StepError, ["without backward"]),
+    frozen_at_first: (StepError, ["blocks.1.", "more", "was frozen", "Remedy"]),
     direct_optimizer_step: (StepError, ["engine.step()"]),
     loss_not_scalar: (StepError, ["scalar", "mean()"]),
     loss_without_graph: (StepError, ["does not depend"]),

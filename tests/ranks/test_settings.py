@@ -10,6 +10,7 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -531,6 +532,22 @@ def train_interrupted(stage: int) -> tuple[Result, Result]:
 def test_evaluation_between_steps_changes_nothing(stage: int) -> None:
     calm, interrupted = run_ranks(2, train_interrupted, stage)[0]
     assert_same_bits(interrupted, calm, "with evaluation")
+
+
+def thawing_loss(model: Any, place: Place) -> torch.Tensor:
+    """Block 1 is trained from step 2 on, block 2 in step 0 and from step 3 on."""
+    for name, param in model.named_parameters():
+        if name.startswith(("blocks.1.", "blocks.2.")):
+            param.requires_grad_(place.step >= 2 if name.startswith("blocks.1.") else place.step in (0, 3, 4))
+    return CASES["plain"].loss(model, place)
+
+
+@every_stage
+def test_parameters_frozen_for_a_while_are_left_alone(stage: int) -> None:
+    case = replace(CASES["plain"], loss=thawing_loss)
+    expected = train_reference(case, world_size=2, steps=5, accumulation=2, clip=0.5)
+    for result in run_ranks(2, train, case, make_config(stage, accumulation=2, clip=0.5), 5):
+        assert differences(result, expected) == []
 
 
 def gradients(model: str, stage: int) -> dict[str, torch.Tensor | None]:
