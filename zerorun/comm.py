@@ -38,6 +38,8 @@ _EXIT_TIMEOUT_S = 10
 _LISTEN_TIMEOUT_S = 5.0
 _LISTEN_RETRY_S = 0.01
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
+# What this rank has given up waiting for. Threads of gloo may still be at it, with its memory.
+_given_up: list[dist.Work] = []
 _owns_process_group = False
 
 
@@ -141,7 +143,8 @@ def shutdown() -> None:
     failed = hasattr(sys, "last_value")  # an unhandled exception: peers may never answer, so do not wait for them
     communicators = list(_live)
     drain_channels(None if failed else _EXIT_TIMEOUT_S)
-    if failed and Waiter.waiting():  # in C++ code, which would abort the process when it goes down
+    waiting = Waiter.waiting() or not all(work.is_completed() for work in _given_up)
+    if failed and waiting:  # in C++ code, which would abort the process when it goes down, or hold it up
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
@@ -333,6 +336,7 @@ class Communicator:
             else:
                 work.wait(timeout)
         except RuntimeError as error:
+            _given_up.append(work)
             raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
 
     def _channels(self) -> tuple[Channel, ...]:

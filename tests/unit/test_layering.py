@@ -87,6 +87,7 @@ LAYERS = {
     "tensor_parallel.threads": 3,
     "zero": 3,
     "zero.access": 3,
+    "zero.gradients": 3,
     "zero.host_memory": 3,
     "zero.init": 3,
     "zero.host_updates": 3,

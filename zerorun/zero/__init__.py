@@ -8,9 +8,14 @@ from typing import Any
 _EXPORTS = {
     "GatheredParameters": "access",
     "Init": "init",
+    "full_gradients": "gradients",
+    "gradient_norms": "gradients",
     "safe_get_full_fp32_param": "access",
-    "safe_get_full_grad": "access",
+    "safe_get_full_grad": "gradients",
     "safe_get_full_optimizer_state": "access",
+    "safe_get_local_fp32_param": "access",
+    "safe_get_local_grad": "gradients",
+    "safe_get_local_optimizer_state": "access",
     "safe_set_full_fp32_param": "access",
     "safe_set_full_optimizer_state": "access",
 }

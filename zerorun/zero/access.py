@@ -1,4 +1,4 @@
-"""Access to full values of a sharded model: state dicts, GatheredParameters, gradients, masters and moments by name."""
+"""Access to the values of a sharded model: state dicts, GatheredParameters, masters and moments by parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
-from .pieces import owned_gradient
+from .pieces import owned_runs
 from .runtime import Runtime
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit
@@ -70,7 +70,7 @@ class Registry:
 _registries: weakref.WeakSet[Registry] = weakref.WeakSet()
 
 
-def _find(param: torch.Tensor) -> tuple[Registry, Home] | None:
+def find(param: torch.Tensor) -> tuple[Registry, Home] | None:
     for registry in _registries:
         home = registry.homes.get(id(param))
         if home is not None and home.segment.params[home.entry] is param:
@@ -81,11 +81,11 @@ def _find(param: torch.Tensor) -> tuple[Registry, Home] | None:
 
 def registry_of(module: nn.Module) -> Registry | None:
     """The registry of the engine that manages ``module``; None if none does."""
-    found = next((_find(param) for param in module.parameters()), None)
+    found = next((find(param) for param in module.parameters()), None)
     return found[0] if found is not None else None
 
 
-def _gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
+def gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
     """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
     owned = owned.to(registry.runtime.comm.device)
     if owned.numel() == segment.layout.numel:
@@ -96,7 +96,7 @@ def _gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: s
     return full
 
 
-def _entry_view(home: Home, flat: torch.Tensor) -> torch.Tensor:
+def entry_view(home: Home, flat: torch.Tensor) -> torch.Tensor:
     entry = home.segment.layout.entries[home.entry]
     return flat[entry.offset : entry.end].view(entry.shape)
 
@@ -221,7 +221,7 @@ def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
     segment = home.segment
     registry.runtime.comm.quiesce()
     if home.unit.resident:
-        _entry_view(home, segment.full).copy_(value)
+        entry_view(home, segment.full).copy_(value)
     else:
         _store_owned(segment, home.entry, segment.shard, value)
         slots = registry.runtime.param_slots
@@ -251,7 +251,7 @@ class GatheredParameters:
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
 
     def __enter__(self) -> None:
-        found = {id(p): where for p in self._params if (where := _find(p)) and id(p) not in where[0].held}
+        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].held}
         if self._modifier_rank is not None:
             for registry, home in found.values():
                 _refuse_copies(home)
@@ -262,7 +262,7 @@ class GatheredParameters:
             key = id(home.segment)
             if key not in flats:
                 flats[key] = _weights(registry.runtime, home.unit, home.segment)
-            view = _entry_view(home, flats[key])
+            view = entry_view(home, flats[key])
             value = registry.parts.whole(managed, view)
             if not home.unit.resident or value is not view:
                 value = value.clone()
@@ -328,12 +328,12 @@ def _checksum(value: torch.Tensor) -> tuple[float, float]:
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
-    found = _find(param)
+    found = find(param)
     if found is None or found[1].segment.master is None:
         return None
     registry, home = found
     master = home.segment.master
-    part = _entry_view(home, _gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
+    part = entry_view(home, gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
     return registry.parts.whole(param, part)
 
 
@@ -344,41 +344,19 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     _store_weight(registry, home, registry.parts.part(param, value))
 
 
-def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The full fp32 gradient of ``param``: averaged, unscaled, not clipped. All ranks must call it.
-
-    Valid between the last backward of a step and step(); None elsewhere, or if no engine optimizes ``param``.
-    """
-    found = _find(param)
-    if found is None or found[1].segment.grad_shard is None:
-        return None
-    registry, home = found
-    late = registry.runtime.comm.data_objects(registry.runtime.late)
-    registry.runtime.settle(set().union(*late))
-    if home.unit.link is not None:
-        home.unit.link.drain()
-    if not home.segment.reduced:
-        return None
-    flat = _gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)
-    part = _entry_view(home, flat) * registry.unscale()
-    for axis in home.segment.spread.sums:
-        registry.runtime.comm.sum_beyond([part.view(-1)], axis)
-    return registry.parts.whole(param, part)
-
-
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
     """The full optimizer state ``key`` (such as "exp_avg") of ``param``, in its shape. All ranks must call it.
 
     None if no engine optimizes ``param`` or there is no state yet. Raises ModelError if the state has another shape.
     """
-    found = _find(param)
+    found = find(param)
     if found is None or found[0].sharded is None or found[1].segment.master is None:
         return None
     registry, home = found
     flat, known = _owned_state(registry, home.segment, key)
     if not any(registry.runtime.comm.data_objects(known)):
         return None
-    part = _entry_view(home, _gathered(registry, home.segment, flat, home.unit.name)).clone()
+    part = entry_view(home, gathered(registry, home.segment, flat, home.unit.name)).clone()
     return registry.parts.whole(param, part)
 
 
@@ -395,6 +373,34 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
         if piece.segment is home.segment:
             state = registry.sharded.optimizer.state[piece.tensor][key]
             state.copy_(flat[piece.low : piece.low + state.numel()].view(state.shape))
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the fp32 master of ``param``, flat and maybe empty: a view. None if no engine optimizes it."""
+    found = find(param)
+    if found is None or found[1].segment.master is None:
+        return None
+    return owned_part(found[1], found[1].segment.master)
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
+    """This rank's part of the optimizer state ``key`` of ``param``, flat and maybe empty: a copy. Nobody waits for it.
+
+    None if no engine optimizes ``param`` or this rank has no state yet. Raises ModelError if the state has another shape.
+    """
+    found = find(param)
+    if found is None or found[0].sharded is None or found[1].segment.master is None:
+        return None
+    flat, known = _owned_state(found[0], found[1].segment, key)
+    return owned_part(found[1], flat) if known else None
+
+
+def owned_part(home: Home, owned: torch.Tensor) -> torch.Tensor:
+    """What ``owned`` [owned] of a segment has of the parameter at ``home``: flat, a view, maybe empty."""
+    for run in owned_runs(home.segment):
+        if run.entry == home.entry:
+            return owned[run.offset : run.offset + run.numel]
+    return owned[:0]
 
 
 def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.Tensor, bool]:
@@ -415,7 +421,7 @@ def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.
 
 
 def _managed(param: torch.Tensor) -> tuple[Registry, Home]:
-    found = _find(param)
+    found = find(param)
     if found is None:
         raise ModelError(f"a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine.")
     return found

@@ -40,7 +40,7 @@ from .policy import Policy
 from .unit import SlotPool, Unit, links_of
 
 # Seconds that a rank which left the agreed order waits for the others to ask as well. See order.py.
-_ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
+ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
 # Forwards that a backward may still come for. More than any loop keeps; bounds what forwards without one leave behind.
 _MAX_OUTSTANDING = 32
 # Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
@@ -430,7 +430,7 @@ class Runtime:
         need = unit.index if unit is not None else _END
         message = torch.tensor([self._phases, walk.issued, need], dtype=torch.int64)
         try:
-            answers = [tuple(answer.tolist()) for answer in self.comm.data_gather(message, _ORDER_TIMEOUT_S)]
+            answers = [tuple(answer.tolist()) for answer in self.comm.data_gather(message, ORDER_TIMEOUT_S)]
         except OrderError as error:
             raise OrderError(self._unanswered(walk, unit)) from error
         if len({(phase, issued) for phase, issued, _ in answers}) > 1:
@@ -476,7 +476,7 @@ class Runtime:
         name = unit.name if unit is not None else "the end of the pass"
         return (
             f"rank {self.comm.topology.rank} reached {name!r} outside the order agreed for this pass ({walk.key}), and "
-            f"other ranks did not within {_ORDER_TIMEOUT_S:.0f} s: they run the model's units in another order or "
+            f"other ranks did not within {ORDER_TIMEOUT_S:.0f} s: they run the model's units in another order or "
             "another number of times. Remedy: call the model equally often on all ranks, or make the modules that "
             "differ one unit (zero_optimization.unit_policy with the class name of the module around them)."
         )

@@ -1,0 +1,156 @@
+"""Gradients between backward and step: whole, by part, and their norms, beside those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks, start_two
+from models import CASES, Place
+from reference import distance
+from test_parallel_matrix import batch_of, build
+from torch import nn
+from training import make_config, make_engine, merged
+
+import zerorun
+from zerorun.errors import ModelError
+from zerorun.zero import full_gradients, gradient_norms, safe_get_full_grad, safe_get_local_grad
+from zerorun.zero import safe_get_local_fp32_param as local_master
+from zerorun.zero import safe_get_local_optimizer_state as local_state
+
+MODELS = ("plain", "tied", "lora", "unused_on_one_rank", "branch", "repeated_apart")
+
+
+def reference(model: str, world: int) -> dict[str, torch.Tensor]:
+    """Of the mean over ranks and two micro-batches."""
+    module = CASES[model].build()
+    for micro in range(2):
+        for rank in range(world):
+            (CASES[model].loss(module, Place(rank, 0, micro)) / (2 * world)).backward()
+    return {name: param.grad for name, param in module.named_parameters() if param.grad is not None}
+
+
+def look(model: str, config: dict[str, Any]) -> dict[str, Any]:
+    engine = make_engine(CASES[model], config)
+    assert list(full_gradients(engine.module)) == []
+    for micro in range(2):
+        engine.backward(CASES[model].loss(engine, Place(dist.get_rank(), 0, micro)))
+        if micro == 0:
+            engine.step()
+    params = {name: param for name, param in engine.module.named_parameters() if param.requires_grad}
+    found: dict[str, Any] = {"norms": gradient_norms(engine.module)}
+    before = gathers(engine)
+    found["whole"] = dict(full_gradients(engine.module))
+    found["gathers"] = gathers(engine) - before, sum(len(unit.trainable) for unit in engine.units)
+    found["single"] = {name: safe_get_full_grad(param) for name, param in params.items()}
+    found["parts"] = {name: safe_get_local_grad(param) for name, param in params.items()}
+    found["masters"] = {name: local_master(param) for name, param in params.items()}
+    assert all(local_state(param, "exp_avg") is None for param in params.values())
+    engine.step()
+    found["moments"] = {name: local_state(param, "exp_avg") for name, param in params.items()}
+    assert list(full_gradients(engine.module)) == []
+    assert gradient_norms(engine.module) == {}
+    found["values"] = {name: value.view(-1) for name, value in engine.state_dict().items()}
+    found["masters"] = {name: value.clone() for name, value in found["masters"].items()}
+    engine.destroy()
+    return found
+
+
+def gathers(engine: zerorun.Engine) -> int:
+    return sum(traffic["calls"] for label, traffic in engine.communication_report().items() if "on request" in label)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_those_of_one_process(model: str, stage: int) -> None:
+    world = (1, 2, 3, 4)[(MODELS.index(model) + stage) % 4]
+    degree = {"zero_optimization": {"shard_degree": 2}} if world == 4 and stage else {}
+    ranks = run_ranks(world, look, model, make_config(stage, accumulation=2, clip=0.5, **degree))
+    expected = reference(model, world)
+    together = ranks[: 2 if degree else world]  # have all parts between them
+    for found in ranks:
+        assert found["whole"].keys() == found["norms"].keys() == found["single"].keys()
+        for name, gradient in found["whole"].items():
+            assert distance(gradient, expected.get(name, torch.zeros(gradient.shape))) < 1e-6
+            assert found["norms"][name] == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+            assert torch.equal(found["single"][name], gradient)
+            assert torch.equal(joined(together, "parts", name, stage), gradient.view(-1))
+            assert torch.equal(joined(together, "masters", name, stage), found["values"][name])
+        sent, segments = found["gathers"]
+        assert sent == (0 if stage == 0 or world == 1 else segments)
+
+
+def joined(ranks: list[dict[str, Any]], kind: str, name: str, stage: int) -> torch.Tensor:
+    return ranks[0][kind][name] if stage == 0 else torch.cat([found[kind][name] for found in ranks])
+
+
+def test_moments_are_there_by_part() -> None:
+    whole = run_ranks(1, look, "plain", make_config(1, accumulation=2))[0]["moments"]
+    ranks = run_ranks(2, look, "tied", make_config(3, accumulation=2))
+    alone = run_ranks(1, look, "tied", make_config(1, accumulation=2))[0]["moments"]
+    assert whole.keys() != alone.keys()
+    assert all(joined(ranks, "moments", name, 3).shape == value.shape for name, value in alone.items())
+
+
+# -- divided layers ----------------------------------------------------------------------------------------------
+
+
+def look_at_divided(stage: int) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    engine = zerorun.initialize(build("llama"), merged(make_config(stage), {"tensor_parallel": {"size": 2}}))
+    engine.backward(engine(**batch_of(engine.topology.data_parallel_rank, 0, 0)).loss)
+    found = gradient_norms(engine.module), dict(full_gradients(engine.module))
+    engine.zero_grad()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_gradients_of_divided_layers_are_whole(stage: int) -> None:
+    model = build("llama")
+    for rank in range(2):
+        (model(**batch_of(rank, 0, 0)).loss / 2).backward()
+    expected = {name: param.grad for name, param in model.named_parameters()}
+    for norms, gradients in run_ranks(4, look_at_divided, stage):
+        assert gradients.keys() == norms.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert distance(gradient, expected[name]) < 1e-6, name  # type: ignore[arg-type]
+            assert norms[name] == pytest.approx(float(gradient.double().norm()), rel=1e-6), name
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, sys, time, torch, zerorun
+from torch import nn
+
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(4)))
+engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+                                    "zero_optimization": {"stage": int(sys.argv[1])}})
+engine.backward(engine(torch.ones(2, 8)).square().mean())
+if os.environ["RANK"] == "0":
+    zerorun.zero.safe_get_full_grad(next(model.parameters()))
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_one_rank_alone_gets_an_error(tmp_path: Path, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZERORUN_ORDER_TIMEOUT_S", "2")
+    script = tmp_path / "alone.py"
+    script.write_text(SCRIPT)
+    first, second = start_two(script, str(stage))
+    try:
+        _, errors = first.communicate(timeout=60)
+    finally:
+        second.kill()
+        second.communicate()
+    assert first.returncode != 0
+    assert "OrderError: gradients were asked for on rank 0, and not on all other ranks within 2 s. Remedy:" in errors
+
+
+def test_modules_of_nobody_have_none() -> None:
+    with pytest.raises(ModelError, match="not managed by any"):
+        gradient_norms(nn.Linear(2, 2))

@@ -1,0 +1,137 @@
+"""Gradients between the last backward of a step and step(): whole ones, this rank's parts, and norms by parameter.
+
+All are averaged, unscaled and not clipped, in fp32, and None, empty or left out where there are none. All ranks must call
+these functions: gradients may have come late on another rank, and the weights of losses are summed over ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..errors import ModelError, OrderError
+from .access import Home, Registry, entry_view, find, gathered, owned_part, registry_of
+from .norm import square_sum
+from .pieces import owned_gradient, owned_runs, owns_everything
+from .runtime import ORDER_TIMEOUT_S
+from .unit import Segment
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The full gradient of ``param``, in its shape; None if no engine optimizes it. One all-gather of its unit."""
+    found = _settled(param)
+    if found is None:
+        return None
+    registry, home = found
+    flat = gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)
+    return _whole(registry, home, flat, registry.unscale())
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of the gradient of ``param``, flat and maybe empty; None if no engine optimizes it.
+
+    The parts of the ranks of a shard group are the gradient, end to end; at stage 0 every rank has all of it.
+    """
+    found = _settled(param)
+    if found is None:
+        return None
+    registry, home = found
+    part = owned_part(home, owned_gradient(home.segment)) * registry.unscale()
+    for axis in home.segment.spread.sums:
+        registry.runtime.comm.sum_beyond([part], axis)
+    return part
+
+
+def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, full gradient) of every trained parameter, for all ranks to go through to the end. One all-gather per unit.
+
+    Raises ModelError if no engine manages ``module``.
+    """
+    registry = _registry(module)
+    _settle(registry)
+    factor = registry.unscale()
+    for unit in registry.runtime.units:
+        for segment in unit.trainable:
+            if segment.reduced:
+                flat = gathered(registry, segment, owned_gradient(segment), unit.name)
+                for entry, name in enumerate(segment.names):
+                    yield name, _whole(registry, Home(unit, segment, entry), flat, factor)
+
+
+def gradient_norms(module: nn.Module) -> dict[str, float]:
+    """The 2-norm of the gradient of every trained parameter, by name. Nothing is gathered: ranks add sums of squares.
+
+    Raises ModelError if no engine manages ``module``.
+    """
+    registry = _registry(module)
+    _settle(registry)
+    comm, topology = registry.runtime.comm, registry.runtime.comm.topology
+    segments = [segment for unit in registry.runtime.units for segment in unit.trainable if segment.reduced]
+    gradients = {id(segment): owned_gradient(segment) for segment in segments}
+    for axis in comm.beyond:
+        members = [segment for segment in segments if axis in segment.spread.sums]
+        gradients |= {id(segment): gradients[id(segment)].clone() for segment in members}
+        if members:
+            comm.sum_beyond([gradients[id(segment)] for segment in members], axis)
+    names = [name for segment in segments for name in segment.names]
+    squares = [
+        value for segment in segments for value in _square_sums(segment, gradients[id(segment)], topology.shard_rank)
+    ]
+    total = comm.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
+    if topology.tensor > 1:
+        comm.sum_beyond([total], "tensor")
+    factor = abs(registry.unscale()) / math.sqrt(topology.replicate)
+    return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
+
+
+def _square_sums(segment: Segment, gradient: torch.Tensor, shard_rank: int) -> list[torch.Tensor]:
+    """By parameter, of the elements that this rank is to count: fp64 scalars."""
+    sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(segment.names)
+    if segment.spread.counted and not (owns_everything(segment) and shard_rank):
+        for run in owned_runs(segment):
+            sums[run.entry] = square_sum(gradient[run.offset : run.offset + run.numel])
+    return sums
+
+
+def _whole(registry: Registry, home: Home, flat: torch.Tensor, factor: float) -> torch.Tensor:
+    part = entry_view(home, flat) * factor
+    for axis in home.segment.spread.sums:
+        registry.runtime.comm.sum_beyond([part.view(-1)], axis)
+    return registry.parts.whole(home.segment.params[home.entry], part)
+
+
+def _registry(module: nn.Module) -> Registry:
+    registry = registry_of(module)
+    if registry is None:
+        raise ModelError("the module is not managed by any zerorun engine. Remedy: give it to zerorun.initialize() first.")
+    return registry
+
+
+def _settled(param: torch.Tensor) -> tuple[Registry, Home] | None:
+    """Where ``param`` is, with its reduced gradient there; None if it has none."""
+    found = find(param)
+    if found is None or found[1].segment.grad_shard is None:
+        return None
+    _settle(found[0])
+    return found if found[1].segment.reduced else None
+
+
+def _settle(registry: Registry) -> None:
+    """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for them."""
+    runtime = registry.runtime
+    try:
+        late = runtime.comm.data_gather(torch.tensor([len(runtime.late)]), ORDER_TIMEOUT_S)
+    except OrderError as error:
+        raise OrderError(
+            f"gradients were asked for on rank {runtime.comm.topology.rank}, and not on all other ranks within "
+            f"{ORDER_TIMEOUT_S:.0f} s. Remedy: call the functions of zerorun.zero on all ranks, and use the result on one."
+        ) from error
+    if any(int(count) for count in late):
+        runtime.settle(set().union(*runtime.comm.data_objects(runtime.late)))
+    runtime.finish_reductions()
+    for unit in runtime.units:
+        if unit.link is not None:
+            unit.link.drain()
