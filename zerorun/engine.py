@@ -20,6 +20,7 @@ from .comm import Communicator
 from .config import Config
 from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
+from .label_counts import LabelCounts
 from .log import info_once, logger, warn_once
 from .loop_queries import LoopQueries
 from .ops.single_pass import SinglePassOptimizer
@@ -80,6 +81,7 @@ class Engine(LoopQueries):
             for name, param in zip(segment.names, segment.params, strict=True)
             if not param.requires_grad
         ]
+        self._labels = LabelCounts(config.gradient_accumulation_steps * topology.data_parallel_size)
         self._begin_accumulation()
         runtime.on_session_end = self._count_backward
         self.registry: Registry | None = None
@@ -100,6 +102,8 @@ class Engine(LoopQueries):
         Raises StepError, on all of them alike, if tensor-parallel ranks are given different data.
         """
         self._compare_data((inputs, kwargs))
+        if torch.is_grad_enabled():
+            self._labels.look(kwargs)
         if self.compute_dtype is not None:
             inputs, kwargs = cast_floats(inputs, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
         autocast = self.config.torch_autocast
@@ -298,6 +302,8 @@ class Engine(LoopQueries):
     def _update(self, summary: Summary) -> None:
         assert self.sharded is not None
         self._refuse_thawed()
+        if self._loss_mode in (None, "mean"):
+            self._labels.advise()
         if summary.bad_losses:
             raise NonFiniteError(self._explain("the loss is NaN or infinite", self._bad_losses))
         if summary.apart > _APART:

@@ -160,6 +160,7 @@ LAYERS = {
     "receiving": 4,
     "sizing": 4,
     "engine": 5,
+    "label_counts": 1,
     "loop_queries": 5,
     "pipeline_engine": 5,
     "assemble": 5,

@@ -11,12 +11,16 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from ..comm import Communicator
 from ..errors import StepError
+from ..log import warn_once
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
 from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
 from .runtime import Runtime
 from .unit import Segment, Unit, links_of
+
+# Steps after which parameters that never had a gradient are named.
+WATCHED_STEPS = 10
 
 Splitter = Callable[[torch.optim.Optimizer, torch.Tensor, list[int]], list[torch.Tensor]]
 
@@ -53,6 +57,8 @@ class ShardedOptimizer:
         self.own_hooks = 0  # of the engine, on the optimizer's step
         self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._segments = [segment for unit in units for segment in unit.trainable]
+        self._updates = 0
+        self._never_used: set[tuple[int, int]] = set()  # (id of segment, entry): no gradient in any update so far
 
     def summarise(
         self, runtime: Runtime, bad_losses: int, weight: float, loss: float = 0.0, wishes: Sequence[bool] = ()
@@ -125,6 +131,7 @@ class ShardedOptimizer:
         self.comm.quiesce()
         if unused and self.refuse_unused:
             self._refuse_unused(left_out)
+        self._watch_unused(left_out)
         if left_out:  # parameters that move must not share a piece with those that do not
             self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
         moving = [p for p in self.pieces if any((id(p.segment), run.entry) not in left_out for run in p.runs)]
@@ -179,6 +186,24 @@ class ShardedOptimizer:
                 self.comm.sum_beyond(members, axis)
         totals = iter([value for part in summed for value in part.tolist()])
         return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
+
+    def _watch_unused(self, left_out: set[tuple[int, int]]) -> None:
+        """Name once, after some steps, what has had no gradient on any rank: a part of the model that nothing reaches?"""
+        self._updates += 1
+        self._never_used = left_out if self._updates == 1 else self._never_used & left_out
+        if self._updates == WATCHED_STEPS and self._never_used:
+            names = [
+                name
+                for segment in self._segments
+                for entry, (name, param) in enumerate(zip(segment.names, segment.params, strict=True))
+                if (id(segment), entry) in self._never_used and param.requires_grad
+            ]
+            if names:
+                warn_once(
+                    f"{len(names)} parameters got no gradient on any rank in the first {WATCHED_STEPS} steps, and stay as "
+                    f"they are: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}. If that is meant, "
+                    "requires_grad_(False) before initialize() saves their gradients and optimizer states."
+                )
 
     def _name_unused(self, left_out: set[tuple[int, int]]) -> str:
         names = [n for s in self._segments for entry, n in enumerate(s.names) if (id(s), entry) in left_out]

@@ -1,0 +1,97 @@
+"""What is worth a word after the first steps, said once: labels of different numbers, parameters that nothing reaches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import run_ranks
+from models import CASES, Gpt, Place
+from torch import nn
+from training import make_config, make_engine, shared_topology
+
+import zerorun
+from zerorun import label_counts
+from zerorun.zero import stepping
+
+STEPS = stepping.WATCHED_STEPS
+
+
+class Labelled(nn.Module):
+    """Returns its loss, as models of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Gpt()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten())
+
+
+def said(module: Any, act: Any) -> list[str]:
+    """What ``act`` has ``module`` warn of."""
+    found: list[str] = []
+    usual = module.warn_once
+    module.warn_once = found.append
+    try:
+        act()
+    finally:
+        module.warn_once = usual
+    return found
+
+
+def train_on_labels(form: str, counts: tuple[int, ...], accumulation: int) -> list[str]:
+    engine = zerorun.initialize(Labelled(), make_config(1, accumulation=accumulation), topology=shared_topology())
+
+    def act() -> None:
+        for count in counts:
+            labels = torch.full((2, 8), label_counts.IGNORED)
+            labels.view(-1)[:count] = 1
+            loss = engine(torch.zeros(2, 8, dtype=torch.long), labels=labels)
+            if form == "plain":
+                loss.backward()
+            else:
+                engine.backward(loss, **{"weight": {"weight": count}, "sum": {"scale_wrt_gas": False}}.get(form, {}))
+            engine.step()
+
+    found = said(label_counts, act)
+    engine.zero_grad()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("form", ("mean", "plain", "weight", "sum"))
+def test_means_of_means_are_pointed_out(form: str) -> None:
+    different = run_ranks(2, train_on_labels, form, (16, 16, 9, 3), 2)
+    for found in different:
+        assert len(found) == (form in ("mean", "plain"))
+        assert all("between 9 and 16 labels" not in text and "between 3 and 16 labels" in text for text in found)
+    assert run_ranks(2, train_on_labels, form, (9, 9, 9, 9), 2) == [[], []]
+    assert run_ranks(1, train_on_labels, form, (16, 9, 3, 1), 1) == [[]]  # one micro-batch is its own mean
+
+
+def train_for_a_while(model: str, steps: int) -> list[str]:
+    case = CASES[model]
+    engine = make_engine(case, make_config(2))
+
+    def act() -> None:
+        for step in range(steps):
+            engine.backward(case.loss(engine, Place(0, step, 0)))
+            engine.step()
+
+    found = said(stepping, act)
+    engine.destroy()
+    return found
+
+
+def test_parameters_that_nothing_reaches_are_named() -> None:
+    assert run_ranks(2, train_for_a_while, "unused_everywhere", STEPS - 1) == [[], []]
+    for found in run_ranks(2, train_for_a_while, "unused_everywhere", 2 * STEPS):
+        assert len(found) == 1
+        assert "got no gradient on any rank in the first 10 steps" in found[0]
+        assert "blocks.1.extra.weight" in found[0] and "root_extra" in found[0] and "qkv" not in found[0]
+    for found in run_ranks(2, train_for_a_while, "unused_alternating_steps", 2 * STEPS):  # odd blocks use all of theirs
+        assert len(found) == 1 and found[0].startswith("6 parameters") and "blocks.1." not in found[0]
+    assert run_ranks(2, train_for_a_while, "plain", 2 * STEPS) == [[], []]
