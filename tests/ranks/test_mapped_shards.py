@@ -155,13 +155,17 @@ def build_tower() -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Linear(256, 256, bias=False)) for _ in range(8)))
 
 
-def resident_bytes() -> dict[str, Any]:
-    """For each step (looks, what it has of others at most, and what at its end), in blocks."""
+def resident_bytes(kept: float) -> dict[str, Any]:
+    """For each step (looks, what it has of others at most, and what at its end), in blocks. ``kept``: that may stay."""
     data = torch.ones(4, 256, requires_grad=True)  # so that the first block has a backward hook, too
     case = Case("tower", build_tower, lambda model, place: model(data).sum(), classes=("Sequential",))
-    with whole_pages():
-        engine = make_engine(case, make_config(3))
     block = 256 * 256 * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
+    partition.KEPT_BYTES, usual = int(kept * block), partition.KEPT_BYTES
+    try:
+        with whole_pages():
+            engine = make_engine(case, make_config(3))
+    finally:
+        partition.KEPT_BYTES = usual
     seen: list[float] = []
 
     def look(*_: Any) -> None:
@@ -179,10 +183,11 @@ def resident_bytes() -> dict[str, Any]:
     return {"mapped": sum(s.mapped for s in segments(engine)), "steps": found, "slots": engine.runtime.param_slots.count}
 
 
+@pytest.mark.parametrize(("kept", "most"), ((0, 1.0), (3, 4.0), (3.9, 4.0), (8, 8.0)))
 @pytest.mark.parametrize("world", (2, 4))
-def test_pages_of_others_stay_no_longer_than_in_a_slot(world: int) -> None:
-    for found in run_ranks(world, resident_bytes):
-        assert found == {"mapped": 8, "steps": [(16, 1.0, 0.0)] * 3, "slots": 1}
+def test_pages_of_others_stay_no_longer_than_in_a_slot_but_for_some(world: int, kept: float, most: float) -> None:
+    for found in run_ranks(world, resident_bytes, kept):
+        assert found == {"mapped": 8, "steps": [(16, most, 0.0)] * 3, "slots": 1}
 
 
 def many_segments() -> list[bool]:

@@ -32,6 +32,8 @@ ROOT = "root"
 LARGE_NUMEL = 65536
 # Ranges of addresses that mapped shards may take. Linux allows a process 65,530 by default.
 MOST_RANGES = 16384
+# Bytes of other ranks' parameters, in units, that stay mapped to pages between their turns: see mapped_shards.py.
+KEPT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,10 @@ class UnitBuilder:
             self._materialise(unit, param_slots, grad_slots)
             if self.comm is not None:
                 give_back_freed()
+        kept = 0
+        for unit in units:
+            kept += unit.mapped_from_others
+            unit.keeps_others = kept <= KEPT_BYTES
         if self._mapping is not None:
             self._mapping.close()
         return units, param_slots, grad_slots

@@ -420,7 +420,8 @@ class Runtime:
                     segment.set_late_aside()
             self.units[occupant].finish_gather()
             self.units[occupant].release()
-            self.units[occupant].let_go_of_others()
+            if not self.units[occupant].keeps_others:
+                self.units[occupant].let_go_of_others()
             self.param_slots.occupant[slot] = None
 
     # -- agreement -----------------------------------------------------------------------------------------------

@@ -241,6 +241,7 @@ class Unit:
         self.gathering: list[Pending] = []
         self.reducing: list[Pending] = []
         self.attached = True
+        self.keeps_others = False  # mapped pages of other ranks' parameters stay resident between its turns
         self.deferred = False  # its gradients may come after its turn: reduce it when the backward is over
         self.placement = Placement()
         self.link: HostLink | None = None  # to the host, if something of it is there
@@ -279,6 +280,11 @@ class Unit:
                 for param, loud in zip(segment.params, segment.loud, strict=True):
                     param.data = loud
             self.attached = False
+
+    @property
+    def mapped_from_others(self) -> int:
+        """Bytes of other ranks' parameters that are mapped."""
+        return sum((s.layout.numel - s.high + s.low) * s.full.element_size() for s in self.segments if s.mapped)
 
     def let_go_of_others(self) -> None:
         """Drop the pages of other ranks' parameters, and what a module has written to them."""
