@@ -77,7 +77,8 @@ class Engine(LoopQueries):
         self._loss_mode: str | None = None
         self._frozen = [
             (name, param)
-            for segment in (segment for unit in units for segment in unit.segments)
+            for unit in units
+            for segment in unit.segments
             for name, param in zip(segment.names, segment.params, strict=True)
             if not param.requires_grad
         ]

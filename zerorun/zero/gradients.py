@@ -40,7 +40,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
         return None
     registry, home = found
     part = owned_part(home, owned_gradient(home.segment)) * registry.unscale()
-    for axis in home.segment.spread.sums:
+    for axis in home.segment.spread.sums if part.numel() else ():
         registry.runtime.comm.sum_beyond([part], axis)
     return part
 
