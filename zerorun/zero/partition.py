@@ -33,7 +33,7 @@ LARGE_NUMEL = 65536
 # Ranges of addresses that mapped shards may take. Linux allows a process 65,530 by default.
 MOST_RANGES = 16384
 # Bytes of other ranks' parameters, in units, that stay mapped to pages between their turns: see mapped_shards.py.
-KEPT_BYTES = 64 << 20
+KEPT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
