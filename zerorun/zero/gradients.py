@@ -17,7 +17,7 @@ from .access import Home, Registry, entry_view, find, gathered, owned_part, regi
 from .norm import square_sum
 from .pieces import owned_gradient, owned_runs, owns_everything
 from .runtime import ORDER_TIMEOUT_S
-from .unit import Segment
+from .unit import Segment, links_of
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -132,6 +132,5 @@ def _settle(registry: Registry) -> None:
     if any(int(count) for count in late):
         runtime.settle(set().union(*runtime.comm.data_objects(runtime.late)))
     runtime.finish_reductions()
-    for unit in runtime.units:
-        if unit.link is not None:
-            unit.link.drain()
+    for link in links_of(runtime.units):
+        link.drain()
