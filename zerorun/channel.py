@@ -38,7 +38,7 @@ from .peer_memory import Exchange, PeerMemory, PeerMemoryError
 from .zero.layout import Piece
 
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
-STRETCH = 131072
+STRETCH = 262144
 # Seconds that an exiting process gives others to read what it offers.
 _EXIT_READ_TIMEOUT_S = 60
 # How ranks exchange gradients and parameters.
@@ -216,9 +216,9 @@ class Channel:
             return NCCL
         return PEER_MEMORY if self.memory is not None else GLOO
 
-    def map_shards(self, nbytes: int) -> MappedShards | None:
-        """Room for shards of ``nbytes`` in memory that the ranks share; None where they cannot. All must call it."""
-        return MappedShards.connect(self._objects, self.rank, self.size, nbytes) if self.memory is not None else None
+    def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
+        """Room for shards of ``sizes`` bytes in memory that the ranks share; None where they cannot. All must call it."""
+        return MappedShards.connect(self._objects, self.rank, self.size, sizes) if self.memory is not None else None
 
     def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
         """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``quiesce``.

@@ -197,10 +197,10 @@ class Communicator:
         """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, if not in place."""
         return self._shard.all_gather(full, bounds, label, source)
 
-    def map_shards(self, nbytes: int) -> MappedShards | None:
-        """Room for shards of ``nbytes`` in memory that ranks share; None where they cannot. All data-parallel ranks must
-        call it."""
-        return self._shard.map_shards(nbytes)
+    def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
+        """Room for shards of ``sizes`` bytes in memory that ranks share; None where they cannot. All data-parallel ranks
+        must call it."""
+        return self._shard.map_shards(sizes)
 
     def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
         """``shards``, the sources of gathers, change only after ``quiesce``: others may read them without asking."""

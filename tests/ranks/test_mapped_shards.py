@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch import nn
 from training import make_config, make_engine, train
 
 import zerorun
+from zerorun import mapped_shards
 from zerorun.zero import layout, partition
 from zerorun.zero.layout import build_layout
 
@@ -188,6 +191,85 @@ def resident_bytes(kept: float) -> dict[str, Any]:
 def test_pages_of_others_stay_no_longer_than_in_a_slot_but_for_some(world: int, kept: float, most: float) -> None:
     for found in run_ranks(world, resident_bytes, kept):
         assert found == {"mapped": 8, "steps": [(16, most, 0.0)] * 3, "slots": 1}
+
+
+# -- huge pages --------------------------------------------------------------------------------------------------
+
+HUGE = 2 << 20
+
+
+def collapses() -> bool:
+    """True if this kernel makes one huge page of those of a file in memory, when asked to."""
+    library = ctypes.CDLL(None)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    file = os.memfd_create("probe")
+    os.ftruncate(file, HUGE)
+    with mmap.mmap(-1, 2 * HUGE) as room:  # the end of which becomes one aligned page of the file
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % HUGE
+        address = ctypes.addressof(ctypes.c_char.from_buffer(room, start))
+        fixed = mmap.MAP_SHARED | 0x10
+        assert library.mmap(address, HUGE, mmap.PROT_READ | mmap.PROT_WRITE, fixed, file, 0) == address
+        os.close(file)
+        room[start] = 1
+        return library.madvise(address, HUGE, 25) == 0
+
+
+def huge_bytes() -> tuple[int, int]:
+    """Bytes of huge pages that this process has mapped: of its own shards, of others'."""
+    found, kind = [0, 0], -1
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if line.split()[0][-1] != ":":
+                kind = int(line.split()[1].endswith("p")) if "memfd:zerorun shards" in line else -1
+            elif line.startswith("ShmemPmdMapped:") and kind >= 0:
+                found[kind] += int(line.split()[1]) * 1024
+    return found[0], found[1]
+
+
+def build_wide() -> nn.Module:
+    torch.manual_seed(0)  # a block takes 9.0 MB: neither it nor its shards are a whole number of huge pages
+    return nn.Sequential(*(nn.Sequential(nn.Linear(1500, 1500, bias=False)) for _ in range(2)))
+
+
+def train_wide(stage: int, advice: int) -> dict[str, Any]:
+    """Two steps. ``advice``: that makes pages huge."""
+    mapped_shards._MADV_COLLAPSE, usual = advice, mapped_shards._MADV_COLLAPSE
+    data = torch.randn(4, 1500, generator=torch.Generator().manual_seed(dist.get_rank()))
+    case = Case("wide", build_wide, lambda model, place: model(data).pow(2).mean(), classes=("Sequential",))
+    try:
+        engine = make_engine(case, make_config(stage))
+    finally:
+        mapped_shards._MADV_COLLAPSE = usual
+    seen: list[tuple[int, int]] = []
+    engine.module[1][0].register_forward_hook(lambda *_: seen.append(huge_bytes()))
+    losses = []
+    for _ in range(2):
+        losses.append(engine.backward(case.loss(engine, Place(0, 0, 0))))
+        engine.step()
+    found = {"losses": losses, "weights": engine.state_dict(), "huge": seen[-1], "huge at the end": huge_bytes()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_shards_lie_in_huge_pages_where_the_kernel_allows(world: int) -> None:
+    usual = run_ranks(world, train_wide, 2, 25)
+    for advice in (25, 9999):  # as Linux has it; one that no kernel knows
+        for rank, found in enumerate(run_ranks(world, train_wide, 3, advice)):
+            own = [whole_huge_pages(peer, world) * (advice == 25 and collapses()) for peer in range(world)]
+            assert found["huge"] == (2 * own[rank], 2 * (sum(own) - own[rank]))  # of two blocks
+            assert found["huge at the end"] == (2 * own[rank], 0)
+            assert found["losses"] == usual[rank]["losses"]
+            for name, weight in found["weights"].items():
+                assert torch.equal(weight, usual[rank]["weights"][name])
+
+
+def whole_huge_pages(rank: int, world: int) -> int:
+    """Bytes of the huge pages that lie within the shard of ``rank``, if the flat buffer begins with one."""
+    shard = build_layout(["weight"], [(1500 * 1500,)], world).numel * 4 // world
+    return max((rank + 1) * shard // HUGE - -(-rank * shard // HUGE), 0) * HUGE
 
 
 def many_segments() -> list[bool]:

@@ -276,9 +276,9 @@ class UnitBuilder:
     def _map_shards(self, units: list[Unit]) -> MappedShards | None:
         """The memory of the mapped segments; where they are too many, or ranks can have none in common, none is mapped."""
         mapped = [segment for unit in units for segment in unit.segments if segment.mapped]
-        nbytes = sum((s.high - s.low) * self._dtype(s.params[0]).itemsize for s in mapped)
+        sizes = [(s.high - s.low) * self._dtype(s.params[0]).itemsize for s in mapped]
         few = 0 < len(mapped) * self.topology.shard <= MOST_RANGES
-        mapping = self.comm.map_shards(nbytes) if few and self.comm is not None else None
+        mapping = self.comm.map_shards(sizes) if few and self.comm is not None else None
         for segment in mapped:
             segment.mapped = few and (mapping is not None or self.comm is None)
         return mapping
@@ -287,7 +287,7 @@ class UnitBuilder:
         """The flat buffer [numel] over the memory of all ranks."""
         if self._mapping is None:
             return torch.empty(segment.layout.numel, dtype=dtype, device=self.device)
-        return self._mapping.take((segment.high - segment.low) * dtype.itemsize).view(dtype)
+        return self._mapping.take().view(dtype)
 
     def _reserve_staging(self, units: list[Unit]) -> int:
         """Buffers for the largest segment that is updated in host memory, where it cannot be done in place. Their bytes."""
