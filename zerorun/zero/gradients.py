@@ -17,7 +17,7 @@ from .access import Home, Registry, entry_view, find, gathered, owned_part, regi
 from .norm import square_sum
 from .pieces import owned_gradient, owned_runs, owns_everything
 from .runtime import ORDER_TIMEOUT_S
-from .unit import Segment, links_of
+from .unit import Segment, Unit, links_of
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -26,8 +26,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     registry, home = found
-    flat = gathered(registry, home.segment, owned_gradient(home.segment), home.unit.name)
-    return _whole(registry, home, flat, registry.unscale())
+    return _whole(registry, home, _gathered(registry, home.unit, home.segment))
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -39,10 +38,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     registry, home = found
-    part = owned_part(home, owned_gradient(home.segment)) * registry.unscale()
-    for axis in home.segment.spread.sums if part.numel() else ():
-        registry.runtime.comm.sum_beyond([part], axis)
-    return part
+    return owned_part(home, _summed(registry, home.segment)) * registry.unscale()
 
 
 def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,13 +48,12 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     registry = _registry(module)
     _settle(registry)
-    factor = registry.unscale()
     for unit in registry.runtime.units:
         for segment in unit.trainable:
             if segment.reduced:
-                flat = gathered(registry, segment, owned_gradient(segment), unit.name)
+                flat = _gathered(registry, unit, segment)
                 for entry, name in enumerate(segment.names):
-                    yield name, _whole(registry, Home(unit, segment, entry), flat, factor)
+                    yield name, _whole(registry, Home(unit, segment, entry), flat)
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:
@@ -70,16 +65,8 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     _settle(registry)
     comm, topology = registry.runtime.comm, registry.runtime.comm.topology
     segments = [segment for unit in registry.runtime.units for segment in unit.trainable if segment.reduced]
-    gradients = {id(segment): owned_gradient(segment) for segment in segments}
-    for axis in comm.beyond:
-        members = [segment for segment in segments if axis in segment.spread.sums]
-        gradients |= {id(segment): gradients[id(segment)].clone() for segment in members}
-        if members:
-            comm.sum_beyond([gradients[id(segment)] for segment in members], axis)
     names = [name for segment in segments for name in segment.names]
-    squares = [
-        value for segment in segments for value in _square_sums(segment, gradients[id(segment)], topology.shard_rank)
-    ]
+    squares = [value for segment in segments for value in _square_sums(registry, segment, topology.shard_rank)]
     total = comm.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
     if topology.tensor > 1:
         comm.sum_beyond([total], "tensor")
@@ -87,8 +74,9 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
 
 
-def _square_sums(segment: Segment, gradient: torch.Tensor, shard_rank: int) -> list[torch.Tensor]:
+def _square_sums(registry: Registry, segment: Segment, shard_rank: int) -> list[torch.Tensor]:
     """By parameter, of the elements that this rank is to count: fp64 scalars."""
+    gradient = _summed(registry, segment)
     sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(segment.names)
     if segment.spread.counted and not (owns_everything(segment) and shard_rank):
         for run in owned_runs(segment):
@@ -96,11 +84,24 @@ def _square_sums(segment: Segment, gradient: torch.Tensor, shard_rank: int) -> l
     return sums
 
 
-def _whole(registry: Registry, home: Home, flat: torch.Tensor, factor: float) -> torch.Tensor:
-    part = entry_view(home, flat) * factor
-    for axis in home.segment.spread.sums:
-        registry.runtime.comm.sum_beyond([part.view(-1)], axis)
-    return registry.parts.whole(home.segment.params[home.entry], part)
+def _summed(registry: Registry, segment: Segment) -> torch.Tensor:
+    """What this rank owns of the gradient [owned], to read only; summed over the other axes where ranks have summands."""
+    owned = owned_gradient(segment)
+    if segment.spread.sums:
+        owned = owned.clone()
+    for axis in segment.spread.sums:
+        registry.runtime.comm.sum_beyond([owned], axis)
+    return owned
+
+
+def _gathered(registry: Registry, unit: Unit, segment: Segment) -> torch.Tensor:
+    """The gradients of a segment, scaled as the losses were: [numel], to read only."""
+    return gathered(registry, segment, _summed(registry, segment), unit.name)
+
+
+def _whole(registry: Registry, home: Home, flat: torch.Tensor) -> torch.Tensor:
+    """The gradient of the parameter at ``home``, of what ``_gathered`` gives for its segment."""
+    return registry.parts.whole(home.segment.params[home.entry], entry_view(home, flat) * registry.unscale())
 
 
 def _registry(module: nn.Module) -> Registry:
@@ -130,7 +131,7 @@ def _settle(registry: Registry) -> None:
             f"{ORDER_TIMEOUT_S:.0f} s. Remedy: call the functions of zerorun.zero on all ranks, and use the result on one."
         ) from error
     if any(int(count) for count in late):
-        runtime.settle(set().union(*runtime.comm.data_objects(runtime.late)))
+        runtime.settle()
     runtime.finish_reductions()
     for link in links_of(runtime.units):
         link.drain()

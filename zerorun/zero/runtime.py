@@ -511,14 +511,14 @@ class Runtime:
             pending.wait()
         self.sharing.clear()
 
-    def settle(self, late: set[int]) -> None:
-        """Reduce the gradients that came late on any rank. ``late``: the union over ranks.
+    def settle(self) -> None:
+        """Reduce the gradients that came late on any rank. All data-parallel ranks must call it.
 
         The next backward follows the order of this one; a unit that is late again waits for the end of the backward.
         """
         if self._last_session is not None:
             self._agree(self._last_session, self._universe()[::-1])
-        for index in sorted(late):
+        for index in sorted(set().union(*self.comm.data_objects(self.late))):
             unit = self.units[index]
             unit.deferred = unit.deferred or index in self._late_before
             self._late_before.add(index)

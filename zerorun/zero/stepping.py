@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..comm import Communicator
@@ -80,8 +81,7 @@ class ShardedOptimizer:
         values += wishes
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
-            late = self.comm.data_objects(runtime.late)
-            runtime.settle(set().union(*late))
+            runtime.settle()
             self.drain()
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
         square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
@@ -91,7 +91,7 @@ class ShardedOptimizer:
     def _sum_beyond(self, runtime: Runtime) -> None:
         """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""
         if self.comm.control_sum(torch.tensor([float(len(runtime.late))]))[0]:
-            runtime.settle(set().union(*self.comm.data_objects(runtime.late)))
+            runtime.settle()
             self.drain()
         for axis in self.comm.beyond:
             members = [segment for segment in self._segments if axis in segment.spread.sums]
@@ -192,12 +192,7 @@ class ShardedOptimizer:
         self._updates += 1
         self._never_used = left_out if self._updates == 1 else self._never_used & left_out
         if self._updates == WATCHED_STEPS and self._never_used:
-            names = [
-                name
-                for segment in self._segments
-                for entry, (name, param) in enumerate(zip(segment.names, segment.params, strict=True))
-                if (id(segment), entry) in self._never_used and param.requires_grad
-            ]
+            names = self._names(self._never_used, lambda param: param.requires_grad)
             if names:
                 warn_once(
                     f"{len(names)} parameters got no gradient on any rank in the first {WATCHED_STEPS} steps, and stay as "
@@ -206,11 +201,16 @@ class ShardedOptimizer:
                 )
 
     def _name_unused(self, left_out: set[tuple[int, int]]) -> str:
-        names = [n for s in self._segments for entry, n in enumerate(s.names) if (id(s), entry) in left_out]
+        names = self._names(left_out)
         return (
             f"{len(names)} parameters got no gradient on any rank in this step: {', '.join(names[:10])}. "
             "Remedy: freeze them, or set zero_optimization.ignore_unused_parameters to true to leave them as they are."
         )
+
+    def _names(self, places: set[tuple[int, int]], where: Callable[[nn.Parameter], bool] = lambda _: True) -> list[str]:
+        """Of the parameters at ``places`` (id of segment, entry), in the order of the model, for which ``where`` holds."""
+        members = [(s, i, name) for s in self._segments for i, name in enumerate(s.names) if (id(s), i) in places]
+        return [name for segment, index, name in members if where(segment.params[index])]
 
     def cut(self, mixed: Callable[[OptimizerPiece], bool]) -> None:
         """Replace every ``mixed`` piece by one piece for each parameter in it, with its state."""
