@@ -1,9 +1,9 @@
 """Mapped shards: the ranks of one host map each other's shards, so that gathered parameters are there without a copy.
 
 [Note: one flat buffer over the memory of all ranks]
-Every rank keeps its shards in a file in memory (memfd), at the same places as the others keep theirs. The flat buffer of a
-unit is a range of addresses with the shard of rank 0 at its beginning, then that of rank 1, and so on: the rank's own, and
-the pages of the others' files. A gather moves nothing, a slot is not needed, and the host holds each parameter once.
+Every rank keeps its shards in a file in memory (memfd), in the same order as the others keep theirs. The flat buffer of
+a unit is a range of addresses with the shard of rank 0 at its beginning, then that of rank 1, and so on: the rank's own,
+and the pages of the others' files. A gather moves nothing, a slot is not needed, and the host holds each parameter once.
 Shards change only between ``close`` and the next gather, see open_shards.py.
 
 A module that writes to its parameters in its forward writes to the rank's own shard, and to copies of the others' pages
