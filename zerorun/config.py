@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerorun.batch import resolve_batch
-from zerorun.config_fields import ConfigNote
+from zerorun.config_fields import ConfigNote, EffectiveValue
 from zerorun.config_rules import collect_notes, find_contradictions, tensor_sizes
 from zerorun.config_schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
 from zerorun.config_source import read_source
@@ -26,6 +26,7 @@ from zerorun.errors import ConfigError, ConfigProblem
 __all__ = [
     "Config",
     "ConfigNote",
+    "EffectiveValue",
     "ModelFacts",
     "Optimizer",
     "Scheduler",

@@ -70,6 +70,15 @@ class ConfigNote:
         return f"{self.key}: {self.reason}"
 
 
+@dataclass(frozen=True)
+class EffectiveValue:
+    """What is in force for a key, where it comes from (see Config.sources), and what is to be said of it, if anything."""
+
+    value: Any
+    source: str
+    note: str | None
+
+
 class Section(BaseModel):
     """One JSON object with known keys. A field's alias is DeepSpeed's spelling; its Python name is accepted as well."""
 

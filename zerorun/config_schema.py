@@ -12,6 +12,7 @@ from pydantic import Field, PrivateAttr
 from zerorun.config_fields import (
     ConfigNote,
     Dtype,
+    EffectiveValue,
     Feature,
     Flag,
     Inert,
@@ -217,6 +218,18 @@ class Config(Section):
         """Everything, defaults included, with DeepSpeed's spellings; ``load_config`` accepts it again."""
         content: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True)
         return content
+
+    def effective(self) -> dict[str, EffectiveValue]:
+        """Dotted key -> what is in force, for every key with a value. A key that has no effect has a note: the reason."""
+        reasons = {note.key: note.reason for note in self._notes}
+
+        def note(key: str) -> str | None:
+            words = key.split(".")
+            above = (".".join(words[:depth]) for depth in range(len(words), 0, -1))
+            return next((reasons[path] for path in above if path in reasons), None)
+
+        content = flatten(self.as_dict())
+        return {key: EffectiveValue(value, self._sources.get(key, "default"), note(key)) for key, value in content.items()}
 
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly when the content is, on any host."""

@@ -17,7 +17,7 @@ from .checkpoint.inventory import Subject
 from .checkpoint.load import Wanted
 from .checkpoint.routine import Routine
 from .comm import Communicator
-from .config import Config
+from .config import Config, EffectiveValue
 from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
 from .label_counts import LabelCounts
@@ -604,6 +604,13 @@ class Engine(LoopQueries):
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
         self.runtime.finish_updates()
         return memory_by_kind(self.module, self.units, self.runtime, self.sharded)
+
+    def effective_config(self) -> dict[str, EffectiveValue]:
+        """What is in force, by dotted key: the value, its source ("file", "auto", "derived", "default"), and a note.
+
+        The note of a key of the file that has no effect in this run is the reason.
+        """
+        return self.config.effective()
 
     def communication_report(self) -> dict[str, dict[str, int]]:
         """Calls and bytes sent by this rank so far, by label (unit and phase)."""

@@ -11,6 +11,8 @@ from harness import run_ranks
 from models import CASES
 from training import make_config, make_engine
 
+from zerorun.config import EffectiveValue
+
 SETTINGS = (
     *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
     *("zero_optimization_partition_weights", "fp16_enabled", "bfloat16_enabled", "gradient_clipping"),
@@ -27,6 +29,8 @@ def ask(stage: int, precision: str, optimizer: str, changes: dict[str, Any]) -> 
     assert ranks == (dist.get_rank(), dist.get_rank(), 2, 2, "cpu")
     assert batch == (12, 2, 3)
     answers = {name: getattr(engine, name)() for name in SETTINGS}
+    assert engine.effective_config()["zero_optimization.stage"] == EffectiveValue(stage, "file", None)
+    assert engine.effective_config()["train_batch_size"].value == 12
     groups = [(group["lr"], group.get("betas", group.get("momentum"))) for group in engine.optimizer.param_groups]
     engine.destroy()
     return answers, groups

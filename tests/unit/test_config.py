@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from zerorun.config import Config, ModelFacts, data_parallel_degree, load_config, main, resolve
+from zerorun.config import Config, EffectiveValue, ModelFacts, data_parallel_degree, load_config, main, resolve
+from zerorun.config_schema import flatten
 from zerorun.errors import ConfigError, ConfigProblem
 
 HF_STYLE: dict[str, Any] = {
@@ -638,6 +639,31 @@ def test_describe_is_short_and_says_where_from() -> None:
 
 
 # Command line
+
+
+def test_effective_values_say_where_from_and_why_not() -> None:
+    source = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": "auto",
+        "aio": {"use_gds": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 1, "reduce_scatter": False},
+    }
+    config = resolve(load_config(source), data_parallel_size=2, optimizer_given=True)
+    found = config.effective()
+    assert {key: entry.value for key, entry in found.items()} == flatten(config.as_dict())
+    assert {key: entry.source for key, entry in found.items()} == {key: config.sources[key] for key in found}
+    for key, value, origin in (
+        ("train_batch_size", 8, "file"),
+        ("gradient_accumulation_steps", 1, "auto"),
+        ("train_micro_batch_size_per_gpu", 4, "derived"),
+        ("zero_optimization.stage", 1, "file"),
+        ("pipeline.stages", 1, "default"),
+    ):
+        assert found[key] == EffectiveValue(value, origin, None)
+    without_effect = {key for key, entry in found.items() if entry.note}
+    assert without_effect >= {"zero_optimization.reduce_scatter", "optimizer.type", "optimizer.params.lr"}
+    assert {note.reason for note in config.notes} == {entry.note for entry in found.values()} - {None}
 
 
 def test_cli_prints_the_resolved_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
