@@ -15,20 +15,23 @@ are found again by page faults, 0.4 microseconds a page where this was measured:
 those of the first units stay, up to ``KEPT_BYTES`` of partition.py.
 
 [Note: huge pages]
-A huge page (2 MiB) is found again by one fault, is one entry of the processor's address cache, and is zeroed and mapped
-seven times as fast as the 512 small ones. The kernel maps it as one only where the address and the place in the file agree
-in their low 21 bits, and in a buffer the shards follow one another. So each rank's file has gaps, different from the
-others' (``_places``), and what lies at the ends of a shard stays small pages. The usual settings of Linux give files in
-memory no huge pages by themselves; since 6.1 a process can ask for those that exist to be made one (MADV_COLLAPSE).
-Where that is refused, small pages serve as well.
+A huge page (2 MiB) is found again by one fault, and is one entry of the processor's address cache. The kernel maps it as
+one only where the address and the place in the file agree in their low 21 bits, and in a buffer the shards follow one
+another. So each rank's file has gaps, different from the others' (``_places``), and what lies at the ends of a shard stays
+small pages. The usual settings of Linux give files in memory no huge pages by themselves; since 6.1 a process can ask for
+the small ones that exist to be made one (MADV_COLLAPSE). Where that is refused, small pages serve as well. It takes
+0.3 s/GB, and several times that in a virtual machine that gets the memory from its host only then, so it is done once, in
+the first step: who builds an engine for something else does not wait for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -38,6 +41,7 @@ import torch
 _MAP_FIXED = 0x10  # as mman.h of Linux has it
 _MADV_DONTNEED, _MADV_COLLAPSE = 4, 25
 _HUGE_PAGE = 2 << 20
+_ATTEMPTS = 10
 
 
 def _places(sizes: Sequence[int], rank: int) -> list[int]:
@@ -107,8 +111,6 @@ class MappedShards:
             found = _library().mmap(address, nbytes, protection, sharing | _MAP_FIXED, file, place)
             if found != address:
                 raise OSError(ctypes.get_errno(), "a shard of another rank could not be mapped")
-            if rank == self._rank:
-                _make_huge(address, nbytes)
         self._taken += 1
         return buffer
 
@@ -125,13 +127,14 @@ def _map(file: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(file, nbytes, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _make_huge(address: int, nbytes: int) -> None:
-    """Let the pages of a file at ``address``, which nothing was written to, be huge ones where that can be."""
-    pages = range(-(-address // _HUGE_PAGE) * _HUGE_PAGE, (address + nbytes) // _HUGE_PAGE * _HUGE_PAGE, _HUGE_PAGE)
-    for page in pages:
-        ctypes.memset(page, 0, 1)  # one small page of it must exist
-    if pages:
-        _library().madvise(pages.start, len(pages) * _HUGE_PAGE, _MADV_COLLAPSE)
+def make_huge(shard: torch.Tensor) -> None:
+    """Let the pages of this rank's part of a buffer be huge ones, where that can be."""
+    begin, end = shard.data_ptr(), shard.data_ptr() + shard.numel() * shard.element_size()
+    begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
+    for _ in range(_ATTEMPTS if end > begin else 0):
+        if _library().madvise(begin, end - begin, _MADV_COLLAPSE) == 0 or ctypes.get_errno() != errno.EAGAIN:
+            break
+        time.sleep(1e-3)  # another rank held one of the pages for a moment, letting go of it
 
 
 def let_go(buffer: torch.Tensor) -> None:

@@ -235,20 +235,19 @@ def build_wide() -> nn.Module:
 
 def train_wide(stage: int, advice: int) -> dict[str, Any]:
     """Two steps. ``advice``: that makes pages huge."""
-    mapped_shards._MADV_COLLAPSE, usual = advice, mapped_shards._MADV_COLLAPSE
     data = torch.randn(4, 1500, generator=torch.Generator().manual_seed(dist.get_rank()))
     case = Case("wide", build_wide, lambda model, place: model(data).pow(2).mean(), classes=("Sequential",))
+    engine = make_engine(case, make_config(stage))
+    seen, losses = [huge_bytes()], []
+    engine.module[1][0].register_forward_hook(lambda *_: seen.append(huge_bytes()))
+    mapped_shards._MADV_COLLAPSE, usual = advice, mapped_shards._MADV_COLLAPSE
     try:
-        engine = make_engine(case, make_config(stage))
+        for _ in range(2):
+            losses.append(engine.backward(case.loss(engine, Place(0, 0, 0))))
+            engine.step()
     finally:
         mapped_shards._MADV_COLLAPSE = usual
-    seen: list[tuple[int, int]] = []
-    engine.module[1][0].register_forward_hook(lambda *_: seen.append(huge_bytes()))
-    losses = []
-    for _ in range(2):
-        losses.append(engine.backward(case.loss(engine, Place(0, 0, 0))))
-        engine.step()
-    found = {"losses": losses, "weights": engine.state_dict(), "huge": seen[-1], "huge at the end": huge_bytes()}
+    found = {"losses": losses, "weights": engine.state_dict(), "huge": [*seen, huge_bytes()]}
     engine.destroy()
     return found
 
@@ -259,8 +258,8 @@ def test_shards_lie_in_huge_pages_where_the_kernel_allows(world: int) -> None:
     for advice in (25, 9999):  # as Linux has it; one that no kernel knows
         for rank, found in enumerate(run_ranks(world, train_wide, 3, advice)):
             own = [whole_huge_pages(peer, world) * (advice == 25 and collapses()) for peer in range(world)]
-            assert found["huge"] == (2 * own[rank], 2 * (sum(own) - own[rank]))  # of two blocks
-            assert found["huge at the end"] == (2 * own[rank], 0)
+            ours, others = 2 * own[rank], 2 * (sum(own) - own[rank])  # of two blocks
+            assert found["huge"] == [(0, 0), (0, 0), (ours, others), (ours, 0)]  # from the end of the first step on
             assert found["losses"] == usual[rank]["losses"]
             for name, weight in found["weights"].items():
                 assert torch.equal(weight, usual[rank]["weights"][name])

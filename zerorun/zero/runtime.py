@@ -114,6 +114,7 @@ class Runtime:
         self.overlap = True  # False: wait for every reduction at once
         self.part = Part()  # that is running, or will next
         self.on_session_end: Callable[[], None] = lambda: None
+        self._published = False  # an update, so far
         self._phases = 0
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
@@ -552,6 +553,9 @@ class Runtime:
             self.evict(slot)
         for unit in self.units:  # what a backward touched after its unit's turn
             unit.let_go_of_others()
+            if not self._published:
+                unit.use_huge_pages()
+        self._published = True
         resident = [unit for unit in self.units if unit.resident]
         if not self.policy.shard_optimizer or self.comm.topology.shard == 1:
             for unit in resident:

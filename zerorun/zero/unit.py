@@ -39,7 +39,7 @@ from torch import nn
 
 from ..channel import Pending
 from ..comm import Communicator
-from ..mapped_shards import let_go
+from ..mapped_shards import let_go, make_huge
 from .host_memory import prefer_huge_pages
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
@@ -292,6 +292,12 @@ class Unit:
             if segment.mapped:
                 let_go(segment.full[: segment.low])
                 let_go(segment.full[segment.high :])
+
+    def use_huge_pages(self) -> None:
+        """Let the rank's own mapped parameters lie in huge pages, if the kernel makes them."""
+        for segment in self.segments:
+            if segment.mapped:
+                make_huge(segment.shard)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
