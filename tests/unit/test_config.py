@@ -638,9 +638,6 @@ def test_describe_is_short_and_says_where_from() -> None:
     assert "loss_scale" not in text
 
 
-# Command line
-
-
 def test_effective_values_say_where_from_and_why_not() -> None:
     source = {
         "train_batch_size": 8,
@@ -664,6 +661,9 @@ def test_effective_values_say_where_from_and_why_not() -> None:
     without_effect = {key for key, entry in found.items() if entry.note}
     assert without_effect >= {"zero_optimization.reduce_scatter", "optimizer.type", "optimizer.params.lr"}
     assert {note.reason for note in config.notes} == {entry.note for entry in found.values()} - {None}
+
+
+# Command line
 
 
 def test_cli_prints_the_resolved_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     registry, home = found
-    return _whole(registry, home, _gathered(registry, home.unit, home.segment))
+    return _whole(registry, home, _gathered(registry, home.unit, home.segment), registry.unscale())
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -48,12 +48,13 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     registry = _registry(module)
     _settle(registry)
+    factor = registry.unscale()  # once: ranks may have to add up the weights of their losses for it
     for unit in registry.runtime.units:
         for segment in unit.trainable:
             if segment.reduced:
                 flat = _gathered(registry, unit, segment)
                 for entry, name in enumerate(segment.names):
-                    yield name, _whole(registry, Home(unit, segment, entry), flat)
+                    yield name, _whole(registry, Home(unit, segment, entry), flat, factor)
 
 
 def gradient_norms(module: nn.Module) -> dict[str, float]:
@@ -99,9 +100,9 @@ def _gathered(registry: Registry, unit: Unit, segment: Segment) -> torch.Tensor:
     return gathered(registry, segment, _summed(registry, segment), unit.name)
 
 
-def _whole(registry: Registry, home: Home, flat: torch.Tensor) -> torch.Tensor:
-    """The gradient of the parameter at ``home``, of what ``_gathered`` gives for its segment."""
-    return registry.parts.whole(home.segment.params[home.entry], entry_view(home, flat) * registry.unscale())
+def _whole(registry: Registry, home: Home, flat: torch.Tensor, factor: float) -> torch.Tensor:
+    """``factor`` times the gradient of the parameter at ``home``, of what ``_gathered`` gives for its segment."""
+    return registry.parts.whole(home.segment.params[home.entry], entry_view(home, flat) * factor)
 
 
 def _registry(module: nn.Module) -> Registry:

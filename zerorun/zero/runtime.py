@@ -114,7 +114,7 @@ class Runtime:
         self.overlap = True  # False: wait for every reduction at once
         self.part = Part()  # that is running, or will next
         self.on_session_end: Callable[[], None] = lambda: None
-        self._published = False  # an update, so far
+        self._published = False  # new values of the shards, so far
         self._phases = 0
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
