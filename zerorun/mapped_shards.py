@@ -28,20 +28,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
-import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from .huge_pages import HUGE_PAGE
+
 _MAP_FIXED = 0x10  # as mman.h of Linux has it
-_MADV_DONTNEED, _MADV_COLLAPSE = 4, 25
-_HUGE_PAGE = 2 << 20
-_ATTEMPTS = 10
+_MADV_DONTNEED = 4
 
 
 def _places(sizes: Sequence[int], rank: int) -> list[int]:
@@ -51,8 +49,8 @@ def _places(sizes: Sequence[int], rank: int) -> list[int]:
     """
     found, end = [], 0
     for nbytes in sizes:
-        if nbytes >= _HUGE_PAGE:
-            end += (rank * nbytes - end) % _HUGE_PAGE
+        if nbytes >= HUGE_PAGE:
+            end += (rank * nbytes - end) % HUGE_PAGE
         found.append(end)
         end += nbytes
     return [*found, end]
@@ -100,9 +98,9 @@ class MappedShards:
     def take(self) -> torch.Tensor:
         """The next buffer: [number of ranks * its size] uint8, the shard of every rank's file. Zeros at first."""
         nbytes = self._sizes[self._taken]
-        numel, spare = len(self._files) * nbytes, _HUGE_PAGE if nbytes >= _HUGE_PAGE else 0
+        numel, spare = len(self._files) * nbytes, HUGE_PAGE if nbytes >= HUGE_PAGE else 0
         whole = _map(-1, numel + spare)  # the range of addresses: it goes as one, when nobody has it any more
-        begin = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % _HUGE_PAGE if spare else 0
+        begin = -ctypes.addressof(ctypes.c_char.from_buffer(whole)) % HUGE_PAGE if spare else 0
         buffer = torch.frombuffer(whole, dtype=torch.uint8, count=numel, offset=begin)
         for rank, file in enumerate(self._files):
             sharing = mmap.MAP_SHARED if rank == self._rank else mmap.MAP_PRIVATE
@@ -125,16 +123,6 @@ def _map(file: int, nbytes: int) -> mmap.mmap:
     """A private mapping of the beginning of ``file``, or of nothing."""
     kind = mmap.MAP_PRIVATE if file >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return mmap.mmap(file, nbytes, flags=kind, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def make_huge(shard: torch.Tensor) -> None:
-    """Let the pages of this rank's part of a buffer be huge ones, where that can be."""
-    begin, end = shard.data_ptr(), shard.data_ptr() + shard.numel() * shard.element_size()
-    begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-    for _ in range(_ATTEMPTS if end > begin else 0):
-        if _library().madvise(begin, end - begin, _MADV_COLLAPSE) == 0 or ctypes.get_errno() != errno.EAGAIN:
-            break
-        time.sleep(1e-3)  # another rank held one of the pages for a moment, letting go of it
 
 
 def let_go(buffer: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from training import make_config, make_engine, train
 
 import zerorun
-from zerorun import mapped_shards
+from zerorun import huge_pages
 from zerorun.zero import layout, partition
 from zerorun.zero.layout import build_layout
 
@@ -240,13 +240,13 @@ def train_wide(stage: int, advice: int) -> dict[str, Any]:
     engine = make_engine(case, make_config(stage))
     seen, losses = [huge_bytes()], []
     engine.module[1][0].register_forward_hook(lambda *_: seen.append(huge_bytes()))
-    mapped_shards._MADV_COLLAPSE, usual = advice, mapped_shards._MADV_COLLAPSE
+    huge_pages._MADV_COLLAPSE, usual = advice, huge_pages._MADV_COLLAPSE
     try:
         for _ in range(2):
             losses.append(engine.backward(case.loss(engine, Place(0, 0, 0))))
             engine.step()
     finally:
-        mapped_shards._MADV_COLLAPSE = usual
+        huge_pages._MADV_COLLAPSE = usual
     found = {"losses": losses, "weights": engine.state_dict(), "huge": [*seen, huge_bytes()]}
     engine.destroy()
     return found

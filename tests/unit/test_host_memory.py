@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from zerorun.zero.host_memory import give_back_freed, prefer_huge_pages
+from zerorun.huge_pages import prefer_huge_pages
+from zerorun.zero.host_memory import give_back_freed
 
 # A step: 16 MiB in pieces of 1 MiB, all freed at its end. Prints the page faults of the last of three.
 SCRIPT = """

@@ -22,6 +22,7 @@ LAYERS = {
     "config_source": 1,
     "config_walk": 1,
     "schedules": 1,
+    "huge_pages": 1,
     "zero.layout": 1,
     "zero.order": 1,
     "zero.spread": 1,

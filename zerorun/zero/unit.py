@@ -39,8 +39,8 @@ from torch import nn
 
 from ..channel import Pending
 from ..comm import Communicator
-from ..mapped_shards import let_go, make_huge
-from .host_memory import prefer_huge_pages
+from ..huge_pages import make_huge, prefer_huge_pages
+from ..mapped_shards import let_go
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
 from .placement import HostLink, Placement
