@@ -43,7 +43,7 @@ from .zero.host_memory import keep_freed
 from .zero.init import partitioned, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
-from .zero.runtime import Runtime
+from .zero.runtime import Runtime, refuse_managed
 from .zero.stepping import ShardedOptimizer
 from .zero.unit import Unit, links_of
 
@@ -80,6 +80,7 @@ def initialize(
         topology = model.topology()
     device = default_device()
     init_distributed(device)
+    _agree(lambda: refuse_managed(model) if isinstance(model, nn.Module) else None)
     wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
     _compare_ranks(model, wanted, topology)
     settings = wanted.zero_optimization

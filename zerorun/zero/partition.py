@@ -25,7 +25,7 @@ from .layout import PAGED, aligned_bytes, build_layout
 from .placement import Disk, HostLink, Placement
 from .policy import Policy
 from .spread import ALONE, Spread
-from .unit import Segment, SlotPool, Unit, placeholder
+from .unit import Segment, SlotPool, Unit, placeholders
 
 ROOT = "root"
 # Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
@@ -367,7 +367,7 @@ class UnitBuilder:
         """From here on the parameters are views, and what they held before is free."""
         for param, view in zip(segment.params, segment.views, strict=True):
             param.data = view
-        segment.loud = [placeholder(param) for param in segment.params]
+        segment.marks, segment.loud = placeholders(segment.params)
 
     def _values(self, segment: Segment) -> torch.Tensor:
         """The flat buffer [numel] of rank 0's parameters, on this rank's device."""

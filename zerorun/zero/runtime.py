@@ -15,6 +15,11 @@ this backward had. A unit that is late again is from then on *deferred* to the e
 Where one micro-batch's forward is not followed by its backward, as in a pipeline, the program says which forwards a
 backward is for (``take_passes``, ``expect``) and in which part of the model both are (``Part``).
 
+[Note: gradients of gradients]
+A backward with ``create_graph`` makes nodes that read the weights again when they are differentiated, after the pass that
+they belong to is over. The way into them is the gradient of a unit's input: a hook there is one more visit of the unit, in
+the same session as its ordinary one, which comes later. Gradients of parameters are complete after that.
+
 Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
 """
 
@@ -46,6 +51,14 @@ _MAX_OUTSTANDING = 32
 # Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
 MAX_REDUCING = 2
 _END = -1
+# In the metadata of a node of autograd: the index of the unit whose output it makes.
+MADE_BY = "zerorun unit"
+# Passes in which it is looked at what the script has written, where looking means to wait for the device.
+_LOOKED_AT = 20
+_BY_COPY = (
+    "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
+    "modifier_rank=0)"
+)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -111,10 +124,12 @@ class Runtime:
         self.sharing: list[Pending] = []  # stage 0: reduced gradients on their way to every rank
         self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
         self.state_dict_allowed = False
+        self.held: set[int] = set()  # ids of parameters inside a GatheredParameters block
         self.overlap = True  # False: wait for every reduction at once
         self.part = Part()  # that is running, or will next
         self.on_session_end: Callable[[], None] = lambda: None
         self._published = False  # new values of the shards, so far
+        self._leaf_hooks: deque[Any] = deque()  # on inputs that belong to the script, oldest first
         self._phases = 0
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
@@ -163,17 +178,38 @@ class Runtime:
                 self._end_pass()
         if torch.is_grad_enabled():
             visit = partial(self._before_backward, unit)
-            passed_through = {id(tensor) for tensor in tensors_in((args, kwargs))}  # made, and hooked, elsewhere
+            inputs = list(tensors_in((args, kwargs)))
+            if not unit.resident:
+                self._watch_inputs(unit, inputs)
+            passed_through = {id(tensor) for tensor in inputs}  # made, and hooked, elsewhere
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None and id(tensor) not in passed_through:
                     tensor.register_hook(visit)
+                    if not unit.resident:
+                        tensor.grad_fn.metadata[MADE_BY] = unit.index  # type: ignore[index]
 
     def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
-        if self.session is None:
-            self._begin_session()
-        assert self.session is not None
-        if unit.index:
-            self._visit(self.session, unit)
+        with torch.no_grad():  # a backward that builds a graph has gradients on
+            if self.session is None:
+                self._begin_session()
+            assert self.session is not None
+            if unit.index:
+                self._visit(self.session, unit)
+
+    def _watch_inputs(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
+        """Visit ``unit`` also when the gradients of its inputs are differentiated. See [Note: gradients of gradients]."""
+        for tensor in inputs:
+            if not tensor.requires_grad:
+                continue
+            handle = tensor.register_hook(partial(self._watch_gradient, unit))
+            if tensor.is_leaf:  # may be used again and again, and would keep all hooks
+                self._leaf_hooks.append(handle)
+                if len(self._leaf_hooks) > _MAX_OUTSTANDING:
+                    self._leaf_hooks.popleft().remove()
+
+    def _watch_gradient(self, unit: Unit, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled() and grad.requires_grad:
+            grad.register_hook(partial(self._before_backward, unit))
 
     def _recover(self) -> None:
         """An exception left a forward or backward half-way, and the program went on: forget it."""
@@ -194,7 +230,24 @@ class Runtime:
 
     # -- forward -------------------------------------------------------------------------------------------------
 
+    def _refuse_foreign_values(self) -> None:
+        """Raise if the script has given a parameter values that the shards do not have: they would be lost."""
+        for unit in self.units:
+            for name, param in unit.replaced():
+                if id(param) not in self.held:
+                    raise ModelError(
+                        f"parameter {name!r} was given another tensor after initialize(), by param.data = ... or by a call "
+                        f"like model.half() or model.to(...); its optimizer does not know. Remedy: {_BY_COPY}."
+                    )
+        if self.comm.device.type == "cpu" or self._phases < _LOOKED_AT:
+            for name in (name for unit in self.units for name in unit.overwritten()):
+                raise ReleasedParameterError(
+                    f"parameter {name!r} was written to where only a placeholder of it is on this rank, so the values are "
+                    f"lost. Remedy: {_BY_COPY}."
+                )
+
     def _begin_pass(self, entry: Unit) -> None:
+        self._refuse_foreign_values()
         self._phases += 1
         key = ("forward", entry.index, torch.is_grad_enabled(), self.part.name)
         self.walk = Walk(key, self.plans.get(key))
@@ -233,6 +286,7 @@ class Runtime:
         self.session = Walk(key, self.plans[key])
         Variable._execution_engine.queue_callback(self._end_session)
 
+    @torch.no_grad()
     def _end_session(self) -> None:
         walk = self.session
         assert walk is not None
@@ -479,8 +533,10 @@ class Runtime:
         return (
             f"rank {self.comm.topology.rank} reached {name!r} outside the order agreed for this pass ({walk.key}), and "
             f"other ranks did not within {ORDER_TIMEOUT_S:.0f} s: they run the model's units in another order or "
-            "another number of times. Remedy: call the model equally often on all ranks, or make the modules that "
-            "differ one unit (zero_optimization.unit_policy with the class name of the module around them)."
+            "another number of times. Remedy: call the model equally often on all ranks. If some ranks take a "
+            "branch that none has taken before, let all take it in the first step, or define its modules in the order "
+            "that they run in, or make the modules that differ one unit (zero_optimization.unit_policy with the class name "
+            "of the module around them)."
         )
 
     def _different_positions(self, answers: list[tuple[int, ...]]) -> str:
@@ -572,6 +628,20 @@ class Runtime:
         self.outstanding.clear()
         self.visited.clear()
         self.late.clear()
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
+
+
+def refuse_managed(module: nn.Module) -> None:
+    """Raise ModelError if a runtime has hooks in ``module``: a second one would train parameters that nobody reads."""
+    for name, part in module.named_modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Runtime):
+                raise ModelError(
+                    f"{f'its module {name!r}' if name else 'the model'} belongs to an engine already, which has its "
+                    "parameters. Remedy: call destroy() of that engine first, or build the model anew."
+                )
 
 
 def released_parameter(name: str, unit: str) -> ReleasedParameterError:

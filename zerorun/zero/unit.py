@@ -31,7 +31,7 @@ large, even that is left out: an ``unpacked`` segment is summed from where autog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -102,6 +102,7 @@ class Segment:
         self.grad_views: list[torch.Tensor] = []  # of grad_full
         self.gap_views: list[torch.Tensor] = []  # of grad_full: what belongs to no parameter
         self.loud: list[torch.Tensor] = []  # what the parameters show while released
+        self.marks: torch.Tensor | None = None  # the elements that those are made of
         self.used = [False] * len(self.params)  # got a gradient on this rank since the last step
         self.late: dict[int, torch.Tensor] = {}  # fp32 gradients that came after the unit's turn, by parameter
         self.loose: list[torch.Tensor] | None = None  # the gradients where autograd left them, flat, instead of grad_full
@@ -281,6 +282,20 @@ class Unit:
                     param.data = loud
             self.attached = False
 
+    def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of those that the script has given another tensor."""
+        for segment in self.segments:
+            own = segment.views if self.attached else segment.loud
+            for index, param in enumerate(segment.params):
+                if param.data_ptr() != own[index].data_ptr():
+                    yield segment.names[index], param
+
+    def overwritten(self) -> Iterator[str]:
+        """Names of the parameters whose placeholder the script has written to. Waits for the device."""
+        for segment in self.segments if not self.resident else ():
+            if segment.marks is not None and not bool(_is_loud(segment.marks).all()):
+                yield from (name for name, mark in zip(segment.names, segment.marks, strict=True) if not _is_loud(mark))
+
     @property
     def mapped_from_others(self) -> int:
         """Bytes of other ranks' parameters that are mapped."""
@@ -396,9 +411,31 @@ def links_of(units: Sequence[Unit]) -> list[HostLink]:
 
 def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """What a released parameter shows: its shape, dtype and device (or ``device``), reads NaN, refuses in-place writes."""
-    if param.dtype.is_floating_point or param.dtype.is_complex:
-        value: float = float("nan")
-    else:
-        value = True if param.dtype == torch.bool else torch.iinfo(param.dtype).max
-    shape = (1,) if param.dim() else ()
-    return torch.full(shape, value, dtype=param.dtype, device=device or param.device).expand(param.shape)
+    return _shown(_marks(1, param.dtype, device or param.device)[0], param)
+
+
+def placeholders(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(elements [len(params)], one for each, the placeholders that show them) of parameters of one dtype and device."""
+    marks = _marks(len(params), params[0].dtype, params[0].device)
+    return marks, [_shown(mark, param) for mark, param in zip(marks, params, strict=True)]
+
+
+def _shown(mark: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return mark.view(1 if param.dim() else ()).expand(param.shape)
+
+
+def _loud_value(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _marks(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), _loud_value(dtype), dtype=dtype, device=device)
+
+
+def _is_loud(marks: torch.Tensor) -> torch.Tensor:
+    value = _loud_value(marks.dtype)
+    if value == value:
+        return marks == value
+    return (marks if marks.is_complex() else marks.float()).isnan()  # 8-bit floats have no isnan()

@@ -1,0 +1,157 @@
+"""What a script does to parameters behind the engine's back: it counts, or is refused by name, and is never lost."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from test_bad_input import attempt
+from torch import nn
+from training import make_config
+
+import zerorun
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).mean()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def build() -> Layers:
+    torch.manual_seed(0)
+    return Layers()
+
+
+def step(engine: zerorun.Engine) -> float:
+    loss = engine.backward(engine(data()))
+    engine.step()
+    return float(loss)
+
+
+def second_engine(stage: int, how: str) -> tuple[Any, ...]:
+    model = build()
+    first: zerorun.Engine | None = zerorun.initialize(model, make_config(stage))
+    assert first is not None
+    step(first)
+    if how == "deleted":
+        first = None
+        gc.collect()
+    again = model.blocks[0] if how == "part" else model
+    answer = attempt(lambda: zerorun.initialize(again, make_config(stage)))
+    if first is not None:
+        first.destroy()
+        second = zerorun.initialize(model, make_config(stage))
+        assert step(second) > step(second)
+        second.destroy()
+    return answer
+
+
+@pytest.mark.parametrize("how", ("kept", "deleted", "part"))
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
+    for kind, text in run_ranks(2, second_engine, stage, how):
+        assert kind == "ModelError"
+        for word in ("belongs to an engine already", "destroy()", "anew"):
+            assert word in text
+
+
+def another_tensor(model: Layers) -> None:
+    model.blocks[1].weight.data = torch.ones(8, 8)
+
+
+def half(model: Layers) -> None:
+    model.half()
+
+
+def fill(model: Layers) -> None:
+    nn.init.constant_(model.blocks[1].weight, 0.5)
+
+
+def scale(model: Layers) -> None:
+    with torch.no_grad():
+        model.blocks[1].weight.mul_(2.0)
+
+
+def behind_its_back(action: Callable[[Layers], None], stage: int) -> tuple[str, str]:
+    engine = zerorun.initialize(build(), make_config(stage))
+    step(engine)
+    result = attempt(lambda: (action(engine.module), step(engine)))
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("action", (another_tensor, half))
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_another_tensor_is_refused(action: Callable[[Layers], None], stage: int) -> None:
+    first = "head.weight" if stage < 3 or action is half else "blocks.1.weight"  # the root unit comes first
+    for kind, text in run_ranks(2, behind_its_back, action, stage):
+        assert kind == "ModelError"
+        assert ("blocks.1.weight" if action is another_tensor else first) in text
+        assert "GatheredParameters" in text
+
+
+def test_writing_to_a_placeholder_is_refused() -> None:
+    for kind, text in run_ranks(2, behind_its_back, fill, 3):
+        assert kind == "ReleasedParameterError"
+        assert "blocks.1.weight" in text
+        assert "GatheredParameters" in text
+
+
+def written_in_place(action: Callable[[Layers], None], stage: int) -> bool:
+    """Where a rank has the whole parameter, writing to it counts, as it does without an engine."""
+    engine, plain = zerorun.initialize(build(), make_config(stage, optimizer="SGD")), build()
+    action(engine.module)
+    action(plain)
+    with torch.no_grad():
+        same = torch.equal(engine(data()), plain(data()))
+    step(engine)
+    found = engine.state_dict()["blocks.1.weight"]
+    engine.destroy()
+    return same and bool((found - plain.blocks[1].weight).norm() < 0.5 * plain.blocks[1].weight.norm())
+
+
+@pytest.mark.parametrize("action", (fill, scale))
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_writing_in_place_counts_where_parameters_are_whole(action: Callable[[Layers], None], stage: int) -> None:
+    assert all(run_ranks(2, written_in_place, action, stage))
+
+
+def in_a_block(stage: int, shape: tuple[int, ...]) -> Any:
+    engine = zerorun.initialize(build(), make_config(stage))
+    weight = engine.module.blocks[1].weight
+
+    def action() -> None:
+        with zerorun.zero.GatheredParameters(weight, modifier_rank=0):
+            weight.data = torch.full(shape, 3.0 + dist.get_rank())
+
+    answer = attempt(action) if shape != (8, 8) else action()
+    found = engine.state_dict()["blocks.1.weight"]
+    step(engine)
+    engine.destroy()
+    return answer, found
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_another_tensor_in_a_block_gives_its_values(stage: int) -> None:
+    for _, found in run_ranks(2, in_a_block, stage, (8, 8)):
+        assert torch.equal(found, torch.full((8, 8), 3.0))
+    for (kind, text), found in run_ranks(2, in_a_block, stage, (4, 8)):
+        assert kind == "ModelError"
+        assert "'blocks.1.weight' from (8, 8) to (4, 8)" in text
+        assert torch.equal(found, build().blocks[1].weight)
