@@ -21,7 +21,7 @@ from .config import Config, EffectiveValue
 from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
 from .label_counts import LabelCounts
-from .log import info_once, logger, warn_once
+from .log import info_once, is_rank_zero, logger, warn_once
 from .loop_queries import LoopQueries
 from .ops.single_pass import SinglePassOptimizer
 from .parallel import Divided
@@ -29,6 +29,7 @@ from .precision import DTYPES, LossScaler, cast_floats
 from .same_data import checksum, is_cheap
 from .topology import Topology
 from .zero.access import Registry, find_released_use, full_state_dict, restore_module
+from .zero.gradients import not_finite
 from .zero.report import memory_by_kind
 from .zero.runtime import Runtime, released_parameter, tensors_in
 from .zero.stepping import ShardedOptimizer, Summary
@@ -37,6 +38,8 @@ from .zero.unit import Unit, links_of
 # How far losses may differ, relatively, that are computed from the same activations; and for how many steps that is looked
 # at where looking means to wait for the device.
 _APART, COMPARED_STEPS = 1e-4, 10
+# After so many steps in a row without finite gradients training in bf16 ends: no loss scale can mend it.
+SKIPS_IN_A_ROW = 3
 
 
 class Engine(LoopQueries):
@@ -70,6 +73,7 @@ class Engine(LoopQueries):
         self.divided = Divided()
         self.owns_topology = False  # made by initialize(): its groups go with the engine
         self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._skips_in_a_row = 0
         self._boundary: bool | None = None
         self._in_no_sync = self._in_engine_backward = self._applied = False
         self._grad_norm: float | None = None
@@ -212,12 +216,16 @@ class Engine(LoopQueries):
         if self.topology.tensor > 1 and (self.device.type == "cpu" or self.global_steps < COMPARED_STEPS):
             value = float(loss.detach())
             self._compared += value if math.isfinite(value) else 0.0
-        if ignore or self.scaler.dynamic or self.device.type != "cpu" or math.isfinite(float(loss.detach())):
+        if self.device.type != "cpu" or math.isfinite(float(loss.detach())):
             return
-        name = find_released_use(loss, self.units, self.runtime.visited)
+        if ignore:
+            self._empty.append(self._sessions)
+            return
+        name = find_released_use(loss, self.units)
         if name is not None:
             raise released_parameter(*name)
-        self._bad_losses.append(self._sessions)
+        if not self.scaler.dynamic:
+            self._bad_losses.append(self._sessions)
 
     def _count_backward(self) -> None:
         self._sessions += 1
@@ -259,6 +267,7 @@ class Engine(LoopQueries):
         self._weight = 0.0
         self._compared = 0.0  # sum of losses, where ranks must have the same
         self._bad_losses: list[int] = []  # micro-batches, counted from 0
+        self._empty: list[int] = []  # those of weight 0 whose loss is not finite: it may be a mean of nothing
         self._culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
         self.runtime.inspect = self._inspect if self.scaler.at_minimum else None
 
@@ -278,8 +287,14 @@ class Engine(LoopQueries):
                 "Remedy: call engine.backward(loss) or loss.backward() first."
             )
         assert self.sharded is not None
-        self._steps_seen = self._sessions
+        backwards, self._steps_seen = self._sessions - self._steps_seen, self._sessions
         boundary = self.is_gradient_accumulation_boundary()
+        if not boundary and self._boundary is None and backwards == self.config.gradient_accumulation_steps:
+            warn_once(
+                f"step() after {backwards} backwards counts as one of gradient_accumulation_steps = {backwards} "
+                "micro-batches, so the weights are not updated yet. If they were to be one update: call step() after every "
+                "backward, or engine.set_gradient_accumulation_boundary(True) once."
+            )
         self.micro_steps += 1
         if not boundary:
             self._applied = False
@@ -323,6 +338,7 @@ class Engine(LoopQueries):
             with self._stepping():
                 self.sharded.update(unscale * clip, unused=summary.unused, order=self.runtime.forward_order())
             self.runtime.publish()
+            self._skips_in_a_row = 0
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
@@ -364,10 +380,16 @@ class Engine(LoopQueries):
     def _skip(self) -> None:
         """Gradients are not finite: leave the weights as they are, or stop where nothing would mend it."""
         self.skipped_steps += 1
-        if self.scaler.dynamic or (self.compute_dtype is not None and self.config.bf16.check_grad_overflow):
+        self._skips_in_a_row += 1
+        if self.scaler.dynamic:
             logger.debug("step %d skipped: gradients are not finite", self.global_steps)
             return
-        raise NonFiniteError(self._explain("gradients are NaN or infinite", []))
+        if self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self._skips_in_a_row < SKIPS_IN_A_ROW:
+            if is_rank_zero():
+                what = "step %d skipped: gradients are NaN or infinite; %d such steps in a row are an error"
+                logger.warning(what, self.global_steps, SKIPS_IN_A_ROW)
+            return
+        raise NonFiniteError(self._explain("gradients are NaN or infinite", self._empty, not_finite(self.units)))
 
     def _update_scale(self, *, overflow: bool) -> None:
         try:
@@ -383,8 +405,9 @@ class Engine(LoopQueries):
                 micro, rank, name = found[0]
                 where = f"first in parameter {name!r} on rank {rank} in micro-batch {micro} of this step."
             raise LossScaleError(
-                f"{error} Non-finite values: {where} Weights are those before this step and can be saved. "
-                "Remedy: train in bf16, or lower the learning rate; fp16 rarely works for weights made in bf16."
+                f"{error} Non-finite values: {where} Weights are those before this step and can be saved."
+                f"{self._hint_of_placeholders()} Remedy: train in bf16, or lower the learning rate; fp16 rarely works for "
+                "weights made in bf16."
             ) from None
 
     def _inspect(self, unit: Unit) -> None:
@@ -395,18 +418,33 @@ class Engine(LoopQueries):
                     if gradient is not None and not bool(torch.isfinite(gradient).all()):
                         self._culprits.append((self._sessions, name))
 
-    def _explain(self, what: str, micro_batches: list[int]) -> str:
-        """A message that is the same on all ranks, naming the first of them that saw it."""
-        by_rank = self.comm.control_objects(micro_batches)
-        seen = [(rank, found[0]) for rank, found in enumerate(by_rank) if found]
-        where = f", first on rank {seen[0][0]} in micro-batch {seen[0][1]} of this step" if seen else ""
+    def _explain(self, what: str, micro_batches: list[int], names: Sequence[str] = ()) -> str:
+        """A message that is the same on all ranks: the first that saw it, and the parameters concerned, if that is known.
+
+        ``micro_batches``: that had a bad loss; those that are known to weigh nothing if there are ``names``.
+        """
+        answers = self.comm.control_objects((micro_batches, names))
+        seen = [(rank, found[0]) for rank, (found, _) in enumerate(answers) if found]
+        bad = list(dict.fromkeys(name for _, found in answers for name in found))
+        where = f" in {_listed(bad)}" if bad else ""
         hint = ""
-        if self.runtime.shares_params:
-            hint = " A stage-3 parameter used outside its module's forward reads as NaN, too."
+        if seen and bad:
+            hint = (
+                f" Rank {seen[0][0]} gave micro-batch {seen[0][1]} a weight of 0 and a loss that is not finite: divide by "
+                "mask.sum().clamp(min=1), so that a mean of nothing has a gradient of 0."
+            )
+        elif seen:
+            where = f", first on rank {seen[0][0]} in micro-batch {seen[0][1]} of this step"
         return (
-            f"{what} at step {self.global_steps}{where}. Weights are those before this step.{hint} "
-            "Remedy: look at the data of this step, lower the learning rate, or clip gradients."
+            f"{what} at step {self.global_steps}{where}. Weights are those before this step."
+            f"{hint}{self._hint_of_placeholders()} Remedy: look at the data of this step, lower the learning rate, or clip "
+            "gradients."
         )
+
+    def _hint_of_placeholders(self) -> str:
+        if not self.runtime.shares_params:
+            return ""
+        return " A stage-3 parameter used outside its module's forward reads as NaN, too."
 
     def _forget_gradients(self) -> None:
         for unit in self.units:
@@ -683,6 +721,11 @@ class Engine(LoopQueries):
         if module is None or name.startswith("__"):
             raise AttributeError(name)
         return getattr(module, name)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(repr(name) for name in names[:3])}{more}"
 
 
 _MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}

@@ -37,6 +37,7 @@ class LabelCounts:
             warn_once(
                 f"micro-batches have between {min(self._counts)} and {max(self._counts)} labels, and each counts the same: "
                 "the gradient is that of a mean of means, and changes with the number of ranks and accumulation steps. "
-                "Remedy: engine.backward(loss, weight=(labels != -100).sum()) averages over all labels of a step."
+                "Remedy: engine.backward(loss, weight=(labels != -100).sum()) averages over all labels of a step; "
+                "with labels[..., 1:] for models that shift them, as decoders of Hugging Face do."
             )
             self._left, self._counts = 0, set()

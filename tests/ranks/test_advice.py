@@ -13,6 +13,7 @@ from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
+from zerorun import engine as engine_module
 from zerorun import label_counts
 from zerorun.zero import stepping
 
@@ -95,3 +96,25 @@ def test_parameters_that_nothing_reaches_are_named() -> None:
     for found in run_ranks(2, train_for_a_while, "unused_alternating_steps", 2 * STEPS):  # odd blocks use all of theirs
         assert len(found) == 1 and found[0].startswith("6 parameters") and "blocks.1." not in found[0]
     assert run_ranks(2, train_for_a_while, "plain", 2 * STEPS) == [[], []]
+
+
+def accumulate(calls: int) -> list[str]:
+    """Four backwards in two optimizer steps; ``step()`` after every ``calls`` of them."""
+    engine = make_engine(CASES["plain"], make_config(2, accumulation=2))
+
+    def act() -> None:
+        for micro in range(4):
+            engine.backward(CASES["plain"].loss(engine, Place(0, 0, micro)))
+            if micro % calls == calls - 1:
+                engine.step()
+
+    found = said(engine_module, act)
+    engine.zero_grad()
+    engine.destroy()
+    return found
+
+
+def test_one_step_for_all_micro_batches_is_pointed_out() -> None:
+    assert run_ranks(2, accumulate, 1) == [[], []]
+    for found in run_ranks(2, accumulate, 2):
+        assert "step() after 2 backwards counts as one of gradient_accumulation_steps = 2" in found[0]

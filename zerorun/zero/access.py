@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
 from .pieces import owned_runs
-from .runtime import Runtime
+from .runtime import MADE_BY, Runtime
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit
 
@@ -57,7 +57,6 @@ class Registry:
     unscale: Callable[[], float]
     parts: Parts
     homes: dict[int, Home] = field(default_factory=dict)
-    held: dict[int, torch.Tensor] = field(default_factory=dict)  # parameters inside a GatheredParameters block
 
     def __post_init__(self) -> None:
         for unit in self.runtime.units:
@@ -179,25 +178,26 @@ def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> No
             _registries.discard(registry)
 
 
-def find_released_use(loss: torch.Tensor, units: list[Unit], visited: set[int]) -> tuple[str, str] | None:
-    """(parameter, unit) of a parameter in the graph of ``loss`` whose unit never ran: it was read as a placeholder."""
-    names = {
-        id(param): (name, unit.name)
+def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] | None:
+    """(parameter, unit) of a parameter in the graph of ``loss`` that was read outside its unit's forward: a placeholder."""
+    homes = {
+        id(param): (name, unit)
         for unit in units
-        if not unit.resident and unit.index not in visited
+        if not unit.resident
         for segment in unit.segments
         for name, param in zip(segment.names, segment.params, strict=True)
     }
-    seen, stack = set(), [loss.grad_fn]
-    while stack and names:
-        node = stack.pop()
-        if node is None or node in seen:
+    seen, stack = set(), [(loss.grad_fn, 0)]  # nodes, with the unit whose forward made them, as far as is known
+    while stack and homes:
+        node, inside = stack.pop()
+        if node is None or (node, inside) in seen:
             continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in names:
-            return names[id(variable)]
-        stack.extend(parent for parent, _ in node.next_functions)
+        seen.add((node, inside))
+        inside = node.metadata.get(MADE_BY, inside)  # type: ignore[attr-defined]
+        name, unit = homes.get(id(getattr(node, "variable", None)), ("", None))
+        if unit is not None and unit.index != inside:
+            return name, unit.name
+        stack.extend((parent, inside) for parent, _ in node.next_functions)
     return None
 
 
@@ -251,7 +251,7 @@ class GatheredParameters:
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
 
     def __enter__(self) -> None:
-        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].held}
+        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.held}
         if self._modifier_rank is not None:
             for registry, home in found.values():
                 _refuse_copies(home)
@@ -267,26 +267,43 @@ class GatheredParameters:
             if not home.unit.resident or value is not view:
                 value = value.clone()
                 managed.data = value
-            registry.held[id(managed)] = value
+            registry.runtime.held.add(id(managed))
             self._held.append((registry, home, managed, value, _checksum(value)))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        edited = []
+        edited, reshaped = [], []
         for registry, home, param, value, checksum in self._held:
-            registry.held.pop(id(param), None)
-            if kind is None and self._modifier_rank is not None:
-                fresh = value.contiguous()
+            registry.runtime.held.discard(id(param))
+            name, now = home.segment.names[home.entry], _value_now(home, param, value)
+            if kind is None and now.shape != value.shape:
+                reshaped.append(f"{name!r} from {tuple(value.shape)} to {tuple(now.shape)}")
+            elif kind is None and self._modifier_rank is not None:
+                fresh = now.to(value).contiguous()
                 _take_from(registry, self._modifier_rank, fresh)
                 _store_weight(registry, home, registry.parts.part(param, fresh))
-            elif kind is None and _checksum(value) != checksum:
-                edited.append(home.segment.names[home.entry])
+            elif kind is None and _checksum(now) != checksum:
+                edited.append(name)
             param.data = home.segment.views[home.entry] if home.unit.resident else home.segment.loud[home.entry]
         self._held = []
+        if reshaped:
+            raise ModelError(
+                f"shapes were changed inside GatheredParameters(...): {', '.join(reshaped)}. These parameters are as "
+                "before. Remedy: change shapes before initialize()."
+            )
         if edited:
             raise ReleasedParameterError(
                 f"parameters {edited} were changed inside GatheredParameters(...) without modifier_rank, so the change "
                 "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
             )
+
+
+def _value_now(home: Home, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+    """``value``, that ``param`` was given for a block, or the tensor that the script has put in its place.
+
+    Layers that ran inside the block have left their own.
+    """
+    own = (home.segment.views[home.entry], *home.segment.loud[home.entry : home.entry + 1])
+    return value if param.data_ptr() in [tensor.data_ptr() for tensor in own] else param.detach()
 
 
 def _take_from(registry: Registry, rank: int, whole: torch.Tensor) -> None:

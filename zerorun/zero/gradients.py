@@ -57,6 +57,18 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, _whole(registry, Home(unit, segment, entry), flat, factor)
 
 
+def not_finite(units: list[Unit]) -> list[str]:
+    """Names of the parameters whose reduced gradient is NaN or infinite in this rank's part. Waits for the device."""
+    found: dict[str, None] = {}
+    for segment in (segment for unit in units for segment in unit.trainable):
+        gradient = owned_gradient(segment)
+        if not bool(torch.isfinite(gradient).all()):
+            for run in owned_runs(segment):
+                if not bool(torch.isfinite(gradient[run.offset : run.offset + run.numel]).all()):
+                    found[segment.names[run.entry]] = None
+    return list(found)
+
+
 def gradient_norms(module: nn.Module) -> dict[str, float]:
     """The 2-norm of the gradient of every trained parameter, by name. Nothing is gathered: ranks add sums of squares.
 
