@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerorun.config_fields import ConfigNote, Inert, OnlyStages, Refused, Section
-from zerorun.config_params import find_kind, refused_optimizer
+from zerorun.config_params import find_kind, wrong_name
 from zerorun.config_schema import Config
 from zerorun.errors import ConfigProblem
 
@@ -14,7 +14,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Everything that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer, _checkpoint, _parallel):
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
         problems += rule(config)
     return problems
 
@@ -99,9 +99,9 @@ def _compile(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("compile.kwargs.backend", value, reason, "Write it as compile.backend.")
 
 
-def _optimizer(config: Config) -> Iterator[ConfigProblem]:
-    if config.optimizer is not None:
-        problem = refused_optimizer(config.optimizer.type, config.optimizer.params)
+def _names(config: Config) -> Iterator[ConfigProblem]:
+    for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        problem = wrong_name(name, section.type, section.params) if section is not None else None
         if problem is not None:
             yield problem
 
@@ -255,7 +255,7 @@ def _adam_note(config: Config) -> Iterator[ConfigNote]:
 def _params_notes(config: Config) -> Iterator[ConfigNote]:
     """Marks on the keywords of an optimizer, which the configuration holds as a plain dict."""
     kind = find_kind("optimizer", config.optimizer.type) if config.optimizer else None
-    if config.optimizer is None or kind is None or kind.params is None:
+    if config.optimizer is None or kind is None:
         return
     for name in config.optimizer.params:
         field = kind.params.model_fields.get(name)

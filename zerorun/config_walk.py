@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zerorun.config_fields import Feature, Section, nearest, quoted_words, section_of
-from zerorun.config_params import Kind, ScheduleParams, find_kind
+from zerorun.config_params import ScheduleParams, find_kind
 from zerorun.config_schema import Config, Optimizer, Scheduler
 from zerorun.errors import ConfigProblem
 
@@ -101,15 +101,14 @@ class Walk:
         self.auto.append(f"{key}.{switch}" if switch else key)
 
     def _keywords(self, path: str, name: object, value: Any) -> dict[str, Any]:
-        """Keywords of an optimizer or schedule: checked if its name is known, else only cleaned."""
+        """Keywords of an optimizer or schedule: checked if its name is known; if not, the name is the problem."""
         key = f"{path}params"
         if not isinstance(value, dict):
             self._add(key, value, "must be an object, { ... }.", 'Write for example "params": {"lr": 1e-4}.')
             return {}
-        kind: Kind | None = find_kind(path.rstrip("."), name)
-        if kind is None or kind.params is None:
-            self.auto += [f"{key}.{word}" for word, item in value.items() if item == AUTO and not is_comment(word)]
-            return {k: v for k, v in value.items() if v is not None and v != AUTO and not is_comment(k)}
+        kind = find_kind(path.rstrip("."), name)
+        if kind is None:
+            return {word: item for word, item in value.items() if item != AUTO and not is_comment(word)}
         params = self.build(kind.params, value, f"{key}.")
         self.params.append((f"{key}.", params))
         if isinstance(params, ScheduleParams):

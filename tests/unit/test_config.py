@@ -73,10 +73,8 @@ def test_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:
 
 def test_comment_signs_inside_strings_stay(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(r'{"train_batch_size": 8, "aio": {}, "_c": "a \" // #,}", "optimizer": {"type": "a//b#c,]"}}')
-    optimizer = load_config(path).optimizer
-    assert optimizer is not None
-    assert optimizer.type == "a//b#c,]"
+    path.write_text(r'{"train_batch_size": 8, "aio": {}, "_c": "a \" // #,}", "checkpoint": {"dir": "a//b#c,]"}}')
+    assert load_config(path).checkpoint.dir == "a//b#c,]"
 
 
 def test_malformed_file_names_line_and_column(tmp_path: Path) -> None:
@@ -110,7 +108,7 @@ def test_unusable_sources(source: object) -> None:
 
 
 def test_base64() -> None:
-    content = {"train_batch_size": 8, "optimizer": {"type": "x>?~"}}
+    content = {"train_batch_size": 8, "checkpoint": {"dir": "x>?~"}}
     text = base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
     assert load_config(text).train_batch_size == 8
 
@@ -118,14 +116,14 @@ def test_base64() -> None:
 def test_dict_is_neither_changed_nor_kept() -> None:
     source: dict[str, Any] = {
         "zero_optimization": {"cpu_offload": True, "stage": 2},
-        "optimizer": {"type": "X", "params": {"a": [1]}},
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.5, 0.6]}},
     }
     before = json.dumps(source)
     config = load_config(source)
     assert json.dumps(source) == before
-    source["optimizer"]["params"]["a"].append(2)
+    source["optimizer"]["params"]["betas"].append(2)
     assert config.optimizer is not None
-    assert config.optimizer.params == {"a": [1]}
+    assert config.optimizer.params == {"betas": [0.5, 0.6]}
 
 
 def test_self_containing_dict() -> None:
@@ -178,7 +176,9 @@ def test_unknown_keys_get_a_suggestion(source: dict[str, Any], key: str | None, 
 
 def test_comment_keys_at_every_level() -> None:
     load_config({"_comment": 1, "//": 2, "comment": 3, "fp16": {"_x": 1}, "wandb": {"//enabled": True}})
-    load_config({"optimizer": {"type": "Adam", "params": {"_lr": 1}}, "scheduler": {"type": "X", "params": {"//": 1}}})
+    load_config(
+        {"optimizer": {"type": "Adam", "params": {"_lr": 1}}, "scheduler": {"type": "WarmupLR", "params": {"//": 1}}}
+    )
 
 
 def test_whole_floats_are_integers() -> None:
@@ -430,9 +430,9 @@ def test_the_remedy_for_one_bit_optimizers_works() -> None:
     load_config({"optimizer": {"type": "Adam", "params": kept}})
 
 
-def test_unknown_optimizer_and_scheduler_names_pass_verbatim() -> None:
+def test_what_torch_has_passes_verbatim() -> None:
     source = {
-        "optimizer": {"type": "ASGD", "params": {"lambd": 1e-4, "gone": None}},
+        "optimizer": {"type": "ASGD", "params": {"lambd": 1e-4, "t0": None}},
         "scheduler": {"type": "StepLR", "params": {"step_size": 30}},
     }
     config = load_config(source)
@@ -440,6 +440,46 @@ def test_unknown_optimizer_and_scheduler_names_pass_verbatim() -> None:
     assert config.scheduler is not None
     assert (config.optimizer.type, config.optimizer.params) == ("ASGD", {"lambd": 1e-4})
     assert config.scheduler.params == {"step_size": 30}
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "params", "key", "remedy"),
+    [
+        ("optimizer", "AdmaW", {"lr": 1}, "type", '"AdamW"'),
+        ("optimizer", "zzz", {}, "type", "Use one of Adam, AdamW"),
+        ("optimizer", "LBFGS", {"lr": 1}, "type", 'Use "AdamW"'),
+        ("optimizer", "SparseAdam", {"lr": 1}, "type", 'Use "Adam"'),
+        ("optimizer", "AdamW", {"btas": [0.9, 0.95]}, "params.btas", '"betas"'),
+        ("optimizer", "asgd", {"lamda": 1e-4}, "params.lamda", '"lambd"'),
+        ("optimizer", "Rprop", {"weight_decay": 0.1}, "params.weight_decay", "step_sizes"),
+        ("scheduler", "WarmupLRR", {}, "type", '"WarmupLR"'),
+        ("scheduler", "CosineAnealingLR", {}, "type", '"CosineAnnealingLR"'),
+        ("scheduler", "zzz", {}, "type", "Use one of WarmupLR"),
+        ("scheduler", "ReduceLROnPlateau", {}, "type", "training loop"),
+        ("scheduler", "LambdaLR", {"lr_lambda": 1}, "type", "pass lr_scheduler="),
+        ("scheduler", "cosineannealinglr", {"T_max": 5, "eta_mn": 0}, "params.eta_mn", '"eta_min"'),
+        ("scheduler", "StepLR", {}, "params.step_size", '"step_size"'),
+        ("scheduler", "OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1}, "params.cycle_max_mom", "<1"),
+    ],
+)
+def test_wrong_names_and_keywords(section: str, name: str, params: dict[str, Any], key: str, remedy: str) -> None:
+    problem = the_problem({section: {"type": name, "params": params}})
+    assert problem.key == f"{section}.{key}"
+    assert remedy.replace("<", "less than ") in problem.remedy
+
+
+def test_wrong_names_come_with_all_other_problems() -> None:
+    source = {"optimizer": {"type": "AdmaW"}, "scheduler": {"type": "StepLR", "params": {"gama": 1}}, "seed": -1}
+    found = {problem.key for problem in problems_of(source)}
+    assert found == {"optimizer.type", "scheduler.params.gama", "scheduler.params.step_size", "seed"}
+
+
+def test_a_section_that_is_not_used_is_not_checked() -> None:
+    source = {"optimizer": {"type": "Mine", "params": {"lr": "auto"}}, "scheduler": {"type": "My", "params": {"x": 1}}}
+    assert len(problems_of(source)) == 2
+    config = load_config(source, optimizer_given=True, scheduler_given=True)
+    given = resolve(config, data_parallel_size=1, micro_batch_hint=1, optimizer_given=True, scheduler_given=True)
+    assert {"optimizer", "scheduler"} <= {note.key for note in given.notes}
 
 
 def test_zero_warmup_and_per_group_rates() -> None:
