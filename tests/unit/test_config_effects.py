@@ -29,7 +29,6 @@ READ_BY_THE_ENGINE = {
     "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
     "bf16.": "enabled check_grad_overflow",
     "torch_autocast.": "enabled dtype",
-    "data_types.": "grad_accum_dtype",
     "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
     "prefetch_bucket_size max_live_parameters ignore_unused_parameters",
     "zero_optimization.offload_optimizer.": "device pin_memory ratio nvme_path",
