@@ -18,7 +18,7 @@ from typing import Any
 from zerorun.batch import resolve_batch
 from zerorun.config_fields import ConfigNote, EffectiveValue
 from zerorun.config_params import ScheduleParams, find_kind
-from zerorun.config_rules import collect_notes, find_contradictions, tensor_sizes
+from zerorun.config_rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
 from zerorun.config_schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
 from zerorun.config_source import read_source
 from zerorun.config_walk import AUTO, Walk
@@ -57,9 +57,13 @@ _UNDECIDABLE = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What "auto" needs to know about the model. ``hidden_size``: width of its residual stream, in elements."""
+    """What is to be known of the model. ``hidden_size``: width of its residual stream, in elements, for "auto".
+
+    ``pipelined``: it is made for a pipeline, and goes through its schedule even with one stage.
+    """
 
     hidden_size: int | None = None
+    pipelined: bool = False
 
 
 def load_config(source: object, *, optimizer_given: bool = False, scheduler_given: bool = False) -> Config:
@@ -73,7 +77,12 @@ def load_config(source: object, *, optimizer_given: bool = False, scheduler_give
     raw, name = read_source(source)
     walk = Walk()
     config = walk.build(Config, raw)
-    unused = tuple(key for key, given in (("optimizer.", optimizer_given), ("scheduler.", scheduler_given)) if given)
+    config._off = tuple(walk.notes)
+    # What is not used is not checked, but noted: a section that cannot be read at all could not be.
+    given = {"optimizer": optimizer_given, "scheduler": scheduler_given}
+    unused = tuple(
+        f"{section}." for section, is_given in given.items() if is_given and getattr(config, section) is not None
+    )
     problems = [*walk.problems, *find_contradictions(config, walk.params)]
     _raise([problem for problem in problems if not problem.key.startswith(unused)], name)
     values = _shard_values(config, raw) | _tensor_size(config)
@@ -137,7 +146,8 @@ def _with(
     every_key = flatten(result.model_dump(by_alias=True))
     result._auto = auto
     result._sources = {**dict.fromkeys(every_key, "default"), **dict.fromkeys(values, "derived"), **sources}
-    result._notes = (*collect_notes(result), *notes)
+    result._off = config._off
+    result._notes = (*collect_notes(result), *result._off, *notes)
     return result
 
 
@@ -170,7 +180,9 @@ def resolve(
     work = _Resolution(config, set(config.auto))
     work.batch(data_parallel_size, micro_batch_hint)
     work.precision(bf16_available)
-    work.sizes((model_facts or ModelFacts()).hidden_size)
+    facts = model_facts or ModelFacts()
+    work.sizes(facts.hidden_size)
+    work.pipeline(facts.pipelined)
     work.ranks(data_parallel_size)
     work.optimizer(optimizer_given, learning_rate, weight_decay)
     work.scheduler(scheduler_given, optimizer_given, learning_rate, total_num_steps)
@@ -264,6 +276,13 @@ class _Resolution:
         self.decide(_ZERO + "reduce_bucket_size", hidden * hidden)
         self.decide(_ZERO + "stage3_prefetch_bucket_size", hidden * hidden * 9 // 10)
         self.decide(_ZERO + "stage3_param_persistence_threshold", 10 * hidden)
+
+    def pipeline(self, pipelined: bool) -> None:
+        if pipelined or self.config.pipeline.stages > 1:
+            return
+        reason = "with one stage, only a PipelineModule reads it."
+        keys = written_in_vain(self.config, "pipeline", ("schedule", "activation_checkpoint_interval"))
+        self.notes += [ConfigNote(key, reason) for key in keys]
 
     def ranks(self, ranks: int) -> None:
         wanted, degree = self.config.data_parallel_size, self.config.zero_optimization.shard_degree
