@@ -64,13 +64,13 @@ def initialize(
 ) -> Engine:
     """Turn an ordinary module into a training engine. All ranks must call it with the same model and configuration.
 
-    ``config``: path, dict, or None for ``args.config``. ``optimizer``: an instance over the model's parameters, or a
-    callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or parameter groups to
-    optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer.
-    ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
-    StatefulDataLoader), whose position is saved as well. ``topology``: one with process groups is used as it is, and stays
-    open; of one without, a copy with groups is ``engine.topology``. Also unpacks as (engine, optimizer, dataloader,
-    lr_scheduler).
+    ``config``: path or dict, or ``args.config``, but not two different ones. ``optimizer``: an instance over the model's
+    parameters, or a callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or
+    parameter groups to optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on
+    the optimizer; it wins as well. ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its
+    own (torchdata's StatefulDataLoader), whose position is saved as well. ``topology``: one with process groups is used as
+    it is, and stays open; of one without, a copy with groups is ``engine.topology``. Also unpacks as (engine, optimizer,
+    dataloader, lr_scheduler).
 
     The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
     TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
@@ -80,7 +80,8 @@ def initialize(
         topology = model.topology()
     device = default_device()
     init_distributed(device)
-    wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
+    given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
+    wanted, raw = _agree(lambda: take_in(model, config, args, *given))
     _compare_ranks(model, wanted, topology)
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
