@@ -66,8 +66,8 @@ def initialize(
 
     ``config``: path, dict, or None for ``args.config``. ``optimizer``: an instance over the model's parameters, or a
     callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or parameter groups to
-    optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer.
-    ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
+    optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer; it wins
+    as well. ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
     StatefulDataLoader), whose position is saved as well. ``topology``: one with process groups is used as it is, and stays
     open; of one without, a copy with groups is ``engine.topology``. Also unpacks as (engine, optimizer, dataloader,
     lr_scheduler).
@@ -81,7 +81,8 @@ def initialize(
     device = default_device()
     init_distributed(device)
     _agree(lambda: refuse_managed(model) if isinstance(model, nn.Module) else None)
-    wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
+    given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
+    wanted, raw = _agree(lambda: take_in(model, config, args, *given))
     _compare_ranks(model, wanted, topology)
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)

@@ -17,7 +17,8 @@ from typing import Any
 
 from zerorun.batch import resolve_batch
 from zerorun.config_fields import ConfigNote, EffectiveValue
-from zerorun.config_rules import collect_notes, find_contradictions, tensor_sizes
+from zerorun.config_params import ScheduleParams, find_kind
+from zerorun.config_rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
 from zerorun.config_schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
 from zerorun.config_source import read_source
 from zerorun.config_walk import AUTO, Walk
@@ -40,37 +41,50 @@ _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
 _ZERO = "zero_optimization."
+_NO_OPTIMIZER = "there is no optimizer section, and no optimizer was passed to initialize."
 
+_OPTIMIZER = "or pass optimizer= to initialize(). The command python -m zerorun.config takes {}."
+_SCHEDULE = "or pass lr_scheduler= to initialize(). The command python -m zerorun.config takes {}."
 # Dotted key -> what is missing, for each "auto" that only the caller can decide.
 _UNDECIDABLE = {
-    "optimizer.params.lr": "Write a number, or pass learning_rate (--lr on the command line).",
-    "optimizer.params.weight_decay": "Write a number, or pass weight_decay (--weight-decay on the command line).",
-    "scheduler.params.total_num_steps": "Write the number of optimizer steps, or pass total_num_steps (--total-steps).",
-    "scheduler.params.cycle_min_lr": "Write a number.",
-    "scheduler.params.cycle_max_lr": "Write a number.",
-    "scheduler.params.warmup_max_lr": "Write a number, or pass learning_rate (--lr on the command line).",
+    "optimizer.params.lr": f"Write a number, {_OPTIMIZER.format('--lr')}",
+    "optimizer.params.weight_decay": f"Write a number, {_OPTIMIZER.format('--weight-decay')}",
+    "scheduler.params.total_num_steps": f"Write the number of optimizer steps, {_SCHEDULE.format('--total-steps')}",
+    "scheduler.params.warmup_max_lr": f"Write a number, {_SCHEDULE.format('--lr')}",
     "zero_optimization.stage": "Write 0, 1, 2 or 3.",
 }
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What "auto" needs to know about the model. ``hidden_size``: width of its residual stream, in elements."""
+    """What is to be known of the model. ``hidden_size``: width of its residual stream, in elements, for "auto".
+
+    ``pipelined``: it is made for a pipeline, and goes through its schedule even with one stage.
+    """
 
     hidden_size: int | None = None
+    pipelined: bool = False
 
 
-def load_config(source: object) -> Config:
+def load_config(source: object, *, optimizer_given: bool = False, scheduler_given: bool = False) -> Config:
     """The checked configuration from a path, a dict (copied) or base64 text. Values may still be "auto".
 
-    Raises :class:`ConfigError`, and nothing else, with all problems at once. A Config is returned as it is.
+    Raises :class:`ConfigError`, and nothing else, with all problems at once. A Config is returned as it is. A section
+    that the caller has an optimizer or a schedule in place of may name one that only the caller's program knows.
     """
     if isinstance(source, Config):
         return source
     raw, name = read_source(source)
     walk = Walk()
     config = walk.build(Config, raw)
-    _raise([*walk.problems, *find_contradictions(config, walk.params)], name)
+    config._off = tuple(walk.notes)
+    # What is not used is not checked, but noted: a section that cannot be read at all could not be.
+    given = {"optimizer": optimizer_given, "scheduler": scheduler_given}
+    unused = tuple(
+        f"{section}." for section, is_given in given.items() if is_given and getattr(config, section) is not None
+    )
+    problems = [*walk.problems, *find_contradictions(config, walk.params)]
+    _raise([problem for problem in problems if not problem.key.startswith(unused)], name)
     values = _shard_values(config, raw) | _tensor_size(config)
     from_file = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
     from_file.update(dict.fromkeys(walk.auto, "file"))
@@ -132,7 +146,8 @@ def _with(
     every_key = flatten(result.model_dump(by_alias=True))
     result._auto = auto
     result._sources = {**dict.fromkeys(every_key, "default"), **dict.fromkeys(values, "derived"), **sources}
-    result._notes = (*collect_notes(result), *notes)
+    result._off = config._off
+    result._notes = (*collect_notes(result), *result._off, *notes)
     return result
 
 
@@ -150,6 +165,7 @@ def resolve(
     model_facts: ModelFacts | None = None,
     micro_batch_hint: int | None = None,
     optimizer_given: bool = False,
+    scheduler_given: bool = False,
     learning_rate: float | None = None,
     weight_decay: float | None = None,
     total_num_steps: int | None = None,
@@ -159,22 +175,33 @@ def resolve(
 
     ``data_parallel_size`` counts ranks that see different data. ``micro_batch_hint`` is the batch size of the caller's
     data. With ``optimizer_given`` the optimizer section is not used; ``learning_rate`` should then be that optimizer's.
+    With ``scheduler_given`` the scheduler section is not used.
     """
     work = _Resolution(config, set(config.auto))
     work.batch(data_parallel_size, micro_batch_hint)
     work.precision(bf16_available)
-    work.sizes((model_facts or ModelFacts()).hidden_size)
+    facts = model_facts or ModelFacts()
+    work.sizes(facts.hidden_size)
+    work.pipeline(facts.pipelined)
     work.ranks(data_parallel_size)
     work.optimizer(optimizer_given, learning_rate, weight_decay)
-    work.scheduler(optimizer_given, learning_rate, total_num_steps)
+    work.scheduler(scheduler_given, optimizer_given, learning_rate, total_num_steps)
+    undecidable = _required_keywords(config) | _UNDECIDABLE
     work.problems += [
-        ConfigProblem(key, AUTO, "cannot be decided from what is known.", _UNDECIDABLE[key])
-        for key in sorted(work.open & _UNDECIDABLE.keys())
+        ConfigProblem(key, AUTO, "cannot be decided from what is known.", undecidable[key])
+        for key in sorted(work.open & undecidable.keys())
     ]
     _raise(work.problems, "config")
     kept = {key: source for key, source in config.sources.items() if source != "default"}
     sources = {**kept, **dict.fromkeys(work.values, "derived"), **dict.fromkeys(config.auto, "auto")}
     return _with(config, work.values, sources, (), work.notes)
+
+
+def _required_keywords(config: Config) -> dict[str, str]:
+    """Dotted key -> what to do if it says "auto", for what the schedule cannot be without."""
+    kind = find_kind("scheduler", config.scheduler.type) if config.scheduler is not None else None
+    words = kind.params.required if kind is not None and issubclass(kind.params, ScheduleParams) else ()
+    return {f"scheduler.params.{word}": "Write a value, or pass lr_scheduler= to initialize()." for word in words}
 
 
 @dataclass
@@ -250,6 +277,13 @@ class _Resolution:
         self.decide(_ZERO + "stage3_prefetch_bucket_size", hidden * hidden * 9 // 10)
         self.decide(_ZERO + "stage3_param_persistence_threshold", 10 * hidden)
 
+    def pipeline(self, pipelined: bool) -> None:
+        if pipelined or self.config.pipeline.stages > 1:
+            return
+        reason = "with one stage, only a PipelineModule reads it."
+        keys = written_in_vain(self.config, "pipeline", ("schedule", "activation_checkpoint_interval"))
+        self.notes += [ConfigNote(key, reason) for key in keys]
+
     def ranks(self, ranks: int) -> None:
         wanted, degree = self.config.data_parallel_size, self.config.zero_optimization.shard_degree
         if wanted not in (None, ranks):
@@ -274,7 +308,14 @@ class _Resolution:
         self.decide("optimizer.params.lr", learning_rate)
         self.decide("optimizer.params.weight_decay", weight_decay)
 
-    def scheduler(self, optimizer_given: bool, learning_rate: float | None, total: int | None) -> None:
+    def scheduler(self, given: bool, optimizer_given: bool, learning_rate: float | None, total: int | None) -> None:
+        if given:
+            self.open -= {key for key in self.open if key.startswith("scheduler.")}
+        if self.config.scheduler is not None and (given or not (optimizer_given or self.config.optimizer)):
+            reason = "a schedule was passed to initialize, and that one counts." if given else _NO_OPTIMIZER
+            self.notes.append(ConfigNote("scheduler", f"not used: {reason}"))
+        if given:
+            return
         self.decide("scheduler.params.warmup_min_lr", 0.0)
         if "scheduler.params.warmup_num_steps" in self.open:
             self.decide("scheduler.params.warmup_num_steps", 0)

@@ -23,6 +23,7 @@ _DTYPES = {
     "bf16": ("bf16", "bfloat16"),
 }
 _ANY = object()
+NOT_ENABLED = '"enabled" is not given, so the section is off.'
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,19 @@
-"""The keywords of the optimizers and schedules that are known by name.
+"""The optimizers and schedules that a configuration can name, and their keywords.
 
-Types and ranges only. Defaults are in optim.py and schedules.py: a keyword that was not given is not passed on, so
-every field here is None. Learning rates are per optimizer step; lengths count optimizer steps.
+Types and ranges only. Defaults are in optim.py, schedules.py and torch: a keyword that was not given is not passed on, so
+every field here is None. Learning rates are per optimizer step; lengths count optimizer steps. What torch has is listed
+here, and not asked of it: a file is checked without importing torch. A test compares the two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, create_model
 
-from zerorun.config_fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
+from zerorun.config_fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail, nearest
 from zerorun.errors import ConfigProblem
 
 
@@ -20,6 +22,13 @@ def _betas(value: object) -> list[float]:
     if not valid or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value):  # type: ignore[attr-defined]
         fail("must be two numbers, each at least 0 and less than 1.", "Write for example [0.9, 0.999].")
     return [float(beta) for beta in value]  # type: ignore[attr-defined]
+
+
+def _two_numbers(value: object) -> list[float]:
+    valid = isinstance(value, (list, tuple)) and len(value) == 2
+    if not valid or not all(type(item) in (int, float) for item in value):  # type: ignore[attr-defined]
+        fail("must be two numbers.", "Write for example [0.5, 1.2].")
+    return list(value)  # type: ignore[call-overload, no-any-return]
 
 
 def _adafactor_eps(value: object) -> list[float | None]:
@@ -31,22 +40,29 @@ def _adafactor_eps(value: object) -> list[float | None]:
 
 NonNegative = Annotated[Real, Field(ge=0)]
 Betas = Annotated[list[float], BeforeValidator(_betas)]
+TwoNumbers = Annotated[list[float], BeforeValidator(_two_numbers)]
 Steps = Annotated[Int, Field(ge=0)]
 SomeSteps = Annotated[Int, Field(ge=1)]
 WarmupType = Annotated[Literal["log", "linear"], LowerCase]
 
 
-class OptimizerParams(Section):
+class TorchParams(Section):
     """What all of torch's optimizers here take."""
 
     lr: NonNegative | None = None
-    weight_decay: NonNegative | None = None
     maximize: Flag | None = None
     foreach: Flag | None = None
     max_grad_norm: Annotated[
         Real | None,
         Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
     ] = None
+
+
+class OptimizerParams(TorchParams):
+    """What nearly all of them take as well."""
+
+    weight_decay: NonNegative | None = None
+    differentiable: Flag | None = None
 
 
 class AdamParams(OptimizerParams):
@@ -100,9 +116,54 @@ class NAdamParams(RAdamParams):
     momentum_decay: NonNegative | None = None
 
 
-class AdafactorParams(OptimizerParams):
+class AdamaxParams(OptimizerParams):
+    """torch's Adamax."""
+
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    capturable: Flag | None = None
+
+
+class AdadeltaParams(OptimizerParams):
+    """torch's Adadelta."""
+
+    rho: Annotated[Real, Field(ge=0, le=1)] | None = None
+    eps: NonNegative | None = None
+    capturable: Flag | None = None
+
+
+class RMSpropParams(OptimizerParams):
+    """torch's RMSprop."""
+
+    alpha: NonNegative | None = None
+    eps: NonNegative | None = None
+    momentum: NonNegative | None = None
+    centered: Flag | None = None
+    capturable: Flag | None = None
+
+
+class RpropParams(TorchParams):
+    """torch's Rprop, which has no weight decay."""
+
+    etas: TwoNumbers | None = None
+    step_sizes: TwoNumbers | None = None
+    capturable: Flag | None = None
+    differentiable: Flag | None = None
+
+
+class ASGDParams(OptimizerParams):
+    """torch's ASGD."""
+
+    lambd: Real | None = None
+    alpha: Real | None = None
+    t0: Real | None = None
+    capturable: Flag | None = None
+
+
+class AdafactorParams(TorchParams):
     """torch's Adafactor."""
 
+    weight_decay: NonNegative | None = None
     beta2_decay: Real | None = None
     eps: Annotated[list[float | None], BeforeValidator(_adafactor_eps)] | None = None
     d: Annotated[Real, Field(ge=1)] | None = None
@@ -121,13 +182,18 @@ class LionParams(Section):
 
 
 class ScheduleParams(Section):
-    """``last_batch_iteration`` is the number of completed optimizer steps less one."""
+    """Keywords of a schedule. Of those that are ``required``, each is to be given."""
 
     required: ClassVar[tuple[str, ...]] = ()
+
+
+class FormulaParams(ScheduleParams):
+    """``last_batch_iteration`` is the number of completed optimizer steps less one."""
+
     last_batch_iteration: Annotated[Int, Field(ge=-1)] | None = None
 
 
-class WarmupLRParams(ScheduleParams):
+class WarmupLRParams(FormulaParams):
     """Warm up, then stay."""
 
     warmup_min_lr: PerGroup = None
@@ -143,7 +209,7 @@ class WarmupDecayLRParams(WarmupLRParams):
     total_num_steps: SomeSteps | None = None
 
 
-class WarmupCosineLRParams(ScheduleParams):
+class WarmupCosineLRParams(FormulaParams):
     """Warm up, then fall along a cosine, as shares of the optimizer's own lr."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
@@ -154,7 +220,7 @@ class WarmupCosineLRParams(ScheduleParams):
     warmup_type: WarmupType | None = None
 
 
-class OneCycleParams(ScheduleParams):
+class OneCycleParams(FormulaParams):
     """Up, down, then a slow decay, with momentum going the other way."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
@@ -167,12 +233,12 @@ class OneCycleParams(ScheduleParams):
     cycle_second_stair_count: Steps | None = None
     decay_step_size: Steps | None = None
     cycle_momentum: Flag | None = None
-    cycle_min_mom: Annotated[Real, Field(ge=0, le=1)] | None = None
-    cycle_max_mom: Annotated[Real, Field(ge=0, le=1)] | None = None
+    cycle_min_mom: Annotated[Real, Field(ge=0, lt=1)] | None = None
+    cycle_max_mom: Annotated[Real, Field(ge=0, lt=1)] | None = None
     decay_mom_rate: NonNegative | None = None
 
 
-class LRRangeTestParams(ScheduleParams):
+class LRRangeTestParams(FormulaParams):
     """A rising lr, to find where training breaks."""
 
     lr_range_test_min_lr: PerGroup = None
@@ -181,7 +247,15 @@ class LRRangeTestParams(ScheduleParams):
     lr_range_test_staircase: Flag | None = None
 
 
-# Canonical spelling -> keywords. Names are looked up without regard to case; any other name is left to torch.
+def _torch_schedule(required: str, others: str) -> type[ScheduleParams]:
+    """The keywords of a class of torch.optim.lr_scheduler, which checks their values itself."""
+    keywords: dict[str, Any] = dict.fromkeys([*required.split(), *others.split(), "last_epoch"], (Any, None))
+    made = create_model("TorchScheduleParams", __base__=ScheduleParams, **keywords)
+    made.required = tuple(required.split())
+    return made
+
+
+# Canonical spelling -> keywords. Names are looked up without regard to case.
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
@@ -189,15 +263,38 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "Adagrad": AdagradParams,
     "RAdam": RAdamParams,
     "NAdam": NAdamParams,
+    "Adamax": AdamaxParams,
+    "Adadelta": AdadeltaParams,
+    "RMSprop": RMSpropParams,
+    "Rprop": RpropParams,
+    "ASGD": ASGDParams,
     "Adafactor": AdafactorParams,
     "Lion": LionParams,
 }
-SCHEDULERS: dict[str, type[Section]] = {
+SCHEDULERS: dict[str, type[ScheduleParams]] = {
     "WarmupLR": WarmupLRParams,
     "WarmupDecayLR": WarmupDecayLRParams,
     "WarmupCosineLR": WarmupCosineLRParams,
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
+}
+_MOMENTUM = "cycle_momentum base_momentum max_momentum"
+TORCH_SCHEDULERS: dict[str, type[ScheduleParams]] = {
+    "StepLR": _torch_schedule("step_size", "gamma"),
+    "MultiStepLR": _torch_schedule("milestones", "gamma"),
+    "ConstantLR": _torch_schedule("", "factor total_iters"),
+    "LinearLR": _torch_schedule("", "start_factor end_factor total_iters"),
+    "ExponentialLR": _torch_schedule("gamma", ""),
+    "PolynomialLR": _torch_schedule("", "total_iters power"),
+    "CosineAnnealingLR": _torch_schedule("T_max", "eta_min"),
+    "CosineAnnealingWarmRestarts": _torch_schedule("T_0", "T_mult eta_min"),
+    "CyclicLR": _torch_schedule(
+        "base_lr max_lr", f"step_size_up step_size_down mode gamma scale_fn scale_mode {_MOMENTUM}"
+    ),
+    "OneCycleLR": _torch_schedule(
+        "max_lr",
+        f"total_steps epochs steps_per_epoch pct_start anneal_strategy {_MOMENTUM} div_factor final_div_factor three_phase",
+    ),
 }
 # Lower-case name -> what to use instead, and why.
 _REFUSED_OPTIMIZERS = {
@@ -209,6 +306,18 @@ _REFUSED_OPTIMIZERS = {
     "muadam": ("Adam", "the mup package's optimizers are not supported"),
     "muadamw": ("AdamW", "the mup package's optimizers are not supported"),
     "musgd": ("SGD", "the mup package's optimizers are not supported"),
+    "lbfgs": ("AdamW", "LBFGS evaluates the model several times in one step and takes dot products over all parameters"),
+    "sparseadam": ("Adam", "SparseAdam needs sparse gradients, and gradients are reduced as parts of flat buffers"),
+}
+# Lower-case name -> why a configuration cannot describe it.
+_CALLABLES = "its parameters are functions, which a configuration cannot hold."
+_SCHEDULES = "its parameters are other schedules, which a configuration cannot hold."
+_REFUSED_SCHEDULERS = {
+    "lambdalr": _CALLABLES,
+    "multiplicativelr": _CALLABLES,
+    "sequentiallr": _SCHEDULES,
+    "chainedscheduler": _SCHEDULES,
+    "reducelronplateau": "it needs a metric in every step(), which a schedule driven by optimizer steps does not have.",
 }
 
 
@@ -217,18 +326,42 @@ class Kind:
     """What is known about the ``type`` of an optimizer or schedule section."""
 
     name: str  # canonical spelling
-    params: type[Section] | None  # None: not known, passed on as it is
+    params: type[Section]
 
 
 def find_kind(section: str, name: object) -> Kind | None:
-    """``section`` is "optimizer" or "scheduler". None if the name is missing or no string."""
-    if not isinstance(name, str):
-        return None
-    table = OPTIMIZERS if section == "optimizer" else SCHEDULERS
-    for known, params in table.items():
-        if name.lower() == known.lower():
+    """``section`` is "optimizer" or "scheduler". None if it has nothing of this name."""
+    for known, params in _kinds(section).items():
+        if isinstance(name, str) and name.lower() == known.lower():
             return Kind(known, params)
-    return Kind(name, None)
+    return None
+
+
+def _kinds(section: str) -> Mapping[str, type[Section]]:
+    return OPTIMIZERS if section == "optimizer" else {**SCHEDULERS, **TORCH_SCHEDULERS}
+
+
+def wrong_name(section: str, name: str, params: dict[str, Any]) -> ConfigProblem | None:
+    """The problem with a ``type``, if it has one."""
+    if find_kind(section, name) is not None:
+        return None
+    refused = refused_optimizer(name, params) if section == "optimizer" else _refused_scheduler(name)
+    return refused or _unknown_name(section, name)
+
+
+def _unknown_name(section: str, name: str) -> ConfigProblem:
+    known = list(_kinds(section))
+    likely = nearest(name, known)
+    remedy = f"Use one of {', '.join(known)}."
+    if likely:
+        remedy = "Did you mean " + " or ".join(f'"{word}"' for word in likely) + "?"
+    return ConfigProblem(f"{section}.type", name, f"no {section} has this name.", remedy)
+
+
+def _refused_scheduler(name: str) -> ConfigProblem | None:
+    reason = _REFUSED_SCHEDULERS.get(name.lower())
+    remedy = "Build it in the program: pass lr_scheduler= to initialize(), or step it in the training loop."
+    return ConfigProblem("scheduler.type", name, reason, remedy) if reason else None
 
 
 def refused_optimizer(name: str, params: dict[str, Any]) -> ConfigProblem | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerorun.config_fields import ConfigNote, Inert, OnlyStages, Refused, Section
-from zerorun.config_params import find_kind, refused_optimizer
+from zerorun.config_fields import NOT_ENABLED, ConfigNote, Inert, OnlyStages, Refused, Section
+from zerorun.config_params import find_kind, wrong_name
 from zerorun.config_schema import Config
 from zerorun.errors import ConfigProblem
 
@@ -14,7 +14,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Everything that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _optimizer, _checkpoint, _parallel):
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
         problems += rule(config)
     return problems
 
@@ -99,9 +99,9 @@ def _compile(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("compile.kwargs.backend", value, reason, "Write it as compile.backend.")
 
 
-def _optimizer(config: Config) -> Iterator[ConfigProblem]:
-    if config.optimizer is not None:
-        problem = refused_optimizer(config.optimizer.type, config.optimizer.params)
+def _names(config: Config) -> Iterator[ConfigProblem]:
+    for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        problem = wrong_name(name, section.type, section.params) if section is not None else None
         if problem is not None:
             yield problem
 
@@ -149,8 +149,8 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     """One note for each key of the file that changes nothing in this run, with the reason."""
     written = _written(config)
     notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
-    rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes, _disk_notes)
-    for rule in rules:
+    rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes)
+    for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note):
         notes += rule(config)
     return tuple(notes)
 
@@ -162,10 +162,20 @@ def _written(config: Config) -> frozenset[str]:
     return frozenset(".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1))
 
 
+def written_in_vain(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
+    """Those keys of a section that the file gives a value other than the default, so that one expects an effect."""
+    section: Section = config
+    for step in path.split("."):
+        section = getattr(section, step)
+    fields, written = type(section).model_fields, _written(config)
+    found = [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
+    return [key for name in found if (key := f"{path}.{fields[name].alias or name}") in written]
+
+
 def _section_notes(config: Config, section: Section, path: str, written: frozenset[str]) -> Iterator[ConfigNote]:
     if section.is_off():
         if _waits_for_switch(config, section, path, written):
-            yield ConfigNote(path.rstrip("."), '"enabled" is not given, so the section is off.')
+            yield ConfigNote(path.rstrip("."), NOT_ENABLED)
         return
     for name, field in type(section).model_fields.items():
         key = path + (field.alias or name)
@@ -204,12 +214,30 @@ def _clipping_note(config: Config) -> Iterator[ConfigNote]:
         yield ConfigNote("gradient_clipping", f"not given; {value} as in DeepSpeed since 2026-06. 0 switches it off.")
 
 
-def _disk_notes(config: Config) -> Iterator[ConfigNote]:
+def _offload_notes(config: Config) -> Iterator[ConfigNote]:
     zero = config.zero_optimization
     for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        path = f"zero_optimization.{name}"
         if section.nvme_path and section.device != "nvme":
             reason = f"nothing goes there, since device is {section.device!r}."
-            yield ConfigNote(f"zero_optimization.{name}.nvme_path", reason)
+            yield ConfigNote(f"{path}.nvme_path", reason)
+        if section.device == "none":
+            others = tuple(type(section).model_fields.keys() - {"device", "nvme_path"})
+            for key in sorted(written_in_vain(config, path, others)):
+                yield ConfigNote(key, "nothing is moved, since device is 'none'.")
+
+
+def _tensor_notes(config: Config) -> Iterator[ConfigNote]:
+    if config.tensor_parallel.size == 1:
+        for key in written_in_vain(config, "tensor_parallel", ("sequence_parallel", "vocab_parallel_loss")):
+            yield ConfigNote(key, "tensor_parallel.size is 1.")
+
+
+def _autocast_note(config: Config) -> Iterator[ConfigNote]:
+    """Of a section that does not say ``enabled``, the section is noted."""
+    if config.torch_autocast.is_off() and config.sources.get("torch_autocast.enabled") != "default":
+        for key in written_in_vain(config, "torch_autocast", ("dtype",)):
+            yield ConfigNote(key, "torch_autocast.enabled is false.")
 
 
 def _unit_notes(config: Config) -> Iterator[ConfigNote]:
@@ -255,7 +283,7 @@ def _adam_note(config: Config) -> Iterator[ConfigNote]:
 def _params_notes(config: Config) -> Iterator[ConfigNote]:
     """Marks on the keywords of an optimizer, which the configuration holds as a plain dict."""
     kind = find_kind("optimizer", config.optimizer.type) if config.optimizer else None
-    if config.optimizer is None or kind is None or kind.params is None:
+    if config.optimizer is None or kind is None:
         return
     for name in config.optimizer.params:
         field = kind.params.model_fields.get(name)

@@ -70,7 +70,7 @@ class Config(Section):
 
     gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0  # global 2-norm; 0: off
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
-    communication_data_type: Dtype | None = None  # None: the dtype that gradients accumulate in
+    communication_data_type: Dtype | None = None  # None: fp32, in which gradients accumulate
     prescale_gradients: Annotated[
         Flag, Inert("gradients are averaged in a way that cannot overflow; the result is the same.", unless=False)
     ] = False
@@ -128,7 +128,7 @@ class Config(Section):
             "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch version "
             "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
             "elastic batch sizes are not built.",
-            "Set enabled to false and give train_batch_size; checkpoints load at any world size.",
+            "Remove the section and give train_batch_size; checkpoints load at any world size.",
         ),
         "autotuning": _keys(
             "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path tuner_type "
@@ -186,6 +186,7 @@ class Config(Section):
     _auto: tuple[str, ...] = PrivateAttr(())
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[ConfigNote, ...] = PrivateAttr(())
+    _off: tuple[ConfigNote, ...] = PrivateAttr(())  # features that the file describes and does not switch on
 
     @property
     def auto(self) -> tuple[str, ...]:
@@ -229,7 +230,8 @@ class Config(Section):
             return next((reasons[path] for path in above if path in reasons), None)
 
         content = flatten(self.as_dict())
-        return {key: EffectiveValue(value, self._sources.get(key, "default"), note(key)) for key, value in content.items()}
+        found = {key: EffectiveValue(value, self._sources.get(key, "default"), note(key)) for key, value in content.items()}
+        return found | {entry.key: EffectiveValue(False, "file", entry.reason) for entry in self._off}
 
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly when the content is, on any host."""

@@ -38,6 +38,7 @@ _ALWAYS_BESIDE = Inert("reads and writes always go on beside the updates.", unle
 _CUT = Inert("files are read and written in pieces of 1 MiB, 32 at a time.")
 _MAPPED = Inert("parameter shards on a disk are a mapped file; the kernel keeps in memory what there is room for.")
 _SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
+_IN_FP32 = Inert("gradients are accumulated in fp32; communication_data_type sets the dtype on the wire.", unless="fp32")
 REPORT = "use engine.memory_report() or engine.communication_report(), which need no switch."
 _WHOLE_ACTIVATIONS = Inert("every tensor rank sends whole activations, or its part of the sequence, to the next stage.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
@@ -108,7 +109,7 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     """Dtypes beside that of the parameters."""
 
-    grad_accum_dtype: Dtype = "fp32"
+    grad_accum_dtype: Annotated[Dtype, _IN_FP32] = "fp32"
     param_dtype: Dtype | None = None  # if given, it must agree with fp16/bf16
     buffer_dtype: Annotated[
         Dtype | None, Refused("buffers keep the dtype that the module gave them.", None, "Remove the key.")
@@ -307,10 +308,15 @@ class Pipeline(Section):
     use_reentrant: Annotated[Flag, Inert("layers are recomputed without re-entrance.", unless=False)] = True
 
 
+_GROUPS = Refused("a configuration cannot hold process groups.", None, "Remove it; initialize() takes topology=.")
+
+
 class TensorParallelGroup(Section):
     """``tensor_parallel.tp``."""
 
     tp_size: Count | None = None  # another name of tensor_parallel.size
+    mpu: Annotated[Any, _GROUPS] = None
+    tp_group: Annotated[Any, _GROUPS] = None
     tp_grain_size: Annotated[Int, Inert("parts are as equal as can be, by heads and by columns.")] = 1
 
 

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from zerorun.config_fields import Feature, Section, nearest, quoted_words, section_of
-from zerorun.config_params import Kind, ScheduleParams, find_kind
+from zerorun.config_fields import NOT_ENABLED, ConfigNote, Feature, Section, nearest, quoted_words, section_of
+from zerorun.config_params import ScheduleParams, find_kind
 from zerorun.config_schema import Config, Optimizer, Scheduler
 from zerorun.errors import ConfigProblem
 
 AUTO = "auto"
+_LEFT_OFF = '"auto" leaves it off.'
 _S = TypeVar("_S", bound=Section)
 
 # Keys that real configurations hold, that no section knows, and whose purpose is plain.
@@ -38,6 +39,7 @@ class Walk:
         self.problems: list[ConfigProblem] = []
         self.auto: list[str] = []
         self.params: list[tuple[str, Section]] = []  # checked keywords of optimizer and scheduler, for the rules
+        self.notes: list[ConfigNote] = []  # on sections that no model holds
         self.invalid: set[str] = set()  # keys with a problem of their own, so that no rule blames them again
 
     def build(self, model: type[_S], raw: dict[str, Any], path: str = "") -> _S:
@@ -101,15 +103,14 @@ class Walk:
         self.auto.append(f"{key}.{switch}" if switch else key)
 
     def _keywords(self, path: str, name: object, value: Any) -> dict[str, Any]:
-        """Keywords of an optimizer or schedule: checked if its name is known, else only cleaned."""
+        """Keywords of an optimizer or schedule: checked if its name is known; if not, the name is the problem."""
         key = f"{path}params"
         if not isinstance(value, dict):
             self._add(key, value, "must be an object, { ... }.", 'Write for example "params": {"lr": 1e-4}.')
             return {}
-        kind: Kind | None = find_kind(path.rstrip("."), name)
-        if kind is None or kind.params is None:
-            self.auto += [f"{key}.{word}" for word, item in value.items() if item == AUTO and not is_comment(word)]
-            return {k: v for k, v in value.items() if v is not None and v != AUTO and not is_comment(k)}
+        kind = find_kind(path.rstrip("."), name)
+        if kind is None:
+            return {word: item for word, item in value.items() if item != AUTO and not is_comment(word)}
         params = self.build(kind.params, value, f"{key}.")
         self.params.append((f"{key}.", params))
         if isinstance(params, ScheduleParams):
@@ -124,7 +125,10 @@ class Walk:
 
     def _feature(self, path: str, value: Any, feature: Feature) -> None:
         """A section that must be off: find out whether it is, and check the spelling of its keys."""
-        if value is None or value is False or value == {} or value == AUTO:
+        if value is None or value is False or value == {}:
+            return
+        if value == AUTO:
+            self.notes.append(ConfigNote(path, _LEFT_OFF))
             return
         if not isinstance(value, (bool, dict)):
             self._add(path, value, "must be an object, { ... }.", "Remove it.")
@@ -141,10 +145,16 @@ class Walk:
         if switch is not None and not isinstance(switch, bool) and switch != AUTO:
             self._add(f"{path}.enabled", switch, "must be true or false.", "Write false, or remove the section.")
         elif switch is True or (switch is None and (feature.on_when_present or _any_enabled(entries))):
-            remedy = feature.remedy or ("Set enabled to false, or remove the section." if switch else "Remove it.")
-            self._add(path, value, feature.reason, remedy)
+            remedy = "Set enabled to false, or remove the section." if switch else "Remove it."
+            if value is True:
+                remedy = "Set it to false, or remove it."
+            self._add(path, value, feature.reason, feature.remedy or remedy)
         elif switch == AUTO and path == "amp":
             self._add(f"{path}.enabled", switch, "cannot be decided here.", feature.remedy)
+        elif switch == AUTO:
+            self.notes.append(ConfigNote(path, _LEFT_OFF))
+        elif not _says_enabled(entries):
+            self.notes.append(ConfigNote(path, NOT_ENABLED))
 
     def _unknown(self, model: type[Section], path: str, word: str, value: object) -> None:
         known = [*model.spellings(), *model.features]
@@ -219,6 +229,14 @@ def _any_enabled(entries: Any) -> bool:
     if isinstance(entries, dict):
         return entries.get("enabled") is True or any(_any_enabled(item) for item in entries.values())
     return isinstance(entries, list) and any(_any_enabled(item) for item in entries)
+
+
+def _says_enabled(entries: Any) -> bool:
+    """True if ``enabled`` is written anywhere, or nothing but remarks and nulls is."""
+    if not isinstance(entries, dict):
+        return False
+    written = {word: item for word, item in entries.items() if item is not None and not is_comment(word)}
+    return not written or "enabled" in written or any(map(_says_enabled, written.values()))
 
 
 def _example(section: type[Section], key: str) -> str:

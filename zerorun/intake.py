@@ -5,6 +5,8 @@ The configuration with all its values, and the optimizer: its parameter groups, 
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +17,9 @@ from torch import nn
 
 from .config import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
 from .errors import ConfigError, ConfigProblem, ModelError
-from .optim import is_elementwise, refuse_unusable, resolve_optimizer
+from .optim import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer
 from .pipeline.pipelined import Pipelined
+from .schedules import build_schedule
 from .topology import Topology
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -45,12 +48,13 @@ def take_in(
     model_parameters: Iterable[Any] | None,
     world_size: int,
     topology: Topology | None = None,
+    scheduler_given: bool = False,
 ) -> tuple[Config, RawOptimizer]:
     """The resolved configuration, and which parameters are optimized by what. Raises ConfigError or ModelError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
-    source = config if config is not None else _config_of(args)
-    loaded = load_config(source)
+    source = _config_of(config, args)
+    loaded = load_config(source, optimizer_given=optimizer is not None, scheduler_given=scheduler_given)
     if topology is not None:
         loaded = _with_degrees(loaded, {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe})
     if isinstance(model, Pipelined):
@@ -59,11 +63,15 @@ def take_in(
     wanted = resolve(
         loaded,
         data_parallel_size=data_parallel_degree(loaded, world_size),
-        model_facts=ModelFacts(_hidden_size(model)),
+        model_facts=ModelFacts(_hidden_size(model), isinstance(model, Pipelined)),
         optimizer_given=client is not None,
+        scheduler_given=scheduler_given,
         learning_rate=client.param_groups[0]["lr"] if client else None,
     )
-    return wanted, _raw_optimizer(model, wanted, client, model_parameters)
+    raw = _raw_optimizer(model, wanted, client, model_parameters)
+    if raw.groups and wanted.scheduler is not None and not scheduler_given:
+        build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
+    return wanted, raw
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:
@@ -90,9 +98,27 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
     return with_values(config, degrees)
 
 
-def _config_of(args: Any) -> Any:
-    for name in ("config", "zerorun_config", "deepspeed_config"):
-        value = getattr(args, name, None)
+def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
+    """The optimizer with one number in each group: what a schedule would refuse is known before units are made."""
+    own = ("params", "param_names")
+    settings = [{key: value for key, value in group.items() if key not in own} for group in raw.groups]
+    groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
+    if raw.optimizer is None:
+        return build_optimizer(raw.name, raw.params, groups)
+    return torch.optim.Optimizer(groups, copy.deepcopy(raw.optimizer.defaults))
+
+
+def _config_of(config: Any, args: Any) -> Any:
+    """The one configuration that is given, or ConfigError.
+
+    Beside ``config``, ``args.config`` may be of something else: many scripts have such an argument of their own.
+    """
+    found = {f"args.{name}": getattr(args, name, None) for name in ("zerorun_config", "deepspeed_config")}
+    for name, value in found.items():
+        if config is not None and value is not None and not _same_source(config, value):
+            reason = f"initialize() was given another configuration as config=, {config!r:.60}."
+            raise ConfigError([ConfigProblem(name, value, reason, "Pass one of the two.")])
+    for value in (config, getattr(args, "config", None), *found.values()):
         if value is not None:
             return value
     raise ConfigError(
@@ -105,6 +131,13 @@ def _config_of(args: Any) -> Any:
             )
         ]
     )
+
+
+def _same_source(one: Any, other: Any) -> bool:
+    """True for the same object, equal dicts, and two spellings of one path."""
+    if isinstance(one, (str, os.PathLike)) and isinstance(other, (str, os.PathLike)):
+        return os.path.abspath(one) == os.path.abspath(other)
+    return one is other or (isinstance(one, dict) and isinstance(other, dict) and one == other)
 
 
 def _client_optimizer(

@@ -79,7 +79,7 @@ def make_plan(
 
 def wire_dtype(config: Config) -> torch.dtype:
     """The dtype in which gradients are sent."""
-    return DTYPES[config.communication_data_type or config.data_types.grad_accum_dtype or "fp32"]
+    return DTYPES[config.communication_data_type or "fp32"]
 
 
 def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:

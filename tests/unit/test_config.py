@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,10 +74,8 @@ def test_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:
 
 def test_comment_signs_inside_strings_stay(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(r'{"train_batch_size": 8, "aio": {}, "_c": "a \" // #,}", "optimizer": {"type": "a//b#c,]"}}')
-    optimizer = load_config(path).optimizer
-    assert optimizer is not None
-    assert optimizer.type == "a//b#c,]"
+    path.write_text(r'{"train_batch_size": 8, "aio": {}, "_c": "a \" // #,}", "checkpoint": {"dir": "a//b#c,]"}}')
+    assert load_config(path).checkpoint.dir == "a//b#c,]"
 
 
 def test_malformed_file_names_line_and_column(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_unusable_sources(source: object) -> None:
 
 
 def test_base64() -> None:
-    content = {"train_batch_size": 8, "optimizer": {"type": "x>?~"}}
+    content = {"train_batch_size": 8, "checkpoint": {"dir": "x>?~"}}
     text = base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
     assert load_config(text).train_batch_size == 8
 
@@ -118,14 +117,14 @@ def test_base64() -> None:
 def test_dict_is_neither_changed_nor_kept() -> None:
     source: dict[str, Any] = {
         "zero_optimization": {"cpu_offload": True, "stage": 2},
-        "optimizer": {"type": "X", "params": {"a": [1]}},
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.5, 0.6]}},
     }
     before = json.dumps(source)
     config = load_config(source)
     assert json.dumps(source) == before
-    source["optimizer"]["params"]["a"].append(2)
+    source["optimizer"]["params"]["betas"].append(2)
     assert config.optimizer is not None
-    assert config.optimizer.params == {"a": [1]}
+    assert config.optimizer.params == {"betas": [0.5, 0.6]}
 
 
 def test_self_containing_dict() -> None:
@@ -178,7 +177,9 @@ def test_unknown_keys_get_a_suggestion(source: dict[str, Any], key: str | None, 
 
 def test_comment_keys_at_every_level() -> None:
     load_config({"_comment": 1, "//": 2, "comment": 3, "fp16": {"_x": 1}, "wandb": {"//enabled": True}})
-    load_config({"optimizer": {"type": "Adam", "params": {"_lr": 1}}, "scheduler": {"type": "X", "params": {"//": 1}}})
+    load_config(
+        {"optimizer": {"type": "Adam", "params": {"_lr": 1}}, "scheduler": {"type": "WarmupLR", "params": {"//": 1}}}
+    )
 
 
 def test_whole_floats_are_integers() -> None:
@@ -413,6 +414,18 @@ def test_refused_with_a_remedy(source: dict[str, Any], key: str) -> None:
     assert problem.remedy
 
 
+@pytest.mark.parametrize("name", Config.features)
+def test_the_remedy_for_a_bare_true_names_no_key_inside(name: str) -> None:
+    problem = the_problem({name: True})
+    assert (problem.key, "Set enabled" in problem.remedy) == (name, False)
+
+
+@pytest.mark.parametrize("key", ["mpu", "tp_group"])
+def test_null_process_groups_are_absent(key: str) -> None:
+    assert load_config({"tensor_parallel": {"tp": {key: None}}}).fingerprint() == load_config({}).fingerprint()
+    assert "topology=" in the_problem({"tensor_parallel": {"tp": {key: "x"}}}).remedy
+
+
 def test_features_are_fine_when_off() -> None:
     off = ["amp", "elasticity", "autotuning", "wandb", "nebula", "data_efficiency", "hybrid_engine", "eigenvalue"]
     assert not notes_of({name: {"enabled": False} for name in off})
@@ -430,9 +443,9 @@ def test_the_remedy_for_one_bit_optimizers_works() -> None:
     load_config({"optimizer": {"type": "Adam", "params": kept}})
 
 
-def test_unknown_optimizer_and_scheduler_names_pass_verbatim() -> None:
+def test_what_torch_has_passes_verbatim() -> None:
     source = {
-        "optimizer": {"type": "ASGD", "params": {"lambd": 1e-4, "gone": None}},
+        "optimizer": {"type": "ASGD", "params": {"lambd": 1e-4, "t0": None}},
         "scheduler": {"type": "StepLR", "params": {"step_size": 30}},
     }
     config = load_config(source)
@@ -440,6 +453,48 @@ def test_unknown_optimizer_and_scheduler_names_pass_verbatim() -> None:
     assert config.scheduler is not None
     assert (config.optimizer.type, config.optimizer.params) == ("ASGD", {"lambd": 1e-4})
     assert config.scheduler.params == {"step_size": 30}
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "params", "key", "remedy"),
+    [
+        ("optimizer", "AdmaW", {"lr": 1}, "type", '"AdamW"'),
+        ("optimizer", "zzz", {}, "type", "Use one of Adam, AdamW"),
+        ("optimizer", "LBFGS", {"lr": 1}, "type", 'Use "AdamW"'),
+        ("optimizer", "SparseAdam", {"lr": 1}, "type", 'Use "Adam"'),
+        ("optimizer", "AdamW", {"btas": [0.9, 0.95]}, "params.btas", '"betas"'),
+        ("optimizer", "asgd", {"lamda": 1e-4}, "params.lamda", '"lambd"'),
+        ("optimizer", "Rprop", {"weight_decay": 0.1}, "params.weight_decay", "step_sizes"),
+        ("scheduler", "WarmupLRR", {}, "type", '"WarmupLR"'),
+        ("scheduler", "CosineAnealingLR", {}, "type", '"CosineAnnealingLR"'),
+        ("scheduler", "zzz", {}, "type", "Use one of WarmupLR"),
+        ("scheduler", "ReduceLROnPlateau", {}, "type", "training loop"),
+        ("scheduler", "LambdaLR", {"lr_lambda": 1}, "type", "pass lr_scheduler="),
+        ("scheduler", "cosineannealinglr", {"T_max": 5, "eta_mn": 0}, "params.eta_mn", '"eta_min"'),
+        ("scheduler", "StepLR", {}, "params.step_size", '"step_size"'),
+        ("scheduler", "OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1}, "params.cycle_max_mom", "<1"),
+    ],
+)
+def test_wrong_names_and_keywords(section: str, name: str, params: dict[str, Any], key: str, remedy: str) -> None:
+    problem = the_problem({section: {"type": name, "params": params}})
+    assert problem.key == f"{section}.{key}"
+    assert remedy.replace("<", "less than ") in problem.remedy
+
+
+def test_wrong_names_come_with_all_other_problems() -> None:
+    source = {"optimizer": {"type": "AdmaW"}, "scheduler": {"type": "StepLR", "params": {"gama": 1}}, "seed": -1}
+    found = {problem.key for problem in problems_of(source)}
+    assert found == {"optimizer.type", "scheduler.params.gama", "scheduler.params.step_size", "seed"}
+
+
+def test_a_section_that_is_not_used_is_not_checked() -> None:
+    source = {"optimizer": {"type": "Mine", "params": {"lr": "auto"}}, "scheduler": {"type": "My", "params": {"x": 1}}}
+    assert len(problems_of(source)) == 2
+    config = load_config(source, optimizer_given=True, scheduler_given=True)
+    given = resolve(config, data_parallel_size=1, micro_batch_hint=1, optimizer_given=True, scheduler_given=True)
+    assert {"optimizer", "scheduler"} <= {note.key for note in given.notes}
+    with pytest.raises(ConfigError, match=r"optimizer\.type"):
+        load_config({"optimizer": {"params": {}}}, optimizer_given=True)
 
 
 def test_zero_warmup_and_per_group_rates() -> None:
@@ -470,6 +525,25 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "optimizer.type"),
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
+        ({"data_types": {"grad_accum_dtype": "float16"}}, "data_types.grad_accum_dtype"),
+        ({"tensorboard": "auto"}, "tensorboard"),
+        ({"comet": {"enabled": "auto"}}, "comet"),
+        ({"wandb": {"project": "p"}}, "wandb"),
+        ({"autotuning": {"fast": False}}, "autotuning"),
+        ({"tensor_parallel": {"sequence_parallel": True}}, "tensor_parallel.sequence_parallel"),
+        ({"tensor_parallel": {"size": 1, "vocab_parallel_loss": True}}, "tensor_parallel.vocab_parallel_loss"),
+        ({"zero_optimization": {"offload_optimizer": {"ratio": 0.3}}}, "zero_optimization.offload_optimizer.ratio"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "none", "max_in_cpu": 5}}},
+            "zero_optimization.offload_param.max_in_cpu",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "none", "nvme_path": "/x"}}},
+            "zero_optimization.offload_optimizer.nvme_path",
+        ),
+        ({"torch_autocast": {"enabled": False, "dtype": "fp16"}}, "torch_autocast.dtype"),
+        ({"torch_autocast": {"dtype": "fp16"}}, "torch_autocast"),
     ],
 )
 def test_keys_with_nothing_to_do_are_noted(source: dict[str, Any], key: str | None) -> None:
@@ -483,9 +557,12 @@ def test_what_happens_anyway_is_not_noted() -> None:
         "stage": 1,
         "contiguous_gradients": True,
         "allgather_partitions": True,
-        "offload_optimizer": {"device": "none"},
+        "offload_optimizer": {"device": "none", "pin_memory": True, "ratio": 1},
     }
     assert not notes_of({"zero_optimization": zero, "wall_clock_breakdown": False, "fp16": {"enabled": False}})
+    assert not notes_of({"data_types": {"grad_accum_dtype": "fp32"}, "torch_autocast": {"enabled": False, "dtype": "bf16"}})
+    assert not notes_of({"tensor_parallel": {"sequence_parallel": False}, "wandb": {"enabled": False, "project": "p"}})
+    assert not notes_of({"tensor_parallel": {"size": 2, "sequence_parallel": True}, "comet": {"project": None, "_x": 1}})
 
 
 def test_default_clipping_is_said() -> None:
@@ -537,6 +614,10 @@ def test_resolve_names_every_undecidable_auto() -> None:
         "optimizer.params.weight_decay",
         "scheduler.params.total_num_steps",
     }
+    remedies = {problem.key: problem.remedy for problem in caught.value.problems}
+    assert re.search(r"pass optimizer= .*takes --lr\.", remedies["optimizer.params.lr"])
+    assert re.search(r"pass optimizer= .*takes --weight-decay\.", remedies["optimizer.params.weight_decay"])
+    assert re.search(r"pass lr_scheduler= .*takes --total-steps\.", remedies["scheduler.params.total_num_steps"])
 
 
 def test_given_optimizer_settles_the_optimizer_section() -> None:
@@ -638,6 +719,13 @@ def test_describe_is_short_and_says_where_from() -> None:
     assert "loss_scale" not in text
 
 
+def test_a_feature_that_waits_for_its_switch_stays_noted() -> None:
+    config = load_config({"train_batch_size": 8, "wandb": {"project": "p"}})
+    again = resolve(resolve(config, data_parallel_size=2), data_parallel_size=2)
+    for found in (config, again):
+        assert found.effective()["wandb"] == EffectiveValue(False, "file", '"enabled" is not given, so the section is off.')
+
+
 def test_effective_values_say_where_from_and_why_not() -> None:
     source = {
         "train_batch_size": 8,
@@ -688,16 +776,20 @@ def test_cli_survives_unprintable_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert "\\ud800" in capsys.readouterr().out
 
 
-def test_module_runs_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "code"), [("AdamW", 0), ("RMSprop", 0), ("AdmaW", 2)])
+def test_module_runs_without_torch(tmp_path: Path, kind: str, code: int) -> None:
     path = tmp_path / "ds.json"
-    path.write_text('{"train_batch_size": 64}')
-    code = (
+    schedule = {"type": "StepLR", "params": {"step_size": 3}}
+    source = {"train_batch_size": 64, "optimizer": {"type": kind}, "scheduler": schedule}
+    path.write_text(json.dumps(source))
+    program = (
         "import sys; from zerorun.config import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
         "sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path), "--world-size", "64"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert isinstance(load_config(path), Config)
+    done = subprocess.run([sys.executable, "-c", program, str(path), "--world-size", "64"], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert (code == 2) == ("Did you mean" in done.stdout)
+    assert code or isinstance(load_config(path), Config)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic.fields import FieldInfo
 
 import zerorun.schedules
 from zerorun.config import Config, ModelFacts, load_config, resolve
 from zerorun.config_fields import Inert, OnlyStages, Refused, Section, section_of
-from zerorun.config_params import OPTIMIZERS, SCHEDULERS
+from zerorun.config_params import OPTIMIZERS, SCHEDULERS, TORCH_SCHEDULERS, find_kind, wrong_name
 from zerorun.config_schema import Optimizer, Scheduler
 from zerorun.errors import ConfigError
 from zerorun.optim import resolve_optimizer
@@ -28,7 +29,6 @@ READ_BY_THE_ENGINE = {
     "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
     "bf16.": "enabled check_grad_overflow",
     "torch_autocast.": "enabled dtype",
-    "data_types.": "grad_accum_dtype",
     "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
     "prefetch_bucket_size max_live_parameters ignore_unused_parameters",
     "zero_optimization.offload_optimizer.": "device pin_memory ratio nvme_path",
@@ -232,6 +232,44 @@ def test_every_optimizer_keyword_is_taken_or_marked(kind: str) -> None:
 def test_every_schedule_keyword_is_taken(kind: str) -> None:
     formula = inspect.signature(getattr(zerorun.schedules, kind)).parameters
     assert SCHEDULERS[kind].model_fields.keys() - {"last_batch_iteration"} == formula.keys()
+
+
+def keywords(torch_class: type, *own: str) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(torch_class).parameters
+    return {name: parameter for name, parameter in found.items() if name not in own}
+
+
+def test_tables_have_all_optimizers_of_torch() -> None:
+    """They may have more: a later torch drops a keyword, or an earlier one has not got it yet."""
+    classes = [
+        kind for kind in vars(torch.optim).values() if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer)
+    ]
+    for found in classes:
+        kind = find_kind("optimizer", found.__name__)
+        if kind is None:
+            problem = wrong_name("optimizer", found.__name__, {})
+            assert found is torch.optim.Optimizer or (problem is not None and problem.remedy.startswith("Use"))
+            continue
+        # Adam means AdamW unless adam_w_mode is false, which is how to ask for this.
+        known = {*kind.params.model_fields, *(["decoupled_weight_decay"] if kind.name == "Adam" else [])}
+        assert keywords(found, "params").keys() <= known, kind.name
+    assert OPTIMIZERS.keys() - {"Lion"} <= {kind.__name__ for kind in classes}
+
+
+def test_tables_have_all_schedules_of_torch() -> None:
+    lr_scheduler = torch.optim.lr_scheduler
+    for name in set(lr_scheduler.__all__) - {"LRScheduler"}:
+        found = keywords(getattr(lr_scheduler, name), "optimizer")
+        if name not in TORCH_SCHEDULERS:
+            problem = wrong_name("scheduler", name, {})
+            assert problem is not None
+            assert problem.remedy.startswith("Build it in the program"), name
+            continue
+        table = TORCH_SCHEDULERS[name]
+        needed = {word for word, parameter in found.items() if parameter.default is inspect.Parameter.empty}
+        assert found.keys() <= table.model_fields.keys(), name
+        assert needed == set(table.required), name
+    assert TORCH_SCHEDULERS.keys() <= set(lr_scheduler.__all__)
 
 
 def test_walk_reaches_optional_sections() -> None:
