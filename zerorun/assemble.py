@@ -40,7 +40,7 @@ from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
-from .zero.init import partitioned, settle
+from .zero.init import partitioned, refuse_overwritten, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime
@@ -82,6 +82,7 @@ def initialize(
     init_distributed(device)
     wanted, raw = _agree(lambda: take_in(model, config, args, optimizer, model_parameters, dist.get_world_size(), topology))
     _compare_ranks(model, wanted, topology)
+    _agree(lambda: refuse_overwritten(model))
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None

@@ -91,6 +91,40 @@ def meta_parameters() -> tuple[str, str]:
     return attempt(lambda: make(model=model))
 
 
+def write_to_a_placeholder(write: Callable[[nn.Parameter], Any]) -> tuple[str, str]:
+    with zerorun.zero.Init():
+        model = Gpt()
+    write(model.blocks[1].norm1.weight)
+    return attempt(lambda: make(model=model))
+
+
+def filled_after_init() -> tuple[str, str]:
+    return write_to_a_placeholder(lambda param: nn.init.constant_(param, 3.0))
+
+
+def filled_after_init_on_one_rank() -> tuple[str, str]:
+    return write_to_a_placeholder(lambda param: param.data.fill_(3.0) if dist.get_rank() == 1 else None)
+
+
+def replaced_after_init() -> tuple[str, str]:
+    def write(param: nn.Parameter) -> None:
+        param.data = torch.ones(param.shape)
+
+    return write_to_a_placeholder(write)
+
+
+def made_of_a_parameter_that_is_gone() -> tuple[str, str]:
+    def build() -> None:
+        with zerorun.zero.Init():
+            gone = nn.Linear(4, 4)
+            nn.Linear(4, 4)
+            left = nn.Parameter(gone.weight)
+            del gone.weight
+            nn.Module().register_parameter("left", left)
+
+    return attempt(build)
+
+
 def unknown_unit_class() -> tuple[str, str]:
     return attempt(lambda: make(make_config(3, zero_optimization={"unit_policy": ["Blok"]})))
 
@@ -202,6 +236,10 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     used_optimizer: (ModelError, ["has been used", "fresh optimizer"]),
     lbfgs: (ModelError, ["LBFGS"]),
     meta_parameters: (ModelError, ["meta device", "zero.Init"]),
+    filled_after_init: (ModelError, ["blocks.1.norm1.weight", "zerorun.zero.Init", "placeholder", "GatheredParameters"]),
+    filled_after_init_on_one_rank: (ModelError, ["blocks.1.norm1.weight", "placeholder", "Remedy"]),
+    replaced_after_init: (ModelError, ["blocks.1.norm1.weight", "placeholder", "Remedy"]),
+    made_of_a_parameter_that_is_gone: (ModelError, ["left", "gone", "nn.Parameter(other.detach())"]),
     unknown_unit_class: (ConfigError, ["unit_policy", "Blok", "Block"]),
     step_without_backward: (StepError, ["without backward"]),
     step_twice: (StepError, ["without backward"]),
