@@ -130,10 +130,11 @@ def parameters_of_one_tensor() -> nn.Module:
     model.register_parameter("last", nn.Parameter(flat[32:]))
     model.convolution = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     gone = nn.Linear(6, 6)
-    taken = gone.weight
     Block()
-    del gone
-    model.register_parameter("taken", nn.Parameter(taken))
+    taken = nn.Parameter(gone.weight)
+    del gone.weight
+    Block()
+    model.register_parameter("taken", taken)
     del taken
     Block()
     flat[12:14] = 9.0

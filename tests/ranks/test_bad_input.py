@@ -113,16 +113,15 @@ def replaced_after_init() -> tuple[str, str]:
     return write_to_a_placeholder(write)
 
 
-def made_of_a_parameter_that_is_gone() -> tuple[str, str]:
-    def build() -> None:
-        with zerorun.zero.Init():
-            gone = nn.Linear(4, 4)
-            nn.Linear(4, 4)
-            left = nn.Parameter(gone.weight)
-            del gone.weight
-            nn.Module().register_parameter("left", left)
+def made_of_a_placeholder() -> tuple[str, str]:
+    with zerorun.zero.Init():
+        model = Gpt()
+    model.copied = nn.Parameter(model.blocks[0].up.weight)
+    return attempt(lambda: make(model=model))
 
-    return attempt(build)
+
+def of_another_engine() -> tuple[str, str]:
+    return with_engine(lambda engine: make(model=engine.module))
 
 
 def unknown_unit_class() -> tuple[str, str]:
@@ -239,7 +238,8 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     filled_after_init: (ModelError, ["blocks.1.norm1.weight", "zerorun.zero.Init", "placeholder", "GatheredParameters"]),
     filled_after_init_on_one_rank: (ModelError, ["blocks.1.norm1.weight", "placeholder", "Remedy"]),
     replaced_after_init: (ModelError, ["blocks.1.norm1.weight", "placeholder", "Remedy"]),
-    made_of_a_parameter_that_is_gone: (ModelError, ["left", "gone", "nn.Parameter(other.detach())"]),
+    of_another_engine: (ModelError, ["blocks.0.", "an engine manages", "destroy()"]),
+    made_of_a_placeholder: (ModelError, ["copied", "zerorun.zero.Init", "inside a block"]),
     unknown_unit_class: (ConfigError, ["unit_policy", "Blok", "Block"]),
     step_without_backward: (StepError, ["without backward"]),
     step_twice: (StepError, ["without backward"]),

@@ -12,7 +12,7 @@ does a rank hold more than its parts and the parameters of one module, or of tho
 written to all. That must stay so after ``p`` has become a placeholder. So each part remembers the memory that its
 parameter had. A function that gets any tensor in this memory first makes whole what lies there: in the same memory as
 long as somebody keeps that, or else in new memory for all of it. Gathers must be the same on all ranks, whenever their
-garbage collectors run; so while the block lasts, parameters that shared memory stay alive.
+garbage collectors run; so all parameters that were partitioned stay alive while the block lasts.
 
 ``nn.Parameter(p)`` is no torch function, and gives a tensor that looks at the one element of p's placeholder. It is found
 by that, and gets the memory of ``p``, as soon as it is registered or used.
@@ -153,7 +153,7 @@ def _whole(part: _Part) -> torch.Tensor:
     return flat[:numel].view(part.shape)
 
 
-def _partition(param: torch.Tensor) -> _Part:
+def _partition(param: torch.Tensor) -> None:
     """Keep this rank's part of rank 0's value, and leave a placeholder."""
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = param.detach()
@@ -173,7 +173,6 @@ def _partition(param: torch.Tensor) -> _Part:
     reusable = shown is not None and (shown.tensor.shape, shown.tensor.dtype) == (param.shape, param.dtype)
     param.data = shown.tensor if reusable and shown.tensor.device == param.device else placeholder(param)
     _keep(param, part)
-    return part
 
 
 def _keep(param: torch.Tensor, part: _Part) -> None:
@@ -275,14 +274,15 @@ def _share_memory(copy: torch.Tensor, param: torch.Tensor) -> None:
     copy.data = param.data
 
 
-def _refuse_placeholder(module: nn.Module, name: str, param: torch.Tensor) -> None:
-    """Raise ModelError for a new parameter that looks at the placeholder of one that is gone, and its values with it."""
-    expanded = param.numel() > 1 and not any(param.stride())
-    if expanded and param.untyped_storage().nbytes() == param.itemsize and bool(_is_loud(param).all()):
+def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
+    """Raise ModelError for a parameter that Init did not partition but shows a placeholder: it has no values."""
+    if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or any(param.stride()):
+        return
+    if param.untyped_storage().nbytes() == param.itemsize and bool(_is_loud(param.detach()).all()):
         raise ModelError(
-            f"the new parameter {name!r} of {type(module).__name__}, of shape {tuple(param.shape)}, was made of another "
-            "that zerorun.zero.Init had released, and that is gone. Remedy: write nn.Parameter(other.detach()), or keep "
-            "the other until the new one is registered."
+            f"parameter {name!r}, of shape {tuple(param.shape)}, is a placeholder without values: an engine manages the "
+            "model, or the parameter was made of one that zerorun.zero.Init had partitioned. Remedy: call the engine's "
+            "destroy() first; make parameters of others inside a block `with zerorun.zero.Init():`."
         )
 
 
@@ -297,7 +297,9 @@ def refuse_overwritten(model: nn.Module) -> None:
     """Raise ModelError if somebody wrote to a placeholder, whose values would be lost: those of its part count."""
     for name, param in model.named_parameters():
         part = _partitioned.get(param)
-        if part is not None and (param.shape != part.shape or not bool(_is_loud(param.detach()).all())):
+        if part is None:
+            _refuse_placeholder(name, param)
+        elif param.shape != part.shape or not bool(_is_loud(param.detach()).all()):
             raise ModelError(
                 f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
                 "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "
@@ -331,7 +333,7 @@ class Init(TorchFunctionMode):
         self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
         self._current: list[Any] = []  # the modules whose parameters are whole
         self._whole_now: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []  # parameters that shared memory: see the note
+        self._alive: dict[int, torch.Tensor] = {}  # by id: see the note
         self._hook: Any = None
         if module is not None and enabled:
             init_distributed()
@@ -358,7 +360,7 @@ class Init(TorchFunctionMode):
                 self._hook.remove()
                 if kind is None:
                     self._partition_all()
-                self._current, self._kept = [], []
+                self._current, self._alive = [], {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -371,7 +373,7 @@ class Init(TorchFunctionMode):
             return
         self._use([param])
         with torch._C.DisableTorchFunction():
-            _refuse_placeholder(module, name, param)
+            _refuse_placeholder(name, param)
         if param not in self._owner:  # else it is of an earlier block
             self._owner[param] = module
             self._make_room([module])
@@ -416,7 +418,7 @@ class Init(TorchFunctionMode):
     def _partition_all(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for param in self._whole_now:
-                memory = _partition(param).memory if param not in _partitioned else None
-                if memory is not None and (len(memory.parts) > 1 or memory.storage() is not None):
-                    self._kept.append(param)
+                if param not in _partitioned:  # by Init(module)
+                    _partition(param)
+                self._alive[id(param)] = param
         self._whole_now.clear()
