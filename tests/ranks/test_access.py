@@ -165,6 +165,18 @@ def views_written_to_later() -> nn.Module:
     return model
 
 
+def values_that_are_set() -> nn.Module:
+    """By ``set_``, which no mode sees: that of a parametrized weight, before, after and without another use of it."""
+    model: Any = nn.ModuleList(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(3))
+    for layer in model:
+        layer.weight = torch.rand(8, 8)
+        Block()
+    with torch.no_grad():
+        model[0].parametrizations.weight.original1.mul_(2.0)
+        model[2].bias.set_(torch.rand(8))
+    return model
+
+
 def in_one_block(build: Callable[[], nn.Module], enabled: bool) -> nn.Module:
     with Init(enabled=enabled):
         return build()
@@ -193,6 +205,7 @@ PLAIN_BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "extra_parameters": extra_parameters,
     "parameters_of_one_tensor": parameters_of_one_tensor,
     "views_written_to_later": views_written_to_later,
+    "values_that_are_set": values_that_are_set,
 }
 BUILDERS: dict[str, Callable[[bool], nn.Module]] = {
     **{name: partial(in_one_block, build) for name, build in PLAIN_BUILDERS.items()},

@@ -15,7 +15,8 @@ long as somebody keeps that, or else in new memory for all of it. Gathers must b
 garbage collectors run; so all parameters that were partitioned stay alive while the block lasts.
 
 ``nn.Parameter(p)`` is no torch function, and gives a tensor that looks at the one element of p's placeholder. It is found
-by that, and gets the memory of ``p``, as soon as it is registered or used.
+by that, and gets the memory of ``p``, as soon as it is registered or used. Nor is ``p.set_(values)`` one: a partitioned
+parameter that does not show its placeholder any more has got other values, which count.
 """
 
 from __future__ import annotations
@@ -222,6 +223,11 @@ def _shown_in(tensor: torch.Tensor) -> torch.Tensor | None:
     return param if param is not tensor else None
 
 
+def _has_new_values(tensor: torch.Tensor) -> bool:
+    """True for a partitioned parameter that was given other memory by set_()."""
+    return tensor in _partitioned and _key(tensor) != _key(_shown_by[tensor].tensor)
+
+
 def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
     """The parts that ``tensor`` needs whole: its own, and those of parameters that had the memory it looks at."""
     part = _partitioned.get(tensor)
@@ -359,6 +365,7 @@ class Init(TorchFunctionMode):
                 super().__exit__(kind, error, trace)
                 self._hook.remove()
                 if kind is None:
+                    self._use(filter(_has_new_values, self._alive.values()))
                     self._partition_all()
                 self._current, self._alive = [], {}
 
@@ -383,6 +390,9 @@ class Init(TorchFunctionMode):
         """Make whole what a function needs to work on ``tensors``, all of it at once."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             given = list(tensors)
+            for tensor in filter(_has_new_values, given):
+                _partitioned.pop(tensor)
+                self._now_whole([tensor])
             copies = [(tensor, param) for tensor in given if (param := _shown_in(tensor)) is not None]
             given += [param for _, param in copies]
             needed = [tensor for tensor in given if tensor in self._owner]
@@ -395,7 +405,10 @@ class Init(TorchFunctionMode):
                 _share_memory(copy, param)
 
     def _make_whole(self, parts: Sequence[_Part]) -> None:
-        params = _make_whole(parts, parts[0].memory) if parts else []
+        if parts:
+            self._now_whole(_make_whole(parts, parts[0].memory))
+
+    def _now_whole(self, params: Sequence[torch.Tensor]) -> None:
         self._whole_now += params
         self._current += [self._owner_of(param) for param in params]
 
