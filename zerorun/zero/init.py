@@ -301,16 +301,17 @@ def _is_loud(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_overwritten(model: nn.Module) -> None:
     """Raise ModelError if somebody wrote to a placeholder, whose values would be lost: those of its part count."""
-    for name, param in model.named_parameters():
-        part = _partitioned.get(param)
-        if part is None:
-            _refuse_placeholder(name, param)
-        elif param.shape != part.shape or not bool(_is_loud(param.detach()).all()):
-            raise ModelError(
-                f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
-                "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "
-                "zerorun.zero.Init():`, or after initialize() in zerorun.zero.GatheredParameters(param, modifier_rank=0)."
-            )
+    with torch._C.DisableTorchFunction():  # should this be in a block: nothing is to become whole
+        for name, param in model.named_parameters():
+            part = _partitioned.get(param)
+            if part is None:
+                _refuse_placeholder(name, param)
+            elif param.shape != part.shape or not bool(_is_loud(param.detach()).all()):
+                raise ModelError(
+                    f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
+                    "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "
+                    "zerorun.zero.Init():`, or after initialize() in zerorun.zero.GatheredParameters(p, modifier_rank=0)."
+                )
 
 
 def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
