@@ -258,7 +258,7 @@ def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Te
     params = []
     for part in parts:
         param, whole = part.param(), _whole(part)
-        if param is None:  # not while the block lasts
+        if param is None:  # it was of an earlier block
             continue
         if storage is not None:
             offset = (part.low - base) // whole.itemsize
@@ -284,7 +284,7 @@ def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
     """Raise ModelError for a parameter that Init did not partition but shows a placeholder: it has no values."""
     if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or any(param.stride()):
         return
-    if param.untyped_storage().nbytes() == param.itemsize and bool(_is_loud(param.detach()).all()):
+    if param.untyped_storage().nbytes() == param.itemsize and _is_loud(param.detach()):
         raise ModelError(
             f"parameter {name!r}, of shape {tuple(param.shape)}, is a placeholder without values: an engine manages the "
             "model, or the parameter was made of one that zerorun.zero.Init had partitioned. Remedy: call the engine's "
@@ -292,11 +292,12 @@ def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
         )
 
 
-def _is_loud(tensor: torch.Tensor) -> torch.Tensor:
-    """Which elements are what a placeholder shows."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.isnan()
-    return tensor == placeholder(tensor)
+def _is_loud(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` reads as a placeholder, which may have been moved or cast. Takes no memory for one in place."""
+    if tensor.numel() and not any(tensor.stride()):
+        tensor = tensor.as_strided((1,), (1,))
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return bool((tensor.isnan() if floating else tensor == placeholder(tensor)).all())
 
 
 def refuse_overwritten(model: nn.Module) -> None:
@@ -306,7 +307,7 @@ def refuse_overwritten(model: nn.Module) -> None:
             part = _partitioned.get(param)
             if part is None:
                 _refuse_placeholder(name, param)
-            elif param.shape != part.shape or not bool(_is_loud(param.detach()).all()):
+            elif param.shape != part.shape or not _is_loud(param.detach()):
                 raise ModelError(
                     f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
                     "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "
