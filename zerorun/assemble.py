@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from .activations.blocks import CheckpointedBlocks, Recompute
 from .activations.host import HostPool
@@ -25,7 +25,16 @@ from .disks import open_disk
 from .engine import Engine
 from .errors import ConfigError, ModelError, ZerorunError
 from .fitting import Fitting
-from .intake import OptimizerLike, RawOptimizer, take_in, without_elsewhere
+from .intake import (
+    OptimizerLike,
+    RawOptimizer,
+    has_position,
+    is_scheduler,
+    refuse_unusable_extras,
+    scheduler_made_by,
+    take_in,
+    without_elsewhere,
+)
 from .log import info_once, logger, setup_logging
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer, split_state
@@ -40,7 +49,7 @@ from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
-from .zero.init import partitioned, settle
+from .zero.init import partitioned, refuse_overwritten, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime, refuse_managed
@@ -84,6 +93,8 @@ def initialize(
     given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
     wanted, raw = _agree(lambda: take_in(model, config, args, *given))
     _compare_ranks(model, wanted, topology)
+    _agree(lambda: refuse_overwritten(model))
+    _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
@@ -284,8 +295,7 @@ def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -
 def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:
     optimizer = sharded.optimizer if sharded is not None else None
     if client is not None:
-        is_instance = hasattr(client, "step")
-        return client if is_instance else client(optimizer)
+        return client if is_scheduler(client) else _agree(lambda: scheduler_made_by(client, optimizer))
     if config.scheduler is None or optimizer is None:
         return None
     return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
@@ -329,13 +339,8 @@ def _begin_routine(engine: Engine) -> None:
 def _loader(
     config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None, topology: Topology
 ) -> EpochLoader | Any:
-    if data is None or (hasattr(data, "load_state_dict") and not isinstance(data, Dataset)):
-        return data  # a loader that knows its own position, such as torchdata's StatefulDataLoader
-    if isinstance(data, DataLoader):
-        raise ModelError(
-            "training_data is a DataLoader, whose position cannot be saved. Remedy: pass its dataset (and collate_fn), or "
-            "torchdata's StatefulDataLoader, or use the DataLoader in the loop without passing it."
-        )
+    if data is None or has_position(data):
+        return data
     return EpochLoader(
         data,
         config.train_micro_batch_size_per_gpu,

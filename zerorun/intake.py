@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .config import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
-from .errors import ConfigError, ConfigProblem, ModelError
+from .errors import ConfigError, ConfigProblem, ModelError, ZerorunError
 from .optim import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer
 from .pipeline.pipelined import Pipelined
 from .schedules import build_schedule
@@ -53,6 +54,7 @@ def take_in(
     """The resolved configuration, and which parameters are optimized by what. Raises ConfigError or ModelError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
+    model_parameters = _listed(model_parameters)
     source = _config_of(config, args)
     loaded = load_config(source, optimizer_given=optimizer is not None, scheduler_given=scheduler_given)
     if topology is not None:
@@ -147,8 +149,44 @@ def _client_optimizer(
         return optimizer
     if callable(optimizer):
         chosen = list(model_parameters) if model_parameters is not None else list(model.parameters())
-        return optimizer([p for p in chosen if not isinstance(p, torch.Tensor) or p.requires_grad])
+        return _made_by(optimizer, [p for p in chosen if not isinstance(p, torch.Tensor) or p.requires_grad])
     raise ModelError(f"optimizer must be a torch.optim.Optimizer or make one, got {type(optimizer).__name__}.")
+
+
+def _made_by(maker: Callable[[list[nn.Parameter]], Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = _called("optimizer", maker, params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer={_name(maker)} returned {type(made).__name__}, and not a torch.optim.Optimizer. Remedy: return one "
+            "that is made of the parameters it is given, such as lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
+    return made
+
+
+def scheduler_made_by(maker: Callable[[Any], Any], optimizer: torch.optim.Optimizer | None) -> Any:
+    made = _called("lr_scheduler", maker, optimizer)
+    if not hasattr(made, "step"):
+        raise ModelError(
+            f"lr_scheduler={_name(maker)} returned {type(made).__name__}, which has no step(). Remedy: return a scheduler, "
+            "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+        )
+    return made
+
+
+def _called(option: str, maker: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return maker(given)
+    except ZerorunError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{option}={_name(maker)}, which initialize() called, raised {type(error).__name__}: {error}. Remedy: correct "
+            "it, or pass an instance that is made already."
+        ) from error
+
+
+def _name(given: Any) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
 
 
 def _raw_optimizer(
@@ -200,6 +238,64 @@ def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[di
     if chosen and all(isinstance(item, dict) for item in chosen):
         return [{**group, "params": _as_list(group.get("params", []))} for group in chosen]
     return [{"params": [param for param in chosen if param.requires_grad]}]
+
+
+def _listed(params: Any) -> list[Any] | None:
+    """``model_parameters`` as a list of parameters, without the names they may have, or of groups with such lists."""
+    if params is None:
+        return None
+    single = isinstance(params, (torch.Tensor, str, dict)) or not isinstance(params, Iterable)
+    items = [params] if single else list(params)
+    if not single and all(isinstance(item, dict) for item in items):
+        return [{**group, "params": _listed(_as_list(group.get("params", [])))} for group in items]
+    items = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    wrong = next((item for item in items if not isinstance(item, torch.Tensor)), None)
+    if single or wrong is not None:
+        found = type(params).__name__ if single else f"{type(wrong).__name__} among others"
+        raise ModelError(
+            f"model_parameters must be parameters, (name, parameter) pairs, or groups that are all dicts; got {found}. "
+            "Remedy: pass model.parameters(), model.named_parameters(), or [{'params': [...], 'lr': ...}, ...]."
+        )
+    return items
+
+
+def refuse_unusable_extras(raw: RawOptimizer, lr_scheduler: Any, training_data: Any) -> None:
+    """Raise ModelError for a scheduler or training data that could not be used in the end."""
+    if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        raise ModelError(
+            f"lr_scheduler must have step() or be a callable on the optimizer, got {type(lr_scheduler).__name__}. Remedy: "
+            "pass one of torch.optim.lr_scheduler, or lambda optimizer: StepLR(optimizer, 10)."
+        )
+    if lr_scheduler is not None and not is_scheduler(lr_scheduler) and not raw.groups:
+        raise ModelError(
+            f"lr_scheduler={_name(lr_scheduler)} is to be called on the optimizer, but there is none. Remedy: give "
+            "optimizer=..., or the section optimizer in the configuration."
+        )
+    _refuse_unusable_data(training_data)
+
+
+def is_scheduler(given: Any) -> bool:
+    """True for an instance, which is used as it is; False for what makes one, such as a class."""
+    return hasattr(given, "step") and not isinstance(given, type)
+
+
+def has_position(data: Any) -> bool:
+    """True for a loader that knows its own position, such as torchdata's StatefulDataLoader."""
+    return hasattr(data, "load_state_dict") and not isinstance(data, Dataset)
+
+
+def _refuse_unusable_data(data: Any) -> None:
+    if isinstance(data, DataLoader) and not has_position(data):
+        raise ModelError(
+            "training_data is a DataLoader, whose position cannot be saved. Remedy: pass its dataset (and collate_fn), or "
+            "torchdata's StatefulDataLoader, or use the DataLoader in the loop without passing it."
+        )
+    usable = isinstance(data, IterableDataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if data is not None and not usable and not has_position(data):
+        raise ModelError(
+            "training_data must be a dataset with __len__ and __getitem__, or an IterableDataset; got "
+            f"{type(data).__name__}. Remedy: pass such a dataset, or iterate over the data in the loop without passing it."
+        )
 
 
 def _as_list(params: Any) -> list[Any]:

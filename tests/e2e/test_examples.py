@@ -118,13 +118,17 @@ def test_own_text_with_accumulation_and_progress_bar(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "accumulate" / "loss.png").exists()
 
 
-@pytest.mark.parametrize("options", [(), ("--lora",)], ids=["full", "lora"])
-def test_train_hf(tmp_path: Path, options: tuple[str, ...]) -> None:
+HF_RUNS = [("llama",), ("llama", "--lora"), ("gpt2",), ("gpt2", "--lora"), ("qwen2",), ("qwen3",)]
+
+
+@pytest.mark.parametrize("names", HF_RUNS, ids="".join)
+def test_train_hf(tmp_path: Path, names: tuple[str, ...]) -> None:
+    architecture, *options = names
     for name in ("transformers", *(["peft"] if options else [])):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install -e '.[test]'")
     script = str(ROOT / "examples" / "train_hf.py")
-    common = ("--config", str(CONFIGS / "zero3.json"), "--architecture", "llama", *TINY)
+    common = ("--config", str(CONFIGS / "zero3.json"), "--architecture", architecture, *TINY)
     out = run(*LAUNCHER, script, *common, "--steps", "3", *options, folder=tmp_path)
     assert "step 3/3: loss " in out
     trained, total = (int(word.replace(",", "")) for word in out.splitlines()[0].split() if word[0].isdigit())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from training import make_config, shared_topology
 import zerorun
 from zerorun.errors import ReleasedParameterError
 from zerorun.zero import GatheredParameters, Init
+from zerorun.zero.init import part_of
 from zerorun.zero.layout import ALIGNMENT
 
 
@@ -76,6 +79,161 @@ def test_init_gives_the_values_it_would_give_without(world: int, stage: int) -> 
     largest_module = 24 * 48 + 48
     for found in run_ranks(world, build_partitioned, stage):
         assert found == {"same": True, "buffers": True, "released": True, "peak": largest_module}
+
+
+class Block(nn.Module):
+    """Some other layers, so that what was made before is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+
+def parametrized(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Layers that are changed at once, after others, and twice."""
+    layers = nn.Sequential(wrap(nn.Linear(8, 8)), Block(), nn.Linear(8, 6), Block())
+    wrap(layers[2])
+    wrap(layers[1].up)
+    Block()
+    return layers
+
+
+def extra_parameters() -> nn.Module:
+    """Parameters that are registered late, made of others, and written to by one of their names afterwards."""
+    model: Any = Block()
+    model.tail = Block()
+    model.late = nn.Parameter(torch.rand(5))
+    model.of_data = nn.Parameter(model.up.weight.data)
+    model.of_detached = nn.Parameter(model.down.weight.detach())
+    model.of_parameter = nn.Parameter(model.tail.up.weight)
+    model.rows = nn.Parameter(model.tail.down.weight[2:5].detach())
+    model.turned = nn.Parameter(model.down.weight.T)
+    model.turned_data = nn.Parameter(model.tail.down.weight.data.t())
+    model.expanded = nn.Parameter(torch.rand(()).expand(7))
+    model.more = Block()
+    nn.init.ones_(model.up.weight)  # seen by of_data, too
+    with torch.no_grad():
+        model.of_detached[1] = 5.0
+        model.rows.mul_(3.0)
+        model.turned.add_(1.0)
+        model.tail.down.weight.add_(model.tail.down.weight, alpha=2.0)
+    Block()
+    nn.init.uniform_(model.of_parameter)
+    return model
+
+
+def parameters_of_one_tensor() -> nn.Module:
+    """Slices of one tensor, which partly overlap; a channels-last weight; what was left of a layer that is gone."""
+    flat, model = torch.rand(40), nn.Module()
+    model.register_parameter("first", nn.Parameter(flat[:20]))
+    model.register_parameter("middle", nn.Parameter(flat[10:30].view(4, 5)))
+    model.register_parameter("last", nn.Parameter(flat[32:]))
+    model.convolution = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    gone = nn.Linear(6, 6)
+    Block()
+    taken = nn.Parameter(gone.weight)
+    del gone.weight
+    Block()
+    model.register_parameter("taken", taken)
+    del taken
+    Block()
+    flat[12:14] = 9.0
+    del flat
+    Block()
+    with torch.no_grad():
+        model.middle.mul_(2.0)
+        model.first.sub_(model.last.sum())
+        model.convolution.weight[:, 1].add_(1.0)
+    return model
+
+
+def views_written_to_later() -> nn.Module:
+    """Writes to tensors that look at a parameter which was released since; functions of several modules' parameters."""
+    model = nn.ModuleList(Block() for _ in range(3))
+    data, row = model[0].up.weight.data, model[1].up.weight.detach()[2]
+    Block()
+    data.fill_(2.0)
+    row += 1.0
+    with torch.no_grad():
+        model[2].up.weight.copy_(model[0].up.weight + model[1].up.weight)
+        model[2].down.weight.copy_(model[0].up.weight.T)
+        torch.nn.utils.vector_to_parameters(
+            torch.rand(8 + 8 * 12 + 12), [model[0].down.bias, model[1].down.weight, model[1].up.bias]
+        )
+    model[1].up.bias.data.copy_(model[2].up.bias.data)
+    model[0].double().float()
+    return model
+
+
+def values_that_are_set() -> nn.Module:
+    """By ``set_``, which no mode sees: that of a parametrized weight, before, after and without another use of it."""
+    model: Any = nn.ModuleList(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)) for _ in range(3))
+    for layer in model:
+        layer.weight = torch.rand(8, 8)
+        Block()
+    with torch.no_grad():
+        model[0].parametrizations.weight.original1.mul_(2.0)
+        model[2].bias.set_(torch.rand(8))
+    return model
+
+
+def in_one_block(build: Callable[[], nn.Module], enabled: bool) -> nn.Module:
+    with Init(enabled=enabled):
+        return build()
+
+
+def in_two_blocks(enabled: bool) -> nn.Module:
+    with Init(enabled=enabled):
+        model: Any = Block()
+    with Init(enabled=enabled), Init(enabled=enabled):
+        model.more = Block()
+        nn.init.normal_(model.up.weight)
+        model.down.bias = model.more.down.bias
+        model.copied = nn.Parameter(model.down.weight)
+    with Init(enabled=enabled):
+        Init(model.more, enabled=enabled)
+        model.up.bias.data[3] = 4.0
+    return model
+
+
+PLAIN_BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": partial(parametrized, nn.utils.parametrizations.weight_norm),
+    "spectral_norm": partial(parametrized, nn.utils.parametrizations.spectral_norm),
+    "orthogonal": partial(parametrized, nn.utils.parametrizations.orthogonal),
+    "old_weight_norm": partial(parametrized, nn.utils.weight_norm),
+    "old_spectral_norm": partial(parametrized, nn.utils.spectral_norm),
+    "extra_parameters": extra_parameters,
+    "parameters_of_one_tensor": parameters_of_one_tensor,
+    "views_written_to_later": views_written_to_later,
+    "values_that_are_set": values_that_are_set,
+}
+BUILDERS: dict[str, Callable[[bool], nn.Module]] = {
+    **{name: partial(in_one_block, build) for name, build in PLAIN_BUILDERS.items()},
+    "two_blocks": in_two_blocks,
+}
+
+
+def build_from_others(name: str) -> list[str]:
+    """What differs from the model built without Init."""
+    torch.manual_seed(3)
+    expected = {key: value.clone() for key, value in BUILDERS[name](False).state_dict().items()}
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    model = BUILDERS[name](True)
+    problems = [] if torch.equal(torch.rand(1), after) else ["random numbers"]
+    problems += [f"{key} is whole" for key, param in model.named_parameters() if part_of(param) is None]
+    engine = zerorun.initialize(model, make_config(3), topology=shared_topology())
+    found = engine.state_dict()
+    problems += sorted(found.keys() ^ expected.keys())
+    problems += [key for key, value in expected.items() if not torch.equal(found[key], value)]
+    engine.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_init_gives_parameters_made_of_others_their_values(name: str, world: int) -> None:
+    assert run_ranks(world, build_from_others, name) == [[]] * world
 
 
 def edit(stage: int) -> list[str]:
@@ -242,3 +400,43 @@ def test_parameters_are_readable_right_after_a_step(precision: str, world: int, 
 
 def test_alignment_is_one_cache_line() -> None:
     assert ALIGNMENT * torch.float32.itemsize == 64
+
+
+def edit_before_the_engine(modifier: int | None) -> Any:
+    with zerorun.zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def edit() -> None:
+        with zerorun.zero.GatheredParameters(model[1].parameters(), modifier_rank=modifier):
+            if dist.get_rank() == 1:
+                nn.init.constant_(model[1].weight, 0.5)
+                model[1].bias.data = torch.arange(8.0)
+
+    def shown() -> bool:
+        with zerorun.zero.GatheredParameters(list(model.parameters())):
+            return not any(param.isnan().any() for param in model.parameters())
+
+    problem = ""
+    try:
+        edit()
+    except zerorun.errors.ReleasedParameterError as error:
+        problem = str(error)
+    whole, released = shown(), bool(model[1].weight.isnan().all())
+    engine = zerorun.initialize(model, make_config(3))
+    found = engine.state_dict()
+    engine.destroy()
+    return problem, whole and released, found
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_parameters_are_edited_between_init_and_initialize(world: int) -> None:
+    """As scripts for DeepSpeed do it: outside the block that makes the model."""
+    answers = run_ranks(world, edit_before_the_engine, 1)
+    for problem, fine, found in answers:
+        assert (problem, fine) == ("", True)
+        assert torch.equal(found["1.weight"], torch.full((8, 8), 0.5))
+        assert torch.equal(found["1.bias"], torch.arange(8.0))
+    assert torch.equal(answers[0][2]["0.weight"], answers[1][2]["0.weight"])
+    problems = [problem for problem, _, _ in run_ranks(world, edit_before_the_engine, None)]
+    assert "of shape (8, 8)" in problems[1]
+    assert "modifier_rank" in problems[1]

@@ -80,6 +80,66 @@ def used_optimizer() -> tuple[str, str]:
     return attempt(lambda: make(model=model, optimizer=optimizer))
 
 
+def strings_as_parameters() -> tuple[str, str]:
+    return attempt(lambda: make(model_parameters=["blocks.0.up.weight"]))
+
+
+def names_as_parameters() -> tuple[str, str]:
+    model = Gpt()
+    return attempt(lambda: make(model=model, model_parameters=dict(model.named_parameters())))
+
+
+def parameters_and_groups() -> tuple[str, str]:
+    model = Gpt()
+    first, *rest = model.parameters()
+    return attempt(lambda: make(model=model, model_parameters=[first, {"params": rest}]))
+
+
+def one_parameter() -> tuple[str, str]:
+    model = Gpt()
+    return attempt(lambda: make(model=model, model_parameters=next(model.parameters())))
+
+
+def strings_in_a_group() -> tuple[str, str]:
+    return attempt(lambda: make(model_parameters=[{"params": ["weight"]}]))
+
+
+def optimizer_callable_without_result() -> tuple[str, str]:
+    return attempt(lambda: make(optimizer=lambda params: None))  # type: ignore[arg-type, return-value]
+
+
+def failing_optimizer_callable() -> tuple[str, str]:
+    def build(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if dist.get_rank() == 1:
+            raise KeyError("lr")
+        return torch.optim.SGD(params)
+
+    return attempt(lambda: make(optimizer=build))
+
+
+def scheduler_without_optimizer() -> tuple[str, str]:
+    config = make_config(3)
+    del config["optimizer"]
+    build = torch.optim.lr_scheduler.ConstantLR
+    return attempt(lambda: make(config, lr_scheduler=lambda optimizer: build(optimizer)))
+
+
+def scheduler_that_is_none() -> tuple[str, str]:
+    return attempt(lambda: make(lr_scheduler=0.1))
+
+
+def failing_scheduler_callable() -> tuple[str, str]:
+    return attempt(lambda: make(lr_scheduler=torch.optim.lr_scheduler.StepLR))  # which needs a step size
+
+
+def number_as_training_data() -> tuple[str, str]:
+    return attempt(lambda: make(training_data=3))
+
+
+def generator_as_training_data_on_one_rank() -> tuple[str, str]:
+    return attempt(lambda: make(training_data=iter([1]) if dist.get_rank() == 1 else [1, 2]))
+
+
 def lbfgs() -> tuple[str, str]:
     model = Gpt()
     return attempt(lambda: make(model=model, optimizer=torch.optim.LBFGS(model.parameters())))
@@ -89,6 +149,39 @@ def meta_parameters() -> tuple[str, str]:
     with torch.device("meta"):
         model = Gpt()
     return attempt(lambda: make(model=model))
+
+
+def write_to_a_placeholder(write: Callable[[nn.Parameter], Any]) -> tuple[str, str]:
+    with zerorun.zero.Init():
+        model = Gpt()
+    write(model.blocks[1].norm1.weight)
+    return attempt(lambda: make(model=model))
+
+
+def filled_after_init() -> tuple[str, str]:
+    return write_to_a_placeholder(lambda param: nn.init.constant_(param, 3.0))
+
+
+def filled_after_init_on_one_rank() -> tuple[str, str]:
+    return write_to_a_placeholder(lambda param: param.data.fill_(3.0) if dist.get_rank() == 1 else None)
+
+
+def replaced_after_init() -> tuple[str, str]:
+    def write(param: nn.Parameter) -> None:
+        param.data = torch.ones(param.shape)
+
+    return write_to_a_placeholder(write)
+
+
+def made_of_a_placeholder() -> tuple[str, str]:
+    with zerorun.zero.Init():
+        model = Gpt()
+    model.copied = nn.Parameter(model.blocks[0].up.weight)
+    return attempt(lambda: make(model=model))
+
+
+def of_another_engine() -> tuple[str, str]:
+    return with_engine(lambda engine: make(model=engine.module))
 
 
 def unknown_unit_class() -> tuple[str, str]:
@@ -200,8 +293,25 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     foreign_parameters: (ModelError, ["group 0", "not a parameter of the model"]),
     no_trainable_parameter: (ModelError, ["no trainable parameter"]),
     used_optimizer: (ModelError, ["has been used", "fresh optimizer"]),
+    strings_as_parameters: (ModelError, ["model_parameters", "str", "model.named_parameters()"]),
+    names_as_parameters: (ModelError, ["model_parameters", "dict"]),
+    parameters_and_groups: (ModelError, ["model_parameters", "dict among others"]),
+    one_parameter: (ModelError, ["model_parameters", "Parameter"]),
+    strings_in_a_group: (ModelError, ["model_parameters", "str"]),
+    optimizer_callable_without_result: (ModelError, ["optimizer=<lambda> returned NoneType", "torch.optim.Optimizer"]),
+    failing_optimizer_callable: (ModelError, ["optimizer=build", "KeyError: 'lr'"]),
+    scheduler_without_optimizer: (ModelError, ["lr_scheduler=<lambda>", "there is none"]),
+    scheduler_that_is_none: (ModelError, ["lr_scheduler", "step()", "float"]),
+    failing_scheduler_callable: (ModelError, ["lr_scheduler=StepLR", "TypeError", "step_size"]),
+    number_as_training_data: (ModelError, ["training_data", "__getitem__", "int"]),
+    generator_as_training_data_on_one_rank: (ModelError, ["training_data", "list_iterator"]),
     lbfgs: (ModelError, ["LBFGS"]),
     meta_parameters: (ModelError, ["meta device", "zero.Init"]),
+    filled_after_init: (ModelError, ["blocks.1.norm1.weight", "zerorun.zero.Init", "placeholder", "GatheredParameters"]),
+    filled_after_init_on_one_rank: (ModelError, ["blocks.1.norm1.weight", "placeholder", "Remedy"]),
+    replaced_after_init: (ModelError, ["blocks.1.norm1.weight", "placeholder", "Remedy"]),
+    of_another_engine: (ModelError, ["belongs to an engine already", "destroy()"]),
+    made_of_a_placeholder: (ModelError, ["copied", "zerorun.zero.Init", "inside a block"]),
     unknown_unit_class: (ConfigError, ["unit_policy", "Blok", "Block"]),
     step_without_backward: (StepError, ["without backward"]),
     step_twice: (StepError, ["without backward"]),
@@ -223,3 +333,25 @@ def test_error_is_clear_and_the_same_on_all_ranks(case: Callable[[], tuple[str, 
     assert {name for name, _ in answers} == {kind.__name__}
     for word in words:
         assert all(word in text for _, text in answers), (word, answers)
+
+
+def train_named(named: bool) -> list[torch.Tensor]:
+    """The weights after a step of two groups, with and without the names of their parameters."""
+    torch.manual_seed(0)
+    model = Gpt()
+    pairs = list(model.named_parameters())
+    chosen: list[Any] = pairs if named else [param for _, param in pairs]
+    groups = [{"params": chosen[:3], "lr": 0.5}, {"params": chosen[3:]}]
+    weights = []
+    for given, optimizer in ((chosen, None), (groups, None), (groups, torch.optim.AdamW)):
+        engine = make(model=model, model_parameters=iter(given), optimizer=optimizer)
+        engine.backward(engine(ids()).square().mean())
+        engine.step()
+        weights += list(engine.state_dict().values())
+        engine.destroy()
+    return weights
+
+
+def test_named_parameters_are_parameters() -> None:
+    plain, named = run_ranks(2, train_named, False)[0], run_ranks(2, train_named, True)[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain, named, strict=True))

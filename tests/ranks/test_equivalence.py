@@ -100,7 +100,7 @@ LOW_ROWS = pairwise(
         "clip": (0.0, 0.5),
     }
 )
-LOW_ROWS += [{**row, "world": 4} for row in LOW_ROWS[::8]]
+LOW_ROWS += [{**row, "world": world} for world, first in ((4, 0), (1, 1)) for row in LOW_ROWS[first::8]]
 
 
 def test_pairwise_covers_every_pair() -> None:

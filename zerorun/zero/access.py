@@ -10,10 +10,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
+from .init import Init, forget_part, release, whole_value
 from .pieces import owned_runs
 from .runtime import MADE_BY, Runtime
 from .stepping import ShardedOptimizer
@@ -236,10 +238,10 @@ class GatheredParameters:
 
     So have those that are divided over tensor-parallel ranks; layers cannot run with them.
 
-    ``params``: one parameter or an iterable; those that no engine manages are left alone. With ``modifier_rank``, a rank
-    of the world, the values of that rank are kept when the block ends. Without, the block is for reading: raises
-    ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises ModelError if another
-    pipeline stage has the parameter, too, or ``modifier_rank`` is on one that has not.
+    ``params``: one parameter or an iterable; those that neither an engine nor ``Init`` has taken are left alone. With
+    ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without, the block is for
+    reading: raises ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises ModelError if
+    another pipeline stage has the parameter, too, or ``modifier_rank`` is on one that has not.
     """
 
     def __init__(
@@ -249,8 +251,15 @@ class GatheredParameters:
         self._params = chosen if enabled else []
         self._modifier_rank = modifier_rank
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
+        self._unsettled: list[tuple[torch.Tensor, tuple[float, float]]] = []  # of Init, which no engine has yet
 
     def __enter__(self) -> None:
+        for param in self._params if not Init.open else ():  # there they are whole when they are needed
+            whole = whole_value(param)
+            if whole is not None:
+                forget_part(param)
+                param.data = whole
+                self._unsettled.append((param, _checksum(whole)))
         found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.held}
         if self._modifier_rank is not None:
             for registry, home in found.values():
@@ -271,7 +280,7 @@ class GatheredParameters:
             self._held.append((registry, home, managed, value, _checksum(value)))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        edited, reshaped = [], []
+        edited, reshaped = self._release_unsettled(keep=kind is None), []
         for registry, home, param, value, checksum in self._held:
             registry.runtime.held.discard(id(param))
             name, now = home.segment.names[home.entry], _value_now(home, param, value)
@@ -295,6 +304,20 @@ class GatheredParameters:
                 f"parameters {edited} were changed inside GatheredParameters(...) without modifier_rank, so the change "
                 "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
             )
+
+    def _release_unsettled(self, *, keep: bool) -> list[str]:
+        """Partition again what an engine does not have yet; returns what was changed without ``modifier_rank``."""
+        edited = []
+        for param, checksum in self._unsettled:
+            if keep and self._modifier_rank is not None and dist.get_world_size() > 1:
+                param.data = param.data.contiguous()
+                dist.broadcast(param.data, self._modifier_rank)
+            elif keep and self._modifier_rank is None and _checksum(param) != checksum:
+                edited.append(f"of shape {tuple(param.shape)}")
+            with torch.no_grad():
+                release(param)
+        self._unsettled = []
+        return edited
 
 
 def _value_now(home: Home, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:

@@ -5,40 +5,92 @@ Inside ``with Init():`` a parameter is whole from its creation until a parameter
 then every rank keeps its part of rank 0's values, and the parameter becomes a loud placeholder. Every torch function that
 gets such a placeholder as an argument, or reads its ``.data``, first makes it whole again. So initialisation code of any
 kind, wherever it stands, works on full tensors, and draws the same random numbers as it would without ``Init``. At no time
-does a rank hold more than its parts and the parameters of one module.
+does a rank hold more than its parts and the parameters of one module, or of those modules that one function works on.
+
+[Note: memory that several tensors look at]
+``p.data``, ``p[0]`` and ``nn.Parameter(p.detach())`` look at the memory of ``p``, and what is written to one of them is
+written to all. That must stay so after ``p`` has become a placeholder. So each part remembers the memory that its
+parameter had. A function that gets any tensor in this memory first makes whole what lies there: in the same memory as
+long as somebody keeps that, or else in new memory for all of it. Gathers must be the same on all ranks, whenever their
+garbage collectors run; so all parameters that were partitioned stay alive while the block lasts.
+
+``nn.Parameter(p)`` is no torch function, and gives a tensor that looks at the one element of p's placeholder. It is found
+by that, and gets the memory of ``p``, as soon as it is registered or used. Nor is ``p.set_(values)`` one: a partitioned
+parameter that does not show its placeholder any more has got other values, which count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import init_distributed
 from ..errors import ModelError
 from .runtime import tensors_in
-from .unit import placeholder
+from .unit import is_loud, placeholder
 
-_READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = torch.Tensor
+_READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
+_ALIGNMENT = 16  # bytes; of every dtype
+_order = count()
 
 
-@dataclass
+class _Memory:
+    """Memory that parameters had while they were whole; it is there as long as some other tensor looks at it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = StorageWeakRef(storage)
+        self.parts: WeakSet[_Part] = WeakSet()  # of the partitioned parameters that looked at it
+
+    def storage(self) -> torch.UntypedStorage | None:
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # type: ignore[attr-defined]
+        return found
+
+
+@dataclass(eq=False)
 class _Part:
-    """What this rank keeps of a partitioned parameter: ``shard`` [ceil(numel / ranks)] and the shape of the whole."""
+    """What this rank keeps of a partitioned parameter: ``shard`` [ceil(numel / ranks)] and the shape of the whole.
+
+    ``memory``: where the whole lay, from byte ``low`` to ``high``; None: nobody else can look at it. ``stride``: None if
+    it was contiguous.
+    """
 
     shard: torch.Tensor
     shape: torch.Size
+    param: Callable[[], torch.Tensor | None] = lambda: None
+    memory: _Memory | None = None
+    low: int = 0
+    high: int = 0
+    stride: tuple[int, ...] | None = None
+    order: int = field(default_factory=lambda: next(_order))  # of partitioning: the same on all ranks
 
 
-# parameter -> what this rank keeps of it. By identity; an entry goes with its parameter.
+@dataclass(eq=False)
+class _Shown:
+    """The placeholder of a parameter, also while that is whole: others may have been made of it."""
+
+    tensor: torch.Tensor
+    param: Callable[[], torch.Tensor | None]
+
+
+# parameter -> what this rank keeps of it, and shows. By identity; an entry goes with its parameter.
 _partitioned = WeakIdKeyDictionary()
+_shown_by = WeakIdKeyDictionary()
+# What is known of a storage, by its key.
+_shown: WeakValueDictionary[int, _Shown] = WeakValueDictionary()
+_memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 
 
 def whole_value(param: torch.Tensor) -> torch.Tensor | None:
@@ -61,13 +113,14 @@ def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> t
         for name, other in holder._parameters.items():
             if other is param:
                 holder._parameters[name] = made
-    _partitioned[made] = _Part(shard, param.shape)
+    _keep(made, _Part(shard, param.shape))
     return shard
 
 
 def forget_part(param: torch.Tensor) -> None:
     """The engine has taken the values over."""
     _partitioned.pop(param, None)
+    _shown_by.pop(param, None)
 
 
 def partitioned(model: nn.Module) -> list[nn.Parameter]:
@@ -101,18 +154,164 @@ def _whole(part: _Part) -> torch.Tensor:
     return flat[:numel].view(part.shape)
 
 
-def _partition(param: torch.Tensor) -> None:
+def release(param: torch.Tensor) -> None:
     """Keep this rank's part of rank 0's value, and leave a placeholder."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    flat = param.detach().reshape(-1)
+    whole = param.detach()
+    flat = whole.contiguous().view(-1)  # not reshape(): it may give a view of fewer elements in memory
     if size > 1:
         dist.broadcast(flat, 0)
     length = -(-flat.numel() // size)
     shard = torch.zeros(length, dtype=flat.dtype, device=flat.device)
     own = flat[rank * length : (rank + 1) * length]
     shard[: own.numel()].copy_(own)
-    _partitioned[param] = _Part(shard, param.shape)
-    param.data = placeholder(param)
+    part = _Part(shard, param.shape)
+    if not _is_expanded(whole):
+        if not whole.is_contiguous() and size > 1:
+            whole.copy_(flat.view(whole.shape))  # for others who look at it
+        _remember_memory(part, whole)
+    shown = _shown_by.get(param)
+    reusable = shown is not None and (shown.tensor.shape, shown.tensor.dtype) == (param.shape, param.dtype)
+    param.data = shown.tensor if reusable and shown.tensor.device == param.device else placeholder(param)
+    _keep(param, part)
+
+
+def _keep(param: torch.Tensor, part: _Part) -> None:
+    with torch._C.DisableTorchFunction():
+        part.param = TensorWeakRef(param)
+        _partitioned[param] = part
+        key = param.untyped_storage()._cdata
+        if key not in _shown:
+            _shown_by[param] = _shown[key] = _Shown(param.detach(), part.param)
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """True if several elements lie at one address: such memory cannot be filled from a whole value."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+# -- memory that several tensors look at -------------------------------------------------------------------------
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of the storage that ``tensor`` looks at, and the one behind the last."""
+    low = int(tensor.storage_offset())
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return low * tensor.itemsize, (low + (length if tensor.numel() else 0)) * tensor.itemsize
+
+
+def _remember_memory(part: _Part, whole: torch.Tensor) -> None:
+    storage = whole.untyped_storage()
+    part.memory = _memories.setdefault(storage._cdata, _Memory(storage))
+    part.memory.parts.add(part)
+    part.low, part.high = _extent(whole)
+    part.stride = None if whole.is_contiguous() else whole.stride()
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """What identifies the storage of ``tensor`` while it lives; 0 if it has none, such as a sparse one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def _shown_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The other parameter of whose placeholder ``tensor`` was made."""
+    shown = _shown.get(_key(tensor))
+    param = shown.param() if shown is not None else None
+    return param if param is not tensor else None
+
+
+def _has_new_values(tensor: torch.Tensor) -> bool:
+    """True for a partitioned parameter that was given other memory by set_()."""
+    return tensor in _partitioned and _key(tensor) != _key(_shown_by[tensor].tensor)
+
+
+def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
+    """The parts that ``tensor`` needs whole: its own, and those of parameters that had the memory it looks at."""
+    part = _partitioned.get(tensor)
+    if part is not None:
+        return _overlapping(part.memory, part.low, part.high) if part.high > part.low else [part]
+    memory = _memories.get(_key(tensor))
+    return _overlapping(memory, *_extent(tensor)) if memory is not None else []
+
+
+def _overlapping(memory: _Memory, low: int, high: int) -> list[_Part]:
+    """The parts of ``memory`` from byte ``low`` to ``high``, those that overlap with them, and so on."""
+    found: list[_Part] = []
+    rest = sorted(memory.parts, key=lambda part: part.order)
+    while more := [part for part in rest if part.low < high and low < part.high]:
+        found += more
+        rest = [part for part in rest if part not in more]
+        low, high = min(low, *(part.low for part in more)), max(high, *(part.high for part in more))
+    return sorted(found, key=lambda part: part.order)
+
+
+def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Tensor]:
+    """Give their values back to the parameters of ``parts``, which overlap in ``memory``; returns the parameters."""
+    storage = memory.storage() if memory is not None else None
+    base = 0
+    if storage is None and (len(parts) > 1 or parts[0].stride is not None):
+        base = min(part.low for part in parts) // _ALIGNMENT * _ALIGNMENT
+        storage = torch.UntypedStorage(max(part.high for part in parts) - base, device=parts[0].shard.device)
+    params = []
+    for part in parts:
+        param, whole = part.param(), _whole(part)
+        if param is None:  # it was of an earlier block
+            continue
+        if storage is not None:
+            offset = (part.low - base) // whole.itemsize
+            place = whole.new_empty(0).set_(storage, offset, part.shape, part.stride or whole.stride())  # type: ignore[arg-type]
+            whole = place.copy_(whole)
+        param.data = whole
+        _partitioned.pop(param)
+        params.append(param)
+    return params
+
+
+def _share_memory(copy: torch.Tensor, param: torch.Tensor) -> None:
+    """Let ``copy``, which was made of the placeholder of ``param``, look at what ``param`` has become."""
+    if copy.shape != param.shape:
+        raise ModelError(
+            f"a tensor of shape {tuple(copy.shape)} looks at a part of a parameter of shape {tuple(param.shape)} that "
+            "zerorun.zero.Init had released. Remedy: make it by torch functions, such as param.detach()[...]."
+        )
+    copy.data = param.data
+
+
+def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
+    """Raise ModelError for a parameter that Init did not partition but shows a placeholder: it has no values."""
+    if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or any(param.stride()):
+        return
+    if param.untyped_storage().nbytes() == param.itemsize and _reads_loud(param.detach()):
+        raise ModelError(
+            f"parameter {name!r}, of shape {tuple(param.shape)}, is a placeholder without values: an engine manages the "
+            "model, or the parameter was made of one that zerorun.zero.Init had partitioned. Remedy: call the engine's "
+            "destroy() first; make parameters of others inside a block `with zerorun.zero.Init():`."
+        )
+
+
+def _reads_loud(tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` reads as a placeholder, which may have been moved or cast. Takes no memory for one in place."""
+    if tensor.numel() and not any(tensor.stride()):
+        tensor = tensor.as_strided((1,), (1,))
+    return bool(is_loud(tensor).all())
+
+
+def refuse_overwritten(model: nn.Module) -> None:
+    """Raise ModelError if somebody wrote to a placeholder, whose values would be lost: those of its part count."""
+    with torch._C.DisableTorchFunction():  # should this be in a block: nothing is to become whole
+        for name, param in model.named_parameters():
+            part = _partitioned.get(param)
+            if part is None:
+                _refuse_placeholder(name, param)
+            elif param.shape != part.shape or not _reads_loud(param.detach()):
+                raise ModelError(
+                    f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
+                    "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "
+                    "zerorun.zero.Init():`, or after initialize() in zerorun.zero.GatheredParameters(p, modifier_rank=0)."
+                )
 
 
 def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
@@ -137,62 +336,103 @@ class Init(TorchFunctionMode):
     def __init__(self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, enabled: bool = True) -> None:
         super().__init__()
         self._enabled = enabled
-        self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it
-        self._current: nn.Module | None = None  # the module whose parameters are whole
+        self._outermost = False
+        self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
+        self._current: list[Any] = []  # the modules whose parameters are whole
         self._whole_now: list[torch.Tensor] = []
+        self._alive: dict[int, torch.Tensor] = {}  # by id: see the note
         self._hook: Any = None
         if module is not None and enabled:
             init_distributed()
-            for param in module.parameters():
-                if param not in _partitioned and not param.is_meta:
-                    _partition(param)
+            with torch._C.DisableTorchFunction():
+                for param in module.parameters():
+                    if param not in _partitioned and not param.is_meta:
+                        release(param)
 
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()
+            self._outermost = not Init.open  # which does the work of those within, too
             Init.open += 1
-            self._hook = nn.modules.module.register_module_parameter_registration_hook(self._created)
-            super().__enter__()
+            if self._outermost:
+                self._hook = nn.modules.module.register_module_parameter_registration_hook(self._created)
+                super().__enter__()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._enabled:
-            super().__exit__(kind, error, trace)
             Init.open -= 1
-            self._hook.remove()
-            if kind is None:
-                self._partition_all()
+            if self._outermost:
+                super().__exit__(kind, error, trace)
+                self._hook.remove()
+                if kind is None:
+                    self._use(filter(_has_new_values, self._alive.values()))
+                    self._partition_all()
+                self._current, self._alive = [], {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.__name__ != "__get__" or func == _READ_DATA:  # shape, dtype, ... need no values
-            for tensor in tensors_in([args, kwargs]):
-                if tensor in self._owner:
-                    self._touch(tensor)
+        if func.__name__ != "__get__" or func in _READS_VALUES:  # shape, dtype, ... need no values
+            self._use(tensors_in([args, kwargs]))
         return func(*args, **kwargs)
 
     def _created(self, module: nn.Module, name: str, param: Any) -> None:
-        if isinstance(param, nn.Parameter) and param not in self._owner and not param.is_meta:
+        if not isinstance(param, nn.Parameter) or is_lazy(param) or param in self._owner or param.is_meta:
+            return
+        self._use([param])
+        with torch._C.DisableTorchFunction():
+            _refuse_placeholder(name, param)
+        if param not in self._owner:  # else it is of an earlier block
             self._owner[param] = module
-            self._make_room(module)
+            self._make_room([module])
             self._whole_now.append(param)
 
-    def _touch(self, param: torch.Tensor) -> None:
-        self._make_room(self._owner[param])
-        part = _partitioned.get(param)
-        if part is not None:
-            with torch._C.DisableTorchFunction():
-                param.data = _whole(part)
-            forget_part(param)
-            self._whole_now.append(param)
+    def _use(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Make whole what a function needs to work on ``tensors``, all of it at once."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            given = list(tensors)
+            for tensor in filter(_has_new_values, given):
+                _partitioned.pop(tensor)
+                self._now_whole([tensor])
+            copies = [(tensor, param) for tensor in given if (param := _shown_in(tensor)) is not None]
+            given += [param for _, param in copies]
+            needed = [tensor for tensor in given if tensor in self._owner]
+            needed += [param for tensor in given for part in _parts_behind(tensor) if (param := part.param()) is not None]
+            if needed:
+                self._make_room([self._owner_of(param) for param in needed])
+                for tensor in given:
+                    self._make_whole(_parts_behind(tensor))  # now: there may be more in this memory, to make room
+            for copy, param in copies:
+                _share_memory(copy, param)
 
-    def _make_room(self, module: nn.Module) -> None:
-        if self._current is not module:
-            self._partition_all()
-            self._current = module
+    def _make_whole(self, parts: Sequence[_Part]) -> None:
+        if parts:
+            self._now_whole(_make_whole(parts, parts[0].memory))
+
+    def _now_whole(self, params: Sequence[torch.Tensor]) -> None:
+        self._whole_now += params
+        self._current += [self._owner_of(param) for param in params]
+
+    def _owner_of(self, param: torch.Tensor) -> Any:
+        """The module that is to have ``param`` whole. Parameters of earlier blocks are each on their own."""
+        if param not in self._owner:
+            self._owner[param] = object()
+        return self._owner[param]
+
+    def _make_room(self, owners: Sequence[Any]) -> None:
+        """Partition what is whole, but for the parameters of ``owners``, unless these are whole together already."""
+        wanted = {id(owner) for owner in owners}
+        if wanted <= {id(owner) for owner in self._current}:
+            return
+        staying = [param for param in self._whole_now if id(self._owner_of(param)) in wanted]
+        self._whole_now = [param for param in self._whole_now if id(self._owner_of(param)) not in wanted]
+        self._partition_all()
+        self._whole_now, self._current = staying, list(owners)
 
     def _partition_all(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for param in self._whole_now:
-                _partition(param)
+                if param not in _partitioned:  # by Init(module)
+                    release(param)
+                self._alive[id(param)] = param
         self._whole_now.clear()

@@ -293,8 +293,8 @@ class Unit:
     def overwritten(self) -> Iterator[str]:
         """Names of the parameters whose placeholder the script has written to. Waits for the device."""
         for segment in self.segments if not self.resident else ():
-            if segment.marks is not None and not bool(_is_loud(segment.marks).all()):
-                yield from (name for name, mark in zip(segment.names, segment.marks, strict=True) if not _is_loud(mark))
+            if segment.marks is not None and not bool(is_loud(segment.marks).all()):
+                yield from (name for name, mark in zip(segment.names, segment.marks, strict=True) if not is_loud(mark))
 
     @property
     def mapped_from_others(self) -> int:
@@ -434,7 +434,8 @@ def _marks(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.full((count,), _loud_value(dtype), dtype=dtype, device=device)
 
 
-def _is_loud(marks: torch.Tensor) -> torch.Tensor:
+def is_loud(marks: torch.Tensor) -> torch.Tensor:
+    """Which elements are as placeholders have them."""
     value = _loud_value(marks.dtype)
     if value == value:
         return marks == value
