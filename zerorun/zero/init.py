@@ -310,7 +310,7 @@ def refuse_overwritten(model: nn.Module) -> None:
                 raise ModelError(
                     f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
                     "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "
-                    "zerorun.zero.Init():`, or after initialize() in zerorun.zero.GatheredParameters(p, modifier_rank=0)."
+                    "zerorun.zero.Init():`, or in zerorun.zero.GatheredParameters(param, modifier_rank=0)."
                 )
 
 
