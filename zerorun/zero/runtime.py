@@ -21,10 +21,17 @@ they belong to is over. The way into them is the gradient of a unit's input: a h
 the same session as its ordinary one, which comes later. Gradients of parameters are complete after that.
 
 Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
+
+[Note: forwards within forwards]
+A forward may call its own module again: a recursive block, or a trainer that lets the model's forward run its training
+step, which calls the model. The pass is that of the outermost call, and a unit stays until its outermost call is left.
+A backward that runs within a forward ends the pass as far as it has come. After it, what was running is visited again,
+and the rest of the forward is a pass of its own.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -51,6 +58,8 @@ _MAX_OUTSTANDING = 32
 # Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
 MAX_REDUCING = 2
 _END = -1
+# Of the frames of forwards: hooks and all.
+_MODULE_CALL = nn.Module._call_impl.__code__
 # In the metadata of a node of autograd: the index of the unit whose output it makes.
 MADE_BY = "zerorun unit"
 # Passes in which it is looked at what the script has written, where looking means to wait for the device.
@@ -131,6 +140,7 @@ class Runtime:
         self._published = False  # new values of the shards, so far
         self._leaf_hooks: deque[Any] = deque()  # on inputs that belong to the script, oldest first
         self._phases = 0
+        self._interrupted: Walk | None = None  # the pass in whose forward the backward runs
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
         # Host memory is updated behind the program: those shards are ready when their rank says so.
@@ -171,10 +181,11 @@ class Runtime:
 
     def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if self.session is None:
-            self._inside.pop()
-            if not unit.resident:
+            while self._inside and self._inside.pop() != unit.index:
+                pass  # an exception, which the script caught, has left that one
+            if not unit.resident and unit.index not in self._inside:
                 unit.release()
-            if not self._inside:
+            if not self._inside and self.walk is not None:
                 self._end_pass()
         if torch.is_grad_enabled():
             visit = partial(self._before_backward, unit)
@@ -216,11 +227,28 @@ class Runtime:
         if self.session is not None and torch._C._current_graph_task_id() == -1:
             self.session = None
         if self.session is None:
-            self.walk = None
-            self._inside.clear()
+            del self._inside[self._running() :]
+            if not self._inside:
+                self.walk = None
+
+    def _running(self) -> int:
+        """How many forwards of units, besides the one that is being entered, are on this thread's stack."""
+        modules = {id(module) for unit in self.units for module in unit.modules} if self._inside else set()
+        frame, count = inspect.currentframe() if modules else None, 0
+        while frame is not None:
+            if frame.f_code is _MODULE_CALL and id(frame.f_locals["self"]) in modules:
+                count += 1
+            frame = frame.f_back
+        return max(count - 1, 0)
+
+    def _around(self, unit: Unit) -> int | None:
+        """The index of another unit, of those that share slots, whose forward is running."""
+        return next((i for i in self._inside if i != unit.index and not self.units[i].resident), None)
 
     def _refuse_nesting(self, unit: Unit) -> None:
-        outer = next((i for i in self._inside if i != unit.index and not self.units[i].resident), None)
+        if self._around(unit) is not None:
+            self._recover()
+        outer = self._around(unit)
         if outer is not None:
             raise ModelError(
                 f"unit {unit.name!r} was entered while unit {self.units[outer].name!r} is running; at stage 3 units "
@@ -271,6 +299,9 @@ class Runtime:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _begin_session(self) -> None:
+        self._interrupted = self.walk
+        if self.walk is not None:
+            self._end_pass()
         self._phases += 1
         self._begin_completing()
         passes = list(self.outstanding)
@@ -313,6 +344,18 @@ class Runtime:
             self.on_session_end()
         finally:
             self.session, self._last_session = None, walk
+        if self._interrupted is not None:
+            self._resume(grad_mode=self._interrupted.key[2])  # type: ignore[index]
+
+    def _resume(self, *, grad_mode: bool) -> None:
+        """The forward that this backward interrupted goes on: what is running has to be there again."""
+        self._interrupted = None
+        with torch.set_grad_enabled(grad_mode):
+            for unit in (self.units[index] for index in dict.fromkeys(self._inside)):
+                if not unit.resident:
+                    if self.walk is None:
+                        self._begin_pass(unit)
+                    self._visit(self.walk, unit)  # type: ignore[arg-type]
 
     def _complete_rest(self) -> None:
         """Complete the units whose turn has not come in this session."""
