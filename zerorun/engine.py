@@ -30,8 +30,9 @@ from .same_data import checksum, is_cheap
 from .topology import Topology
 from .zero.access import Registry, find_released_use, full_state_dict, restore_module
 from .zero.gradients import not_finite
+from .zero.placeholders import released_parameter, tensors_in
 from .zero.report import memory_by_kind
-from .zero.runtime import Runtime, released_parameter, tensors_in
+from .zero.runtime import Runtime
 from .zero.stepping import ShardedOptimizer, Summary
 from .zero.unit import Unit, links_of
 
@@ -659,6 +660,7 @@ class Engine(LoopQueries):
 
     def compile(self, **options: Any) -> None:
         """torch.compile the forward of every unit but the root; hooks stay outside the graphs."""
+        self.runtime.do_not_watch()
         for unit in self.units[1:]:
             for module in unit.modules:
                 if isinstance(module.forward, BlockForward):  # recompute what is compiled, and do not compile that

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHead
 import zerorun
 from zerorun.checkpoint import ranks
 from zerorun.errors import CheckpointError, ModelError, StepError
-from zerorun.zero.runtime import tensors_in
+from zerorun.zero.placeholders import tensors_in
 
 PLAIN, LORA, FROZEN = CASES["plain"], CASES["lora"], CASES["frozen"]
 

@@ -95,6 +95,7 @@ LAYERS = {
     "zero.norm": 3,
     "zero.partition": 3,
     "zero.pieces": 3,
+    "zero.placeholders": 3,
     "zero.placement": 3,
     "zero.report": 3,
     "zero.runtime": 3,

@@ -38,8 +38,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import init_distributed
 from ..errors import ModelError
-from .runtime import tensors_in
-from .unit import is_loud, placeholder
+from .placeholders import is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
@@ -208,24 +207,16 @@ def _remember_memory(part: _Part, whole: torch.Tensor) -> None:
     part.stride = None if whole.is_contiguous() else whole.stride()
 
 
-def _key(tensor: torch.Tensor) -> int:
-    """What identifies the storage of ``tensor`` while it lives; 0 if it has none, such as a sparse one."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
 def _shown_in(tensor: torch.Tensor) -> torch.Tensor | None:
     """The other parameter of whose placeholder ``tensor`` was made."""
-    shown = _shown.get(_key(tensor))
+    shown = _shown.get(storage_key(tensor))
     param = shown.param() if shown is not None else None
     return param if param is not tensor else None
 
 
 def _has_new_values(tensor: torch.Tensor) -> bool:
     """True for a partitioned parameter that was given other memory by set_()."""
-    return tensor in _partitioned and _key(tensor) != _key(_shown_by[tensor].tensor)
+    return tensor in _partitioned and storage_key(tensor) != storage_key(_shown_by[tensor].tensor)
 
 
 def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
@@ -233,7 +224,7 @@ def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
     part = _partitioned.get(tensor)
     if part is not None:
         return _overlapping(part.memory, part.low, part.high) if part.high > part.low else [part]
-    memory = _memories.get(_key(tensor))
+    memory = _memories.get(storage_key(tensor))
     return _overlapping(memory, *_extent(tensor)) if memory is not None else []
 
 

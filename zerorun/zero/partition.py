@@ -2,8 +2,9 @@
 
 [Note: choosing units]
 A unit is entered and left through its module's forward, so units never lie inside one another: a policy takes the
-outermost modules that fit. Whatever no unit takes, and every parameter that two units share (tied weights), belongs to
-the root unit, which stays gathered from the beginning of a forward to the end of its backward.
+outermost modules that fit. A module without a forward of its own is never called: in its place stand its children.
+Whatever no unit takes, and every parameter that two units share (tied weights), belongs to the root unit, which stays
+gathered from the beginning of a forward to the end of its backward.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from ..topology import Topology
 from .host_memory import give_back_freed
 from .init import forget_part, whole_value
 from .layout import PAGED, aligned_bytes, build_layout
+from .placeholders import placeholders
 from .placement import Disk, HostLink, Placement
 from .policy import Policy
 from .spread import ALONE, Spread
-from .unit import Segment, SlotPool, Unit, placeholders
+from .unit import Segment, SlotPool, Unit
 
 ROOT = "root"
 # Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
@@ -96,7 +98,7 @@ def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
         taken = {id(part) for _, block in blocks for part in block.modules()}
         for name, part in module.named_modules():
             leaf = id(part) not in taken and part is not module and not list(part.children())
-            if leaf and _numel(part) >= policy.numel:
+            if leaf and has_forward(part) and _numel(part) >= policy.numel:
                 specs.append(UnitSpec(name, [part], shares_slots=False))
     return specs
 
@@ -112,28 +114,46 @@ def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(name, block): members of the outermost lists in which one class with parameters comes at least twice.
 
+    Members that have no forward, such as the inner lists of a list of lists, give their own members in their place.
+
     Of a model that is cut into pipeline stages, a list may be short: there a module made of others is a block as well.
     """
     return list(_blocks(module, "", set()))
 
 
 def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    children = [(name, child) for name, child in _children(module, prefix) if id(child) not in seen]
-    repeated: set[type] = set()
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    members = _callable_members(module, prefix) if is_list else _children(module, prefix)
+    children = [(name, child) for name, child in members if id(child) not in seen]
+    repeated: set[type] = set()
     elsewhere = is_list and any(getattr(child, "is_elsewhere", False) for child in module.children())
     cut = elsewhere or getattr(module, "is_cut", False)
     if cut or is_list:
         counts = Counter(type(child) for _, child in children if _numel(child))
         repeated = {kind for kind, count in counts.items() if count >= 2}
     if cut:
-        repeated |= {type(child) for _, child in children if any(_numel(part) for part in child.children())}
+        made = [child for _, child in children if any(_numel(part) for part in child.children())]
+        repeated |= {type(child) for child in made if has_forward(child)}
     for name, child in children:
         seen.add(id(child))
         if type(child) in repeated and _numel(child):
             yield name, child
         else:
             yield from _blocks(child, f"{name}.", seen)
+
+
+def _callable_members(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children, and in place of those without a forward their own, and so on."""
+    for name, child in _children(module, prefix):
+        if has_forward(child):
+            yield name, child
+        else:
+            yield from _callable_members(child, f"{name}.")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """False for lists, dicts and other modules that only hold parameters or modules: hooks on them never run."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _grouped(blocks: Sequence[tuple[str, nn.Module]], count: int) -> list[UnitSpec]:
@@ -158,6 +178,8 @@ def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
         found.add(type(part).__name__)
         if id(part) in inside or type(part).__name__ not in classes or part is module:
             continue
+        if not has_forward(part):
+            raise ConfigError([_without_forward(name, part)])
         inside.update(id(sub) for sub in part.modules())
         specs.append(UnitSpec(name, [part]))
     missing = [name for name in classes if name not in found]
@@ -176,13 +198,23 @@ def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
     return specs
 
 
+def _without_forward(name: str, part: nn.Module) -> ConfigProblem:
+    inner = sorted({type(child).__name__ for _, child in _callable_members(part, "") if _numel(child)})
+    return ConfigProblem(
+        "zero_optimization.unit_policy",
+        type(part).__name__,
+        f"{name!r} is of this class, which has no forward: it is never called, so nothing would gather its parameters.",
+        f"name the classes that are called in it, out of {inner}.",
+    )
+
+
 def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], *, is_root: bool) -> bool:
     """Smallest modules with at least ``numel`` elements, bottom up. True if ``module`` holds a unit."""
     before = len(found)
     holds = False
     for name, child in _children(module, prefix):
         holds = _by_size(child, f"{name}.", numel, found, is_root=False) or holds
-    if not holds and not is_root and not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _numel(module) >= numel:
+    if not holds and not is_root and has_forward(module) and _numel(module) >= numel:
         found.insert(before, UnitSpec(prefix[:-1], [module]))
         return True
     return holds

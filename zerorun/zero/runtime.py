@@ -34,8 +34,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ from ..comm import Communicator
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..log import warn_once
 from .order import Walk, merge_orders
+from .placeholders import ReadWatch, released_parameter, tensors_in
 from .policy import Policy
 from .unit import SlotPool, Unit, links_of
 
@@ -68,21 +69,6 @@ _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
     "modifier_rank=0)"
 )
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists, tuples and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
 
 
 @dataclass(frozen=True)
@@ -140,6 +126,10 @@ class Runtime:
         self._published = False  # new values of the shards, so far
         self._leaf_hooks: deque[Any] = deque()  # on inputs that belong to the script, oldest first
         self._phases = 0
+        self._watch: ReadWatch | None = None  # for those who read placeholders; on in the first pass of each kind
+        self._watches = True
+        self._watched: set[Hashable] = set()  # kinds of passes
+        self._seen_nan: set[Hashable] = set()
         self._interrupted: Walk | None = None  # the pass in whose forward the backward runs
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
@@ -156,6 +146,8 @@ class Runtime:
                 enter, leave = partial(self._enter, unit), partial(self._leave, unit)
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
+                if self.shares_params:
+                    handles.append(module.register_forward_hook(self._after_watch, always_call=True))
         return handles
 
     def remove_hooks(self) -> None:
@@ -186,6 +178,7 @@ class Runtime:
             if not unit.resident and unit.index not in self._inside:
                 unit.release()
             if not self._inside and self.walk is not None:
+                self._look_at(output, self.walk)
                 self._end_pass()
         if torch.is_grad_enabled():
             visit = partial(self._before_backward, unit)
@@ -275,10 +268,40 @@ class Runtime:
                 )
 
     def _begin_pass(self, entry: Unit) -> None:
-        self._refuse_foreign_values()
+        if self._watch is None:
+            self._refuse_foreign_values()
         self._phases += 1
         key = ("forward", entry.index, torch.is_grad_enabled(), self.part.name)
         self.walk = Walk(key, self.plans.get(key))
+        kind = (key, self.module.training)
+        if self.shares_params and self._watches and self._watch is None and kind not in self._watched:
+            self._watched.add(kind)
+            self._watch = ReadWatch(
+                (segment.marks, segment.names, unit.name)
+                for unit in self.units
+                for segment in (unit.segments if not unit.resident else ())
+                if segment.marks is not None
+            )
+            self._watch.__enter__()
+
+    def do_not_watch(self) -> None:
+        """Forwards are compiled, in their first pass: under a watch they would not be."""
+        self._watches = False
+
+    def _after_watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End the watch with the outermost forward, also where that raises."""
+        if self._watch is not None and not self._running():
+            watch, self._watch = self._watch, None
+            watch.__exit__(None, None, None)
+
+    def _look_at(self, output: Any, walk: Walk) -> None:
+        """Watch the next pass of this kind, too, once, if an evaluation gives NaN: it may have come from a placeholder."""
+        key = (walk.key, self.module.training)
+        if walk.key[2] or not self.shares_params or self.comm.device.type != "cpu" or key in self._seen_nan:  # type: ignore[index]
+            return
+        if any(bool(tensor.sum().isnan()) for tensor in tensors_in(output) if tensor.is_floating_point()):
+            self._seen_nan.add(key)
+            self._watched.discard(key)
 
     def _end_pass(self) -> None:
         walk = self.walk
@@ -685,11 +708,3 @@ def refuse_managed(module: nn.Module) -> None:
                     f"{f'its module {name!r}' if name else 'the model'} belongs to an engine already, which has its "
                     "parameters. Remedy: call destroy() of that engine first, or build the model anew."
                 )
-
-
-def released_parameter(name: str, unit: str) -> ReleasedParameterError:
-    return ReleasedParameterError(
-        f"parameter {name!r} was used outside the forward of its unit {unit!r}, where only a placeholder (NaN) is on this "
-        "rank. Remedy: use it inside that module's forward, or wrap the use in zerorun.zero.GatheredParameters(...), or "
-        "name the module that uses it in zero_optimization.unit_policy so that both are one unit."
-    )

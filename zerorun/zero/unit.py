@@ -18,10 +18,6 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 
 ``owned`` is the shard, or at stage 0 the whole buffer. Frozen segments have no master and no gradient.
 
-[Note: loud placeholders]
-While a unit is released its parameters keep shape, dtype and device, but read as NaN and refuse in-place writes: they are
-one NaN expanded to the shape. A mistake shows up as a NaN or an error, never as somebody else's weights.
-
 [Note: gradients come as a whole unit]
 Autograd leaves fresh gradients on ``parameter.grad``. When the unit's backward is over, ``absorb`` moves them all into the
 gradient slot at once and in fp32: one call for a unit, no hook for a parameter, and 8 bytes of traffic per fp32 element
@@ -43,6 +39,7 @@ from ..huge_pages import make_huge, prefer_huge_pages
 from ..mapped_shards import let_go
 from .layout import Layout, aligned_bytes
 from .norm import square_sum
+from .placeholders import is_loud
 from .placement import HostLink, Placement
 from .spread import ALONE, Spread
 
@@ -407,36 +404,3 @@ class Unit:
 def links_of(units: Sequence[Unit]) -> list[HostLink]:
     """The links of ``units`` to the host, each once."""
     return list(dict.fromkeys(unit.link for unit in units if unit.link is not None))
-
-
-def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """What a released parameter shows: its shape, dtype and device (or ``device``), reads NaN, refuses in-place writes."""
-    return _shown(_marks(1, param.dtype, device or param.device)[0], param)
-
-
-def placeholders(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(elements [len(params)], one for each, the placeholders that show them) of parameters of one dtype and device."""
-    marks = _marks(len(params), params[0].dtype, params[0].device)
-    return marks, [_shown(mark, param) for mark, param in zip(marks, params, strict=True)]
-
-
-def _shown(mark: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return mark.view(1 if param.dim() else ()).expand(param.shape)
-
-
-def _loud_value(dtype: torch.dtype) -> float:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return True if dtype == torch.bool else torch.iinfo(dtype).max
-
-
-def _marks(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((count,), _loud_value(dtype), dtype=dtype, device=device)
-
-
-def is_loud(marks: torch.Tensor) -> torch.Tensor:
-    """Which elements are as placeholders have them."""
-    value = _loud_value(marks.dtype)
-    if value == value:
-        return marks == value
-    return (marks if marks.is_complex() else marks.float()).isnan()  # 8-bit floats have no isnan()

@@ -1,0 +1,114 @@
+"""Placeholders: what a released parameter shows, and the watch for those who read it.
+
+[Note: loud placeholders]
+While a unit is released its parameters keep shape, dtype and device, but read as NaN and refuse in-place writes: they are
+one NaN expanded to the shape. A mistake shows up as a NaN or an error, never as somebody else's weights.
+
+[Note: the watch]
+NaN in a loss is traced to its placeholder through the graph of autograd. In evaluation there is no graph. So the first pass
+of each kind runs under a watch, which sees every operation and raises at the one that is given a placeholder: it names the
+parameter, needs no NaN and does not wait for the device. It costs Python for each operation, and that only in this pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import ReleasedParameterError
+
+# Beginnings of the names of operations that look at the shape, dtype and device of a tensor, and not at its values.
+_READ_NO_VALUES = (
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_", "is_same_size",
+)  # fmt: skip
+
+
+class ReadWatch(TorchDispatchMode):
+    """Raises ReleasedParameterError where an operation reads one of the placeholders.
+
+    ``shown``: (elements [parameters] that ``placeholders`` gave, the parameters' names, the unit's name).
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shown: Iterable[tuple[torch.Tensor, Sequence[str], str]]) -> None:
+        super().__init__()
+        self._shown = {storage_key(marks): (names, unit) for marks, names, unit in shown}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not getattr(func, "is_view", False) and not func.__name__.startswith(_READ_NO_VALUES):
+            for tensor in tensors_in((args, kwargs)):
+                found = self._shown.get(storage_key(tensor))
+                if found is not None:
+                    names, unit = found
+                    raise released_parameter(names[int(tensor.storage_offset())], unit)
+        return func(*args, **kwargs)
+
+
+def released_parameter(name: str, unit: str) -> ReleasedParameterError:
+    return ReleasedParameterError(
+        f"parameter {name!r} was used outside the forward of its unit {unit!r}, where only a placeholder (NaN) is on this "
+        "rank. Remedy: use it inside that module's forward, or wrap the use in zerorun.zero.GatheredParameters(...), or "
+        "name the module that uses it in zero_optimization.unit_policy so that both are one unit."
+    )
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested dicts, lists, tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies the storage of ``tensor`` while it lives; 0 if it has none, such as a sparse one."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """What a released parameter shows: its shape, dtype and device (or ``device``), reads NaN, refuses in-place writes."""
+    return _shown(_marks(1, param.dtype, device or param.device)[0], param)
+
+
+def placeholders(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """(elements [len(params)], one for each, the placeholders that show them) of parameters of one dtype and device."""
+    marks = _marks(len(params), params[0].dtype, params[0].device)
+    return marks, [_shown(mark, param) for mark, param in zip(marks, params, strict=True)]
+
+
+def _shown(mark: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return mark.view(1 if param.dim() else ()).expand(param.shape)
+
+
+def _loud_value(dtype: torch.dtype) -> float:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def _marks(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), _loud_value(dtype), dtype=dtype, device=device)
+
+
+def is_loud(marks: torch.Tensor) -> torch.Tensor:
+    """Which elements are as placeholders have them."""
+    value = _loud_value(marks.dtype)
+    if value == value:
+        return marks == value
+    return (marks if marks.is_complex() else marks.float()).isnan()  # 8-bit floats have no isnan()
