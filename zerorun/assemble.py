@@ -49,7 +49,7 @@ from .schedules import build_schedule
 from .topology import Topology
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
-from .zero.init import partitioned, refuse_overwritten, settle
+from .zero.init import partition_number, partitioned, refuse_overwritten, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime, refuse_managed
@@ -92,7 +92,7 @@ def initialize(
     _agree(lambda: refuse_managed(model) if isinstance(model, nn.Module) else None)
     given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
     wanted, raw = _agree(lambda: take_in(model, config, args, *given))
-    _compare_ranks(model, wanted, topology)
+    _compare_ranks(model, wanted, raw, topology)
     _agree(lambda: refuse_overwritten(model))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
     settings = wanted.zero_optimization
@@ -189,8 +189,9 @@ def _same_error(kind: type[ZerorunError], text: str) -> ZerorunError:
     return kind(text)
 
 
-def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None) -> None:
-    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
+def _compare_ranks(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology | None) -> None:
+    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model or other parameter
+    groups than it should: their order decides what lies where, and what is sent when.
 
     A model that is whole must be the same on all ranks; a part, the same on those with the same part.
     """
@@ -199,15 +200,27 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None) 
     degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
     planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
     first = planned.ranks_along("data")[0] if is_part(model) else 0
-    described = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for n, p in model.named_parameters()]
-    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
+    params = list(model.named_parameters())
+    described = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}{_partitioned_as(p)}" for n, p in params]
+    described += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
+    groups = [f"{name} in group {raw.group_of[id(p)]}" for name, p in params if id(p) in raw.group_of]
+    digests = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (described, groups)]
+    mine = (config.fingerprint(), first, *digests)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
-    for rank, theirs in enumerate(found):
-        if theirs[0] != found[0][0]:
+    for rank, (fingerprint, reference, model_digest, groups_digest) in enumerate(found):
+        if fingerprint != found[0][0]:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
-        if theirs[1] != found[theirs[2]][1]:
-            _explain_difference(described, rank, theirs[2], "model")
+        if model_digest != found[reference][2]:
+            _explain_difference(described, rank, reference, "model")
+        if groups_digest != found[reference][3]:
+            _explain_difference(groups, rank, reference, "optimizer")
+
+
+def _partitioned_as(param: nn.Parameter) -> str:
+    """Where in the order of ``Init`` the values were spread over the ranks, of a parameter that it partitioned."""
+    number = partition_number(param)
+    return "" if number is None else f" number {number} in Init"
 
 
 def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
@@ -217,7 +230,7 @@ def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> N
     ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
     text = (
         f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
-        f"Remedy: build the same {what} on every rank."
+        f"Remedy: build the same {what} on every rank, in the same order; a set has another one on each."
     )
     raise _same_error(ConfigError, text) if what == "configuration" else ModelError(text)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
@@ -15,7 +16,8 @@ from torch import nn
 
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
-from .init import Init, forget_part, release, whole_value
+from .init import Init, gather_whole, release
+from .order import refuse_different
 from .pieces import owned_runs
 from .runtime import MADE_BY, Runtime
 from .stepping import ShardedOptimizer
@@ -59,6 +61,7 @@ class Registry:
     unscale: Callable[[], float]
     parts: Parts
     homes: dict[int, Home] = field(default_factory=dict)
+    number: int = field(default_factory=lambda: next(_registered))  # the same on all ranks, which make engines alike
 
     def __post_init__(self) -> None:
         for unit in self.runtime.units:
@@ -68,6 +71,7 @@ class Registry:
         _registries.add(self)
 
 
+_registered: itertools.count[int] = itertools.count()
 _registries: weakref.WeakSet[Registry] = weakref.WeakSet()
 
 
@@ -238,7 +242,8 @@ class GatheredParameters:
 
     So have those that are divided over tensor-parallel ranks; layers cannot run with them.
 
-    ``params``: one parameter or an iterable; those that neither an engine nor ``Init`` has taken are left alone. With
+    ``params``: one parameter or an iterable, the same on all ranks and in any order; those that neither an engine nor
+    ``Init`` has taken are left alone. Raises OrderError, on all ranks alike, if they are given others. With
     ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without, the block is for
     reading: raises ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises ModelError if
     another pipeline stage has the parameter, too, or ``modifier_rank`` is on one that has not.
@@ -254,13 +259,9 @@ class GatheredParameters:
         self._unsettled: list[tuple[torch.Tensor, tuple[float, float]]] = []  # of Init, which no engine has yet
 
     def __enter__(self) -> None:
-        for param in self._params if not Init.open else ():  # there they are whole when they are needed
-            whole = whole_value(param)
-            if whole is not None:
-                forget_part(param)
-                param.data = whole
-                self._unsettled.append((param, _checksum(whole)))
-        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.held}
+        if not Init.open:  # there they are whole when they are needed
+            self._unsettled = [(param, _checksum(param)) for param in gather_whole(self._params)]
+        found = _in_agreed_order(self._params, changing=self._modifier_rank is not None)
         if self._modifier_rank is not None:
             for registry, home in found.values():
                 _refuse_copies(home)
@@ -320,6 +321,31 @@ class GatheredParameters:
         return edited
 
 
+def _in_agreed_order(params: Iterable[torch.Tensor], *, changing: bool) -> dict[int, tuple[Registry, Home]]:
+    """id(parameter) -> where it lives, in the order of the model, of those that no block around this one holds.
+
+    Raises OrderError, on all ranks alike, if ranks have to exchange values and were given other parameters.
+    """
+    found = {id(p): where for p in params if (where := find(p)) and id(p) not in where[0].runtime.held}
+    placed = sorted(found.items(), key=lambda item: _place(*item[1]))
+    for registry in dict.fromkeys(registry for _, (registry, _) in placed):
+        homes = [home for _, (owner, home) in placed if owner is registry]
+        if changing or not all(home.unit.resident for home in homes):
+            _refuse_different(registry, homes)
+    return dict(placed)
+
+
+def _place(registry: Registry, home: Home) -> tuple[int, int, int, int]:
+    """Where a parameter is among all that engines have: the same on all ranks."""
+    return registry.number, home.unit.index, home.unit.segments.index(home.segment), home.entry
+
+
+def _refuse_different(registry: Registry, homes: Sequence[Home]) -> None:
+    """Raise OrderError, on all data-parallel ranks alike, if another of them asks for others than ``homes``."""
+    comm = registry.runtime.comm
+    refuse_different([home.segment.names[home.entry] for home in homes], comm.data_objects)
+
+
 def _value_now(home: Home, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """``value``, that ``param`` was given for a block, or the tensor that the script has put in its place.
 
@@ -373,6 +399,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
         return None
     registry, home = found
     master = home.segment.master
+    _refuse_different(registry, [home])
     part = entry_view(home, gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
     return registry.parts.whole(param, part)
 
@@ -394,6 +421,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
         return None
     registry, home = found
     flat, known = _owned_state(registry, home.segment, key)
+    _refuse_different(registry, [home])
     if not any(registry.runtime.comm.data_objects(known)):
         return None
     part = entry_view(home, gathered(registry, home.segment, flat, home.unit.name)).clone()

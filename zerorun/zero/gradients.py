@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import ModelError, OrderError
 from .access import Home, Registry, entry_view, find, gathered, owned_part, registry_of
 from .norm import square_sum
+from .order import refuse_different
 from .pieces import owned_gradient, owned_runs, owns_everything
 from .runtime import ORDER_TIMEOUT_S
 from .unit import Segment, Unit, links_of
@@ -26,6 +27,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     registry, home = found
+    refuse_different([home.segment.names[home.entry]], registry.runtime.comm.data_objects)
     return _whole(registry, home, _gathered(registry, home.unit, home.segment), registry.unscale())
 
 

@@ -38,6 +38,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import init_distributed
 from ..errors import ModelError
+from .order import refuse_different
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
@@ -102,6 +103,35 @@ def part_of(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part [ceil(numel / ranks)] of a parameter that ``Init`` partitioned, in place; None for any other."""
     part = _partitioned.get(param)
     return part.shard if part is not None else None
+
+
+def partition_number(param: torch.Tensor) -> int | None:
+    """The place of ``param`` among all that ``Init`` has partitioned, the same on all ranks; None for any other."""
+    part = _partitioned.get(param)
+    return part.order if part is not None else None
+
+
+def gather_whole(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Give those of ``params`` that ``Init`` partitioned their full values; returns them, each once.
+
+    All ranks must call it with the same parameters, in any order. Raises OrderError, on all of them alike, if they do not.
+    """
+    chosen = {number: param for param in params if (number := partition_number(param)) is not None}
+    numbers = sorted(chosen)
+    if numbers:
+        refuse_different([f"number {n} in Init, of shape {tuple(chosen[n].shape)}" for n in numbers], _of_all_ranks)
+    whole = [chosen[number] for number in numbers]
+    for param in whole:
+        value = whole_value(param)
+        forget_part(param)
+        param.data = value  # type: ignore[assignment]
+    return whole
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:
