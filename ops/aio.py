@@ -77,14 +77,18 @@ class Ticket:
 class AsyncFile:
     """A file to read and write, made if there is none. Threads may share it.
 
+    ``descriptor``: of the file, if it is open already; it is this object's from now on, and ``path`` is only its name in
+    errors: another file may stand there by now.
+
     Requests whose memory, offset and length are multiples of :data:`BLOCK_BYTES` go past the page cache if the file system
     can do that. Requests that overlap and are under way at the same time may come out mixed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, descriptor: int | None = None) -> None:
         """Raises OSError, and ValueError if ZERORUN_AIO names a back end that does not work here."""
         self.path = path
-        self._direct, self._cached = _open_twice(path)
+        opened = _open_twice(path) if descriptor is None else (_reopen_direct(descriptor), descriptor)
+        self._direct, self._cached = opened
         try:
             self.backend, self._queue = _open_queue()
         except BaseException:
@@ -147,10 +151,15 @@ class AsyncFile:
 def _open_twice(path: Path) -> tuple[int, int]:
     """(file past the page cache or -1, file through it)."""
     cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    return _reopen_direct(cached), cached
+
+
+def _reopen_direct(cached: int) -> int:
+    """The same file past the page cache; -1 where that cannot be."""
     try:
-        return (os.open(path, os.O_RDWR | _DIRECT) if _DIRECT else -1), cached
-    except OSError:  # the file system cannot
-        return -1, cached
+        return os.open(f"/proc/self/fd/{cached}", os.O_RDWR | _DIRECT) if _DIRECT else -1
+    except OSError:  # the file system cannot, or there is no /proc
+        return -1
 
 
 def _close_files(files: tuple[int, int]) -> None:

@@ -6,11 +6,16 @@ files and processes, and save less than a second, once.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,11 +29,16 @@ INSTALLED = Path(__file__).with_name("lib") / "native.so"  # made by setup.py, u
 # be vectorised.
 _NUMBERS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", *_NUMBERS)
+_MOST_LINKS = 40  # to follow; as many as Linux does
 _SECONDS = 120  # for one compilation; a machine that is busy or has a slow disk may take some
 
 
 class BuildError(Exception):
     """The library could not be built; the message says why, in one line."""
+
+
+class UntrustedError(BuildError):
+    """What was found may have been put there by another user."""
 
 
 def source_key() -> str:
@@ -70,17 +80,65 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
         raise BuildError(f"there is no cache directory: {error}") from error
 
 
+def refuse_untrusted(path: Path) -> None:
+    """Raise :class:`UntrustedError` unless only this user and root can have made what ``path`` is: it is to be executed.
+
+    It, the folders above it and the links on the way must belong to one of them, and others must not be able to write
+    there. In a folder with the sticky bit, such as /tmp, others can write, but not to what is not theirs. Raises OSError
+    if it cannot be looked at.
+    """
+    path = path.absolute()
+    for _ in range(_MOST_LINKS):
+        for part in (*reversed(path.parents), path):
+            if _is_link(part):
+                path = part.parent / os.readlink(part) / path.relative_to(part)
+                break
+        else:
+            return
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
+
+def _is_link(part: Path) -> bool:
+    """Whether it leads elsewhere. Raises UntrustedError if others can change it."""
+    found = os.lstat(part)
+    if found.st_uid not in (0, os.geteuid()):
+        raise UntrustedError(f"{part} belongs to {_user(found.st_uid)}")
+    if stat.S_ISLNK(found.st_mode):
+        return True
+    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
+    if found.st_mode & stat.S_IWOTH and not sticky:
+        raise UntrustedError(f"{part} can be written to by all users")
+    if found.st_mode & stat.S_IWGRP and not sticky and not _is_private_group(found):
+        raise UntrustedError(f"{part} can be written to by group {found.st_gid}")
+    return False
+
+
+def _is_private_group(found: os.stat_result) -> bool:
+    """True for the group that many systems make for each user, with nobody else in it."""
+    with contextlib.suppress(KeyError):
+        group, owner = grp.getgrgid(found.st_gid), pwd.getpwuid(found.st_uid)
+        return group.gr_name == owner.pw_name and group.gr_gid == owner.pw_gid and not set(group.gr_mem) - {owner.pw_name}
+    return False
+
+
+def _user(number: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"user {pwd.getpwuid(number).pw_name}"
+    return f"user {number}"
+
+
 def build(compiler: list[str], target: Path, *, openmp: bool = True) -> None:
     """Compile to ``target``, whose folder is made. ``openmp``: if the compiler has it. Raises :class:`BuildError`.
 
     The file appears whole or not at all, so processes may build the same one at once: the last one's stays.
     """
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
             made = Path(folder) / target.name
             if not openmp or not _compiles_with_openmp(compiler, made):
                 _compile(compiler, list(FLAGS), made)
+            made.chmod(0o755)  # whatever the umask: it is not loaded where others can write to it
             os.replace(made, target)
     except OSError as error:
         raise BuildError(f"{target.parent} cannot be written: {error.strerror or error}") from error

@@ -62,7 +62,13 @@ class Library:
     """The loaded library. ``isa`` is one of :data:`ISAS`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded, :class:`BuildError` if it was built from another source."""
+        """Raises OSError if it cannot be loaded, :class:`BuildError` if it was built from another source, or by others."""
+        if path != build.INSTALLED:  # whoever can write there, can write to this file, too
+            if path.is_symlink():
+                raise build.UntrustedError(f"{path} is a symbolic link")
+            build.refuse_untrusted(path)
+        if build.source_key().encode() not in path.read_bytes():  # before it is loaded, which runs it
+            raise BuildError(f"{path} was built from another version's source, or is no library")
         self.functions = ctypes.CDLL(str(path))
         try:
             self.functions.zerorun_source.restype = ctypes.c_char_p
@@ -145,8 +151,10 @@ def _candidates(reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
     folder = None
     try:
         folder = build.cache_folder(os.environ)
-    except BuildError as error:
-        reasons.append(str(error))
+        build.refuse_untrusted(next(path for path in (folder, *folder.parents) if path.is_dir()))
+    except (OSError, BuildError) as error:
+        _note(error, reasons)
+        folder = None
     compilers = list(build.compilers(os.environ))
     if not compilers:
         reasons.append("there is no C++ compiler ($CXX, c++, g++, clang++)")
@@ -199,5 +207,16 @@ def _load(path: Path, reasons: list[str]) -> Library | None:
     try:
         return Library(path)
     except (OSError, BuildError) as error:
-        reasons.append(f"a library cannot be loaded: {error}")
+        _note(error, reasons)
         return None
+
+
+def _note(error: Exception, reasons: list[str]) -> None:
+    reasons.append(f"a library cannot be loaded: {error}")
+    if isinstance(error, build.UntrustedError):
+        _logger.warning(
+            "the native library is not taken from its cache, as others could have put any code there: %s. It is built for "
+            "this process alone, each time. Remedy: let nobody else write there, or set $ZERORUN_CACHE_DIR to a directory "
+            "of your own.",
+            error,
+        )

@@ -20,6 +20,12 @@ Reading needs the reader to act, so whoever blocks must go on reading for the ot
 
 An entry's address and tag are stored before its number. x86 lets no processor see these stores in another order; other
 processors may, so they use gloo.
+
+[Note: who may read]
+Where the kernel restricts it (Yama), a process names one other that may read and write its memory, with all that this one
+started. The ranks name the nearest process that started them all, which is the launcher, and not every process of the user.
+Where there is none but the first process of the machine, or where it has ended, they have to name all. With the last group
+nobody may any more.
 """
 
 from __future__ import annotations
@@ -131,16 +137,17 @@ class PeerMemory:
 
         ``gather`` gives every rank's value to all of them.
         """
-        memory = cls(rank, size)
-        library, card = _readable(), None
-        if library is not None and os.environ.get("ZERORUN_PEER_MEMORY", "1") != "0":
-            library.prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)  # else Yama lets only ancestors read
-            token = ctypes.addressof(memory._token)
-            card = (os.getpid(), ctypes.addressof(memory._board), token, memory._token.raw)
-        cards = gather(card)
-        if not all(gather(all(cards) and memory._open(cards))):
+        memory, card = cls(rank, size), None
+        lines = gather(ancestors() if can_be_used() else None)
+        if not all(line is not None for line in lines):
             return None
-        _served.append(weakref.ref(memory, _served.remove))
+        _permission.widen(nearest_common(lines))
+        token = ctypes.addressof(memory._token)
+        card = (os.getpid(), ctypes.addressof(memory._board), token, memory._token.raw)
+        if not all(gather(memory._open(gather(card)))):
+            _permission.end_unused()
+            return None
+        _served.append(weakref.ref(memory, _forget))
         return memory
 
     def _open(self, cards: list[Any]) -> bool:
@@ -182,6 +189,7 @@ class PeerMemory:
         """
         if len(self._offered) >= SLOTS:
             self.finish()
+        _permission.renew()
         number, slot = self._number, self._number % SLOTS
         table = torch.tensor([source.data_ptr() for source in sources], dtype=torch.int64)
         self._number += 1
@@ -221,6 +229,7 @@ class PeerMemory:
             now = time.monotonic()
             if now > next_check:
                 next_check = now + _CHECK_S
+                _permission.renew()
                 self._ended.update(self._handles[handle] for handle, _ in self._alive.poll(0))
                 if self._ended and not done():
                     raise PeerEnded("another rank of this host has ended")
@@ -290,6 +299,75 @@ class PeerMemory:
 
 # All groups of this process: who waits in one serves all.
 _served: list[weakref.ref[PeerMemory]] = []
+
+
+def _forget(served: weakref.ref[PeerMemory]) -> None:
+    _served.remove(served)
+    _permission.end_unused()
+
+
+# -- who may read ------------------------------------------------------------------------------------------------
+
+
+class _Permission:
+    """Which process, with its descendants, may read this one's memory: None, one of its ancestors, or ``_ANYBODY``."""
+
+    def __init__(self) -> None:
+        self._named: int | None = None
+        self._alive: int | None = None  # handle of the named process
+
+    def widen(self, process: int) -> None:
+        """Let ``process`` and its descendants read, beside those that may already: the older ancestor covers both."""
+        self.renew()
+        line = [*ancestors(), _ANYBODY]
+        if self._named is None or line.index(process) > line.index(self._named):
+            self._name(process)
+
+    def renew(self) -> None:
+        """Let anybody read if the process that was named has ended: its descendants may not any more."""
+        if self._alive is not None and select.select([self._alive], [], [], 0)[0]:
+            self._name(_ANYBODY)
+
+    def end_unused(self) -> None:
+        """Let nobody read where no group is left."""
+        if not _served and self._named is not None:
+            self._name(None)
+
+    def _name(self, process: int | None) -> None:
+        if self._alive is not None:
+            os.close(self._alive)
+        self._named, self._alive = process, None
+        if process is not None and process != _ANYBODY:
+            try:
+                self._alive = os.pidfd_open(process)
+            except OSError:  # it has ended just now
+                self._named = _ANYBODY
+        library = _readable()
+        if library is not None:
+            value = _PR_SET_PTRACER_ANY if self._named == _ANYBODY else ctypes.c_ulong(self._named or 0)
+            library.prctl(_PR_SET_PTRACER, value, 0, 0, 0)  # fails where nothing is restricted
+
+
+_ANYBODY = -1
+_permission = _Permission()
+
+
+def ancestors() -> list[int]:
+    """The processes that this one descends from, the nearest first, without the first process of the machine."""
+    line, process = [], os.getppid()
+    while process > 1:
+        line.append(process)
+        try:
+            with open(f"/proc/{process}/stat", "rb") as stat:
+                process = int(stat.read().rpartition(b")")[2].split()[1])  # a name may hold anything
+        except (OSError, ValueError):
+            break
+    return line
+
+
+def nearest_common(lines: Sequence[Sequence[int]]) -> int:
+    """The first process of ``lines[0]`` that is in all ``lines``; ``_ANYBODY`` if there is none."""
+    return next((process for process in lines[0] if all(process in line for line in lines)), _ANYBODY)
 
 
 def serve() -> None:

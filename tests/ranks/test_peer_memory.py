@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -205,3 +206,87 @@ def test_a_rank_may_go_on_after_the_others_are_done(tmp_path: Path, stage: int) 
     for process in start(tmp_path, stage, "rank 0 goes on alone"):
         assert process.communicate(timeout=60)[1].count("Error") == 0
         assert process.returncode == 0
+
+
+# -- who may read ------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """In place of the C library: remembers what is asked of prctl, and does the rest."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.named = real, []  # type: ignore[var-annotated]
+
+    def prctl(self, option: int, value: Any, *rest: int) -> int:
+        assert option == peer_memory._PR_SET_PTRACER
+        self.named.append(ctypes.c_long(value.value).value)
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def named_in_turn() -> dict[str, Any]:
+    """Whom this rank lets read its memory: with a group, with a second one, without any; and where connecting fails."""
+    assert not peer_memory._served
+    recorder = Recorder(peer_memory._readable())
+    usual, peer_memory._readable = peer_memory._readable, lambda: recorder  # type: ignore[assignment]
+    try:
+        first = connect()
+        second = connect()
+        with_two = list(recorder.named)
+        del first
+        with_one = list(recorder.named)
+        del second
+        without = list(recorder.named)
+        recorder.named.clear()
+        opened, PeerMemory._open = PeerMemory._open, lambda self, cards: dist.get_rank() == 0  # type: ignore[method-assign]
+        try:
+            refused = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size())
+        finally:
+            PeerMemory._open = opened  # type: ignore[method-assign]
+        return {"two": with_two, "one": with_one, "none": without, "refused": refused, "after": recorder.named}
+    finally:
+        peer_memory._readable = usual
+
+
+def test_only_the_launchers_processes_may_read_and_only_while_they_must() -> None:
+    launcher = os.getpid()
+    for found in run_ranks(2, named_in_turn):
+        assert found["two"] == found["one"] == [launcher]
+        assert found["none"] == [launcher, 0]
+        assert found["refused"] is None
+        assert found["after"] == [launcher, 0]
+
+
+def test_the_nearest_common_ancestor() -> None:
+    assert peer_memory.nearest_common([[40, 30, 20], [31, 30, 20], [30, 20]]) == 30
+    assert peer_memory.nearest_common([[40], [41]]) == peer_memory._ANYBODY
+    assert os.getppid() == peer_memory.ancestors()[0]
+    assert 1 not in peer_memory.ancestors()
+
+
+def test_all_may_read_when_the_named_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, permission = Recorder(None), peer_memory._Permission()
+    monkeypatch.setattr(peer_memory, "_readable", lambda: recorder)
+    ended = subprocess.Popen(["sleep", "60"])
+    permission.widen(ended.pid)
+    permission.renew()
+    assert recorder.named == [ended.pid]
+    ended.kill()
+    ended.wait()
+    permission.renew()
+    permission.renew()
+    assert recorder.named == [ended.pid, -1]
+
+
+def test_the_older_ancestor_covers_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, permission = Recorder(None), peer_memory._Permission()
+    monkeypatch.setattr(peer_memory, "_readable", lambda: recorder)
+    monkeypatch.setattr(peer_memory, "ancestors", lambda: [os.getpid(), os.getppid()])
+    permission.widen(os.getpid())
+    permission.widen(os.getppid())
+    permission.widen(os.getpid())
+    permission.widen(peer_memory._ANYBODY)
+    permission.widen(os.getppid())
+    assert recorder.named == [os.getpid(), os.getppid(), -1]

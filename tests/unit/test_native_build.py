@@ -234,3 +234,101 @@ def test_the_report_shows_it() -> None:
     (entry,) = (op for op in software.describe_software()["native_ops"] if op["name"] == "native optimizer")
     status = native.status()
     assert entry["in_force"] == (status.source != "torch") and status.reason in entry["why"]
+
+
+# -- what others could have put there ----------------------------------------------------------------------------
+
+# Tells that it was loaded, and pretends to be zerorun's.
+ATTACK = """
+#include <cstdio>
+#include <cstdlib>
+__attribute__((constructor)) static void attack() { fclose(fopen(getenv("ATTACKED"), "w")); }
+extern "C" const char* zerorun_source() { return KEY; }
+"""
+OTHER_USER = 65534
+
+
+def plant(library: Path, tmp_path: Path) -> None:
+    """What an attacker puts in place of the library."""
+    source = tmp_path / "attack.cpp"
+    source.write_text(ATTACK.replace("KEY", f'"{build.source_key()}"'))
+    made = tmp_path / "attack.so"
+    subprocess.run([*COMPILERS[0], "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(made, library)
+
+
+def a_file_of_another_user(library: Path, tmp_path: Path) -> None:
+    os.chown(library, OTHER_USER, OTHER_USER)
+
+
+def a_folder_of_another_user(library: Path, tmp_path: Path) -> None:
+    os.chown(library.parent, OTHER_USER, OTHER_USER)
+
+
+def a_file_for_all(library: Path, tmp_path: Path) -> None:
+    library.chmod(0o666)
+
+
+def a_folder_for_all(library: Path, tmp_path: Path) -> None:
+    library.parent.chmod(0o777)
+
+
+def a_folder_for_a_group(library: Path, tmp_path: Path) -> None:
+    os.chown(library.parent, -1, OTHER_USER)
+    library.parent.chmod(0o770)
+
+
+def a_folder_above_for_all(library: Path, tmp_path: Path) -> None:
+    library.parent.parent.chmod(0o777)
+
+
+def a_link(library: Path, tmp_path: Path) -> None:
+    library.unlink()
+    library.symlink_to(tmp_path / "attack.so")
+
+
+def a_folder_behind_a_link(library: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "shared"
+    library.parent.rename(moved)
+    moved.chmod(0o777)
+    library.parent.symlink_to(moved)
+
+
+ATTACKS = {
+    a_file_of_another_user: "belongs to",
+    a_folder_of_another_user: "belongs to",
+    a_file_for_all: "by all users",
+    a_folder_for_all: "by all users",
+    a_folder_for_a_group: "by group",
+    a_folder_above_for_all: "by all users",
+    a_link: "symbolic link",
+    a_folder_behind_a_link: "by all users",
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_code_of_others_is_not_loaded(attack: Any, tmp_path: Path) -> None:
+    if ("another" in attack.__name__ or "group" in attack.__name__) and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    cache, witness = tmp_path / "above" / "cache", tmp_path / "attacked"
+    library = cache / build.cached_name(COMPILERS[0])
+    plant(library, tmp_path)
+    attack(library, tmp_path)
+    found = run(environment(cache, ATTACKED=str(witness)))
+    assert not witness.exists(), "another user's code ran"
+    assert found["right"] and found["source"] == "cached"
+    if "for this process alone" in found["reason"] or found["warnings"]:
+        assert ATTACKS[attack] in found["warnings"][0] and "Remedy" in found["warnings"][0]
+
+
+@needs_compiler
+def test_what_is_made_is_for_this_user_alone(cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        run(environment(cache))
+    finally:
+        os.umask(before)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert run(environment(cache))["reason"].startswith("found in")

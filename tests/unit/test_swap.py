@@ -377,6 +377,26 @@ def test_a_file_that_has_lost_its_end(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_file_that_was_swapped_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who can write to the folder puts a link in the place of the new file: what it leads to is not touched."""
+    real, victim = swap.tempfile.mkstemp, tmp_path / "victim"
+    victim.write_bytes(b"dear")
+
+    def raced(*args: Any, **kwargs: Any) -> tuple[int, str]:
+        descriptor, name = real(*args, **kwargs)
+        os.unlink(name)
+        os.symlink(victim, name)
+        return descriptor, name
+
+    monkeypatch.setattr(swap.tempfile, "mkstemp", raced)
+    wanted = values()
+    store, masters = filled(tmp_path / "swap", wanted)
+    assert all(torch.equal(master, value) for master, value in zip(masters, wanted, strict=True))
+    store.close()
+    assert victim.read_bytes() == b"dear"
+    assert not list((tmp_path / "swap").iterdir())
+
+
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for attempt in (lambda folder: require_room(folder, 1), lambda folder: StateFile(folder, {0: [1]}, 0)):

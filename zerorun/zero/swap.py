@@ -369,11 +369,8 @@ def _open_without_name(folder: Path) -> AsyncFile:
     try:
         folder.mkdir(exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f"zerorun-rank-{os.environ.get('RANK', '0')}-", dir=folder)
-        try:
-            os.close(descriptor)
-            return AsyncFile(Path(name))
-        finally:
-            os.unlink(name)
+        os.unlink(name)
+        return AsyncFile(Path(name), descriptor)
     except OSError as error:
         raise _unusable(folder, error) from error
 
