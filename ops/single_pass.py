@@ -19,6 +19,8 @@ from torch import Tensor
 from . import native, on_cuda, torch_path
 from .operands import Operands, Updates
 
+ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is 0
+
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
 # Tensors are as Operands says. ``coefficient`` multiplies the gradient, which stays as it is.
@@ -46,23 +48,26 @@ def adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = True,
+    bias_correction: bool = True,
     coefficient: float = 1.0,
 ) -> None:
     """Adam (Kingma & Ba 2015, arXiv:1412.6980); with ``decoupled``, AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
-    ``step``: the number of this step, from 1.
+    ``step``: the number of this step, from 1. Without ``bias_correction`` the moments are taken as they are, as they are
+    after infinitely many steps.
     """
     operands = Operands(weight, gradient, (exp_avg, exp_avg_sq), out, coefficient)
     (beta1, beta2), library = betas, _library(operands)
+    steps = float(step) if bias_correction else ENDLESS
     if library is None:
         how = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        torch_path.adam(operands, step=step, decoupled=decoupled, **how)
+        torch_path.adam(operands, step=steps, decoupled=decoupled, **how)
         return
-    correction = (1 - beta2**step) ** 0.5
+    correction = (1 - beta2**steps) ** 0.5
     constants = {
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
         "decay": 0.0 if decoupled else weight_decay,
-        "rate": lr * correction / (1 - beta1**step),
+        "rate": lr * correction / (1 - beta1**steps),
         "blend": 1 - beta1 if beta1 > 0.5 else -beta1,
         "second_keep": beta2,
         "second_blend": 1 - beta2,
@@ -335,9 +340,11 @@ class Adam(SinglePassOptimizer):
         weight_decay: float = 0.0,
         *,
         decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
     ) -> None:
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**defaults, "decoupled_weight_decay": decoupled_weight_decay})
+        how = {"decoupled_weight_decay": decoupled_weight_decay, "bias_correction": bias_correction}
+        super().__init__(params, {**defaults, **how})
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
@@ -345,7 +352,7 @@ class Adam(SinglePassOptimizer):
     _function = staticmethod(adam)
 
     def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        names = ("lr", "betas", "eps", "weight_decay")
+        names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
         kept = {name: settings[name] for name in names}
         return {**kept, "decoupled": settings["decoupled_weight_decay"], "step": self._count(param)}
 

@@ -21,7 +21,7 @@ _DEVICE_CHUNK = 1 << 24  # elements: 64 MiB of fp32; enough work for a kernel th
 def adam(
     operands: Operands,
     *,
-    step: int,
+    step: float,
     lr: float,
     beta1: float,
     beta2: float,

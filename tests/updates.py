@@ -59,9 +59,10 @@ def adam_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k
     g = g if decoupled else g + decay * w
     yield torch.lerp(m, g, 1 - beta1), m.abs() + size
     yield beta2 * v + (1 - beta2) * g * g, beta2 * v.abs() + (1 - beta2) * size**2
-    root = (1 - beta2**t) ** 0.5
+    corrections = ((1 - beta1**t), (1 - beta2**t)) if k.get("bias_correction", True) else (1.0, 1.0)
+    root = corrections[1] ** 0.5
     quotient = new[0] / (new[1].sqrt() + k["eps"] * root)
-    step = k["lr"] / (1 - beta1**t) * root * quotient
+    step = k["lr"] / corrections[0] * root * quotient
     kept = w * (1 - k["lr"] * decay) if decoupled else w
     yield kept - step, kept.abs() + step.abs() + beyond(quotient)
 
@@ -114,6 +115,8 @@ RULES = {
     "adam": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "decoupled": False}),
     "adam, small betas": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "betas": (0.3, 0.4), "weight_decay": 0.0}),
     "adam, no betas": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "betas": (0.0, 0.0)}),
+    # Its steps are longer by a factor of some 10.
+    "adam, no bias correction": Rule(single_pass.adam, adam_reference, 2, {**ADAMW, "lr": 1e-4, "bias_correction": False}),
     "adagrad": Rule(
         single_pass.adagrad,
         adagrad_reference,

@@ -77,7 +77,7 @@ class AdamParams(OptimizerParams):
     fp32_optimizer_states: Annotated[Flag | None, Refused("optimizer states are kept in fp32.", True)] = Field(
         None, exclude=True
     )
-    bias_correction: Annotated[Flag | None, Refused("Adam without bias correction is not built.", True)] = None
+    bias_correction: Flag | None = None
     amsgrad: Flag | None = None
     fused: Flag | None = None
     capturable: Flag | None = None

@@ -229,8 +229,10 @@ def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim
         decoupled = True
     if kwargs.get("set_grad_none") is False:
         warn_once(f"optimizer {name}: set_grad_none has no effect; the engine owns the gradients")
-    own = ("torch_adam", "adam_w_mode", "set_grad_none", "bias_correction")  # bias_correction false is refused already
+    own = ("torch_adam", "adam_w_mode", "set_grad_none", "bias_correction")
     kept = {key: value for key, value in kwargs.items() if key not in own}
+    if not kwargs.get("bias_correction", True):  # which torch's cannot leave out
+        return single_pass.Adam, {**kept, "decoupled_weight_decay": decoupled, "bias_correction": False}
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), kept
 
 
@@ -240,10 +242,6 @@ def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
         if key == "max_grad_norm":
             reason, remedy = "clipping is not the optimizer's.", "Remove it and set the top-level gradient_clipping."
             yield ConfigProblem("optimizer.params.max_grad_norm", value, reason, remedy)
-        elif key == "bias_correction" and not value:
-            reason = "torch's Adam always corrects the bias of its moments."
-            remedy = "Remove it; a scheduler with warm-up has a like effect on the first steps."
-            yield ConfigProblem("optimizer.params.bias_correction", value, reason, remedy)
         elif value == "auto":
             yield ConfigProblem(f"optimizer.params.{key}", value, "'auto' was not resolved.", "Give a value.")
 

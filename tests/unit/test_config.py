@@ -405,7 +405,7 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
         ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
         ({"optimizer": {"type": "lamb"}}, "optimizer.type"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
-        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
+        ({"optimizer": {"type": "Lion", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
     ],
 )
 def test_refused_with_a_remedy(source: dict[str, Any], key: str) -> None:
@@ -439,7 +439,7 @@ def test_the_remedy_for_one_bit_optimizers_works() -> None:
     remedy = the_problem({"optimizer": {"type": "OnebitAdam", "params": params}}).remedy
     assert '"Adam"' in remedy
     kept = {key: value for key, value in params.items() if key not in remedy}
-    assert set(kept) == {"lr", "weight_decay"}
+    assert set(kept) == {"lr", "bias_correction", "weight_decay"}
     load_config({"optimizer": {"type": "Adam", "params": kept}})
 
 

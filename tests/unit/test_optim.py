@@ -158,9 +158,9 @@ def test_unknown_and_unsupported_types() -> None:
 
 
 def test_bad_params_are_all_named() -> None:
-    problems = refused("Adam", {"max_grad_norm": 1.0, "bias_correction": False, "weight_deacy": 0.1, "lr": "auto"})
+    problems = refused("Adam", {"max_grad_norm": 1.0, "weight_deacy": 0.1, "lr": "auto"})
     assert "gradient_clipping" in problems["optimizer.params.max_grad_norm"]
-    assert "Remove it" in problems["optimizer.params.bias_correction"]
+    assert "no such parameter" in refused("Adam", {"bias_correction": False, "amsgrad": True})["optimizer.params.amsgrad"]
     assert "weight_decay" in problems["optimizer.params.weight_deacy"]
     assert "not resolved" in problems["optimizer.params.lr"]
     problems = refused("Adam", {"lr": -1.0, "betas": [0.9, 2.0], "eps": 1e-8})
@@ -323,3 +323,29 @@ def test_adam_folds_the_coefficient_into_the_update() -> None:
     state = optimizer.state[folded]
     torch.testing.assert_close(state["exp_avg_sq"], expected.state[plain]["exp_avg_sq"], rtol=1e-5, atol=0)
     assert optimizer.coefficient == 1.0
+
+
+def adam_as_written(weight: torch.Tensor, gradients: list[torch.Tensor], decoupled: bool) -> torch.Tensor:
+    """Adam whose moments are not corrected for their beginning at 0, element by element in float64."""
+    w, m, v = weight.double(), torch.zeros(()).double(), torch.zeros(()).double()
+    for gradient in gradients:
+        g = gradient.double() + (0.0 if decoupled else 0.1 * w)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w = w * (1 - 0.02 * 0.1 if decoupled else 1.0) - 0.02 * m / (v.sqrt() + 1e-6)
+    return w
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("library", [True, False])
+def test_adam_without_bias_correction(decoupled: bool, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not library:
+        monkeypatch.setattr(single_pass.native, "library", lambda: None)
+    params = {"lr": 0.02, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1, "bias_correction": False}
+    start, gradients = torch.randn(100), [torch.randn(100) for _ in range(5)]
+    weight = torch.nn.Parameter(start.clone())
+    optimizer = build_optimizer("Adam", {**params, "adam_w_mode": decoupled}, [{"params": [weight]}])
+    for gradient in gradients:
+        weight.grad = gradient
+        optimizer.step()
+    assert torch.allclose(weight.double(), adam_as_written(start, gradients, decoupled), rtol=1e-6, atol=1e-7)
+    assert is_elementwise(optimizer)

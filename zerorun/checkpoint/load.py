@@ -30,6 +30,7 @@ from .tensorfile import dtype_of
 # Keys of parameter groups that say how a step is computed, not what.
 IMPLEMENTATION = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled", "decoupled_weight_decay"}
+    | {"bias_correction"}
 )
 _SHOWN = 5
 
