@@ -153,6 +153,7 @@ def initialize(
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
     _begin_routine(engine)
     engine.announce()
+    _note_batch_norm(model, topology)
     for note in wanted.notes:
         info_once(f"{note.key}: {note.reason}")
     return engine
@@ -321,6 +322,18 @@ def _guards(model: nn.Module, runtime: Runtime, divided: Divided) -> list[Any]:
     return [guard_state_dict(module, runtime, is_part=is_part) for module in guarded]
 
 
+def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
+    """Say that ranks normalise by their own samples, where a user may think that they do by all."""
+    own = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    name = next((n for n, m in model.named_modules() if isinstance(m, own) and m.training), None)
+    if name is not None and topology.data_parallel_size > 1:
+        info_once(
+            f"{name!r} and other BatchNorm layers normalise by the samples of each rank alone, as in DDP; checkpoints and "
+            "exports have the running statistics of rank 0. For statistics of all ranks, on GPUs: model = "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before initialize()."
+        )
+
+
 def _recompute(model: nn.Module, config: Config, device: torch.device) -> list[Any]:
     """Carry out the section ``activation_checkpointing``; returns handles that undo it."""
     section = config.activation_checkpointing
@@ -359,6 +372,7 @@ def _loader(
         config.train_micro_batch_size_per_gpu,
         topology,
         collate_fn=collate_fn,
+        shuffle=config.dataloader.shuffle,
         drop_last=config.dataloader_drop_last,
         seed=config.seed or 0,
     )

@@ -183,6 +183,7 @@ def resolve(
     facts = model_facts or ModelFacts()
     work.sizes(facts.hidden_size)
     work.pipeline(facts.pipelined)
+    work.data(facts.pipelined)
     work.ranks(data_parallel_size)
     work.optimizer(optimizer_given, learning_rate, weight_decay)
     work.scheduler(scheduler_given, optimizer_given, learning_rate, total_num_steps)
@@ -283,6 +284,13 @@ class _Resolution:
         reason = "with one stage, only a PipelineModule reads it."
         keys = written_in_vain(self.config, "pipeline", ("schedule", "activation_checkpoint_interval"))
         self.notes += [ConfigNote(key, reason) for key in keys]
+
+    def data(self, pipelined: bool) -> None:
+        """Pipelines read their data in its own order, as scripts for DeepSpeed expect."""
+        in_stages = pipelined or self.config.pipeline.stages > 1
+        self.decide("dataloader.shuffle", not in_stages)
+        if in_stages and self.config.sources.get("dataloader.shuffle", "default") == "default":
+            self.values["dataloader.shuffle"] = False
 
     def ranks(self, ranks: int) -> None:
         wanted, degree = self.config.data_parallel_size, self.config.zero_optimization.shard_degree

@@ -33,6 +33,7 @@ from zerorun.config_sections import (
     CommsLogger,
     Compile,
     Count,
+    Dataloader,
     DataTypes,
     FlopsProfiler,
     Fp16,
@@ -66,6 +67,7 @@ class Config(Section):
     managed_gradient_accumulation: Flag = True
     steps_per_print: StepsPerPrint | None = None  # optimizer steps; None: silent
     dataloader_drop_last: Flag = False
+    dataloader: Dataloader = Dataloader()
     seed: Annotated[Int, Field(ge=0)] | None = None
 
     gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0  # global 2-norm; 0: off

@@ -292,6 +292,12 @@ class ActivationCheckpointing(Section):
     ] = False
 
 
+class Dataloader(Section):
+    """The loader that ``initialize(training_data=...)`` makes."""
+
+    shuffle: Flag = True  # anew in every epoch; in a pipeline it is false, unless it is written, as in DeepSpeed
+
+
 class Pipeline(Section):
     """Pipeline stages, and in which order each works on the micro-batches of a step."""
 

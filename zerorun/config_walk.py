@@ -20,10 +20,17 @@ _S = TypeVar("_S", bound=Section)
 
 # Keys that real configurations hold, that no section knows, and whose purpose is plain.
 _KNOWN_MISTAKES = {
-    "log": "Move steps_per_print to the top level and remove this section; DeepSpeed does not read it either.",
-    "cuda_visible_devices": "Remove it and choose devices with the launcher or CUDA_VISIBLE_DEVICES.",
+    "comms_config": 'DeepSpeed reads it as "comms_logger" only; remove it, and use engine.communication_report().',
+    "monitor_config": 'DeepSpeed reads "tensorboard", "wandb", "csv_monitor" and "comet" at the top level instead. Remove '
+    "it: monitors are not built yet.",
     "zero_optimization.aio": 'Move "aio" to the top level.',
     "allgather_size": 'Use "allgather_bucket_size" inside "zero_optimization".',
+}
+
+# Keys that real configurations hold, that no section knows, and that DeepSpeed has never read: nothing can depend on them.
+_NEVER_READ = {
+    "log": "DeepSpeed does not read it either; steps_per_print, for one, belongs to the top level.",
+    "cuda_visible_devices": "DeepSpeed does not read it either; the launcher or CUDA_VISIBLE_DEVICES chooses devices.",
 }
 
 
@@ -59,6 +66,8 @@ class Walk:
                 continue
             if spelling in model.features:
                 self._feature(path + spelling, value, model.features[spelling])
+            elif path + spelling in _NEVER_READ:
+                self.notes.append(ConfigNote(path + spelling, f"not used: {_NEVER_READ[path + spelling]}"))
             elif spelling not in spellings:
                 self._unknown(model, path, spelling, value)
             elif value is None:

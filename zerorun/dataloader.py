@@ -20,12 +20,13 @@ Range = tuple[int, int]  # first .. last + 1, positions in the order of one epoc
 class EpochSampler(Sampler[int]):
     """This rank's share of what is left of an epoch from position ``start`` on, without the ``skipped`` ranges.
 
-    Positions count samples in the order that all ranks share, a permutation made from ``seed``; rank r takes every
-    world-size-th sample. With nothing left out this is the sequence of torch's DistributedSampler.
+    Positions count samples in the order that all ranks share: a permutation made from ``seed``, or the dataset's own order
+    if that is None. Rank r takes every world-size-th sample. With nothing left out this is the sequence of torch's
+    DistributedSampler.
     """
 
     def __init__(
-        self, length: int, topology: Topology, seed: int, start: int, skipped: Iterable[Range], drop_last: bool
+        self, length: int, topology: Topology, seed: int | None, start: int, skipped: Iterable[Range], drop_last: bool
     ) -> None:
         self.length, self.seed = length, seed
         self.rank, self.ranks = topology.data_parallel_rank, topology.data_parallel_size
@@ -39,7 +40,9 @@ class EpochSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if not self.share:
             return iter(())
-        order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed))
+        order = torch.arange(self.length)
+        if self.seed is not None:
+            order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed))
         ids = torch.cat([order[first:stop] for first, stop in self.left])
         missing = self.share * self.ranks - len(ids)
         if missing > 0:  # filled up from the epoch's beginning, so that all ranks have as many batches
@@ -58,7 +61,7 @@ class EpochSampler(Sampler[int]):
 
 
 class EpochLoader:
-    """A DataLoader over this rank's samples that reshuffles at every new pass, alike on all ranks.
+    """A DataLoader over this rank's samples that reshuffles at every new pass, if it is to ``shuffle``, alike on all ranks.
 
     ``position``: how many samples of ``epoch`` the loops of all ranks have received; what workers read ahead does not
     count. A new iterator begins the next epoch, except for the first one after ``load_state_dict()``. Of several live
@@ -72,12 +75,13 @@ class EpochLoader:
         topology: Topology,
         *,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
         num_workers: int = 0,
     ) -> None:
         self.dataset, self.batch_size, self.topology, self.seed = dataset, batch_size, topology, seed
-        self.drop_last = drop_last
+        self.shuffle, self.drop_last = shuffle, drop_last
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
         self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
         self._resumable = self.length is None and not num_workers and _has_state(dataset)
@@ -120,7 +124,7 @@ class EpochLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, in numbers that JSON can hold, for any number of ranks and workers and any batch size."""
-        state: dict[str, Any] = {"seed": self.seed, "length": self.length, "epoch": self.epoch}
+        state: dict[str, Any] = {"seed": self.seed, "length": self.length, "epoch": self.epoch, "shuffle": self.shuffle}
         state |= {"position": self.position, "skipped": [list(piece) for piece in self._skipped]}
         if self._resumable:
             waiting = self._dataset_state  # some datasets know what they loaded only when they are read
@@ -139,8 +143,10 @@ class EpochLoader:
 
     def _check(self, state: dict[str, Any], dataset_continues: bool) -> None:
         remedies = {"seed": 'set the same "seed" in the configuration', "length": "train on the same dataset"}
+        if self.length is not None:  # else it has an order of its own
+            remedies["shuffle"] = 'set the same "dataloader": {"shuffle": ...} in the configuration'
         for name, remedy in remedies.items():
-            found, mine = state.get(name), getattr(self, name)
+            found, mine = state.get(name, True if name == "shuffle" else None), getattr(self, name)
             if found != mine:
                 raise CheckpointError(
                     f"the data's {name} was {found} when the checkpoint was written and is {mine} now: its order cannot "
@@ -168,7 +174,8 @@ class EpochLoader:
     def _sampler(self, start: int, skipped: list[Range]) -> EpochSampler | None:
         if self.length is None:
             return None
-        return EpochSampler(self.length, self.topology, self.seed + self.epoch, start, skipped, self.drop_last)
+        seed = self.seed + self.epoch if self.shuffle else None
+        return EpochSampler(self.length, self.topology, seed, start, skipped, self.drop_last)
 
     def _loader(self, sampler: EpochSampler | None) -> DataLoader[Any]:
         # The workers' seeds come from an own generator, so that nothing is taken from torch's global one, wherever a pass

@@ -13,7 +13,7 @@ import torch
 from .config import Config
 from .errors import ConfigError, ConfigProblem
 from .intake import RawOptimizer
-from .log import info_once
+from .log import in_bytes, info_once
 from .ops.single_pass import SinglePassOptimizer
 from .optim import build_optimizer
 from .plan import Plan
@@ -42,8 +42,8 @@ def open_disk(plan: Plan, config: Config, raw: RawOptimizer, agree: Agree[Disk |
     agree(ask)
     disk = agree(wants[0].open)
     for folder in wants[0].folders:
-        size = wants[0].bytes_in(folder) / 2**20
-        info_once(f"offload to files without names in {folder.absolute()}: {size:.1f} MiB of each rank")
+        size = in_bytes(wants[0].bytes_in(folder))
+        info_once(f"offload to files without names in {folder.absolute()}: {size} of each rank")
     return disk
 
 

@@ -21,7 +21,7 @@ from .config import Config, EffectiveValue
 from .dataloader import EpochLoader
 from .errors import LossScaleError, NonFiniteError, StepError
 from .label_counts import LabelCounts
-from .log import info_once, is_rank_zero, logger, warn_once
+from .log import in_bytes, info_once, is_rank_zero, logger, warn_once
 from .loop_queries import LoopQueries
 from .ops.single_pass import SinglePassOptimizer
 from .parallel import Divided
@@ -697,7 +697,7 @@ class Engine(LoopQueries):
     def describe(self) -> str:
         """The layout in a few lines: stage, units, bytes by kind, dtypes."""
         held = {kind: size for kind, size in self.memory_report().items() if size}
-        kinds = ", ".join(f"{kind} {size / 2**20:.1f} MiB" for kind, size in held.items())
+        kinds = ", ".join(f"{kind} {in_bytes(size)}" for kind, size in held.items())
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
         stage, topology = self.config.zero_optimization.stage, self.topology

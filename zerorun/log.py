@@ -17,6 +17,14 @@ class _RankFormatter(logging.Formatter):
         return super().format(record)
 
 
+def in_bytes(count: float) -> str:
+    """``count`` bytes with the largest unit that leaves at least one: "1.5 KiB"."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 2**power:
+            return f"{count / 2**power:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def setup_logging(level: int = logging.INFO) -> None:
     """Give the zerorun logger a handler on stderr, unless the program configured logging itself."""
     if logger.handlers or logging.getLogger().handlers:

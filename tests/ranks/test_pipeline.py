@@ -335,3 +335,26 @@ def test_parameters_in_several_places_equal_one_process(kind: str, stage: int) -
         assert found == pytest.approx(losses, rel=1e-6)
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-6, atol=1e-6)
+
+
+def samples_given(pipelined: bool, written: dict[str, Any]) -> list[int]:
+    """The samples that ``training_data`` gives this rank in one epoch."""
+    numbers = list(range(12))
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(2)))
+    config = make_config(1, **({"pipeline": {"stages": 2}} if pipelined else {}), **written)
+    engine = zerorun.initialize(model, config, training_data=numbers)
+    found = [int(number) for batch in engine.dataloader for number in batch]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_data_comes_in_its_own_order_in_pipelines_and_shuffled_elsewhere(pipelined: bool) -> None:
+    """As DeepSpeed does it, unless the file says otherwise."""
+    everything = list(range(12))
+    in_order = [everything] * 2 if pipelined else [everything[rank::2] for rank in range(2)]
+    of_all = sorted(number for each in in_order for number in each)
+    for written, shuffled in (({}, not pipelined), ({"dataloader": {"shuffle": pipelined}}, pipelined)):
+        found = run_ranks(2, samples_given, pipelined, written)
+        assert sorted(number for each in found for number in each) == of_all
+        assert (found != in_order) == shuffled

@@ -166,13 +166,37 @@ def test_config_is_frozen() -> None:
         ({"quantize_training": {"enalbed": True}}, None, '"enabled"'),
         ({"stage": 3}, "stage", "zero_optimization.stage"),
         ({"zero_optimization": {"aio": {}}}, "zero_optimization.aio", "top level"),
-        ({"log": {"steps_per_print": 5}}, "log", "top level"),
+        ({"comms_config": {"enabled": True}}, "comms_config", '"comms_logger"'),
+        ({"monitor_config": {"enabled": True}}, "monitor_config", '"tensorboard", "wandb", "csv_monitor" and "comet"'),
     ],
 )
 def test_unknown_keys_get_a_suggestion(source: dict[str, Any], key: str | None, suggestion: str) -> None:
     problem = the_problem(source)
     assert key in (None, problem.key)
     assert suggestion in problem.remedy
+
+
+@pytest.mark.parametrize("name", ["log", "cuda_visible_devices"])
+def test_what_deepspeed_never_reads_is_noted(name: str) -> None:
+    assert "DeepSpeed does not read it either" in notes_of({name: {"steps_per_print": 5}})[name]
+    assert the_problem({"zero_optimization": {name: 1}}).key == f"zero_optimization.{name}"  # there its pydantic refuses it
+
+
+@pytest.mark.parametrize(
+    ("source", "pipelined", "expected"),
+    [
+        ({}, False, (True, "default")),
+        ({}, True, (False, "derived")),
+        ({"pipeline": {"stages": 2}}, False, (False, "derived")),
+        ({"dataloader": {"shuffle": True}}, True, (True, "file")),
+        ({"dataloader": {"shuffle": False}}, False, (False, "file")),
+        ({"dataloader": {"shuffle": "auto"}}, True, (False, "auto")),
+    ],
+)
+def test_data_is_shuffled_but_in_pipelines(source: dict[str, Any], pipelined: bool, expected: tuple[bool, str]) -> None:
+    loaded = load_config({"train_batch_size": 4, **source})
+    found = resolve(loaded, data_parallel_size=2, model_facts=ModelFacts(pipelined=pipelined))
+    assert (found.dataloader.shuffle, found.sources["dataloader.shuffle"]) == expected
 
 
 def test_comment_keys_at_every_level() -> None:

@@ -39,6 +39,7 @@ READ_BY_THE_ENGINE = {
     "compile.": "enabled backend kwargs",
     "pipeline.": "stages schedule chunks partition activation_checkpoint_interval",
     "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
+    "dataloader.": "shuffle",
     "checkpoint.": "dir auto_resume keep_last every_steps every_minutes on_signal asynchronous",
 }
 # What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.

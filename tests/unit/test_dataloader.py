@@ -737,3 +737,33 @@ def test_repeating_loader_over_something_without_a_state() -> None:
     assert next(repeating) == 1
     with pytest.raises(CheckpointError, match=r"list .*Remedy"):
         repeating.load_state_dict({"epoch": 1})
+
+
+# -- data in its own order ---------------------------------------------------------------------------------------
+
+
+@quick
+@given(length=sizes, world=worlds, batch=batches)
+def test_unshuffled_is_distributed_sampler_in_every_epoch(length: int, world: int, batch: int) -> None:
+    for rank in range(world):
+        data = Numbers(length)
+        sampler = DistributedSampler(data, world, rank, shuffle=False)
+        expected = [each.tolist() for each in DataLoader(data, batch, sampler=sampler)]
+        loader = make(data, batch, world, rank, shuffle=False)
+        assert [[each.tolist() for each in loader] for _ in range(2)] == [expected] * 2
+
+
+def test_unshuffled_goes_on_in_the_middle_and_only_unshuffled() -> None:
+    loader = make(Numbers(10), 2, shuffle=False)
+    passing = iter(loader)
+    assert [next(passing).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    state = json.loads(json.dumps(loader.state_dict()))
+    again = make(Numbers(10), 2, shuffle=False)
+    again.load_state_dict(state)
+    assert [each.tolist() for each in again] == [[4, 5], [6, 7], [8, 9]]
+    with pytest.raises(CheckpointError, match=r'shuffle was False .* and is True now.*"dataloader": {"shuffle"'):
+        make(Numbers(10), 2).load_state_dict(state)
+    older = {key: value for key, value in make(Numbers(10), 2).state_dict().items() if key != "shuffle"}
+    make(Numbers(10), 2).load_state_dict(older)  # as versions wrote it that always shuffled
+    with pytest.raises(CheckpointError, match="shuffle was True"):
+        make(Numbers(10), 2, shuffle=False).load_state_dict(older)
