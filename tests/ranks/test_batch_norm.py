@@ -1,4 +1,4 @@
-"""BatchNorm: a note that statistics are each rank's own, and SyncBatchNorm, its remedy, at every stage beside one process."""
+"""BatchNorm: a note that statistics are each rank's own; and its remedy, SyncBatchNorm, beside one process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ def notes_of(how: str) -> list[str]:
     return [record.getMessage() for record in records if "BatchNorm" in record.getMessage()]
 
 
-@pytest.mark.parametrize(("how", "world", "count"), [("", 2, 1), ("", 1, 0), ("eval", 2, 0), ("converted", 2, 0), ("none", 2, 0)])
+@pytest.mark.parametrize(
+    ("how", "world", "count"), [("", 2, 1), ("", 1, 0), ("eval", 2, 0), ("converted", 2, 0), ("none", 2, 0)]
+)
 def test_statistics_of_each_rank_are_noted_once(how: str, world: int, count: int) -> None:
     found = run_ranks(world, notes_of, how)
     assert [len(notes) for notes in found] == [count, *[0] * (world - 1)]
