@@ -480,28 +480,28 @@ class Engine(LoopQueries):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
-        trainable_only: bool = False,
         asynchronous: bool = False,
-        **deepspeed: Any,
+        **others: Any,
     ) -> Path:
         """Save everything that the run needs to go on exactly, into ``dir/tag``; returns that path. All ranks must call it.
 
         ``tag``: ``global_step<n>`` by default. ``client_state``: numbers, strings, lists, dicts and tensors of the script.
-        ``save_latest``: let ``dir/latest`` name it. ``trainable_only``: leave out frozen weights, and keep their checksums.
+        ``save_latest``: let ``dir/latest`` name it. ``exclude_frozen_parameters``: leave them out and keep their checksums;
+        the model that loads it must have them. ``trainable_only`` is another name for it, and ``save_dir`` for ``dir``.
         ``asynchronous``: return when this rank's part is copied, and write it in the background (``wait_for_checkpoint``).
-        DeepSpeed's keywords ``save_dir`` and ``exclude_frozen_parameters`` are understood.
 
         Raises CheckpointError on all ranks alike, naming the rank and the file, with the checkpoints before untouched;
         StepError in the middle of an accumulation, whose gradients would be lost.
         """
-        named = translate(deepspeed, {"save_dir": "dir", "exclude_frozen_parameters": "trainable_only"}, "save_checkpoint")
+        named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
         self._refuse_unfinished_step()
         path = self.checkpointer.save(
             named.get("dir", dir),
             tag,
             client_state,
-            trainable_only=named.get("trainable_only", trainable_only),
+            trainable_only=named.get("trainable_only", exclude_frozen_parameters),
             asynchronous=asynchronous,
             latest=save_latest,
             keep=self.config.checkpoint.keep_last,
@@ -557,12 +557,15 @@ class Engine(LoopQueries):
         """Return when no save is going on in the background; raises its CheckpointError if it failed."""
         self.checkpointer.wait()
 
-    def export(self, dir: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+    def export(self, dir: str | Path, dtype: torch.dtype | str | None = None, *, merge_adapter: bool = False) -> Path:
         """Write the weights, whole, as safetensors (and config.json of a Hugging Face model) into the directory ``dir``.
 
-        ``dtype``: of floating tensors; None: as the model computes. All ranks must call it. Appears whole or not at all.
+        Of a model with adapters of PEFT: the adapters alone, as ``PeftModel.save_pretrained`` does; with ``merge_adapter``
+        the model that ``merge_and_unload()`` makes of it. ``dtype``: of floating tensors; None: as the model computes. All
+        ranks must call it. Appears whole or not at all. Raises CheckpointError on all ranks alike.
         """
-        return self.checkpointer.export(dir, DTYPES[dtype] if isinstance(dtype, str) else dtype)
+        chosen = DTYPES[dtype] if isinstance(dtype, str) else dtype
+        return self.checkpointer.export(dir, chosen, merge_adapter=merge_adapter)
 
     @property
     def checkpointer(self) -> Checkpointer:

@@ -16,9 +16,11 @@ from ..log import is_rank_zero, logger
 from ..precision import LossScaler
 from . import directory as folder
 from . import random_state
+from .adapters import find_adapters, peft_model
 from .inventory import Inventory, Part, Subject
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest
+from .merging import Merged
 from .plain import decode, encode
 from .plan import CAST, MASTER, MODEL
 from .ranks import Ranks, attempt, leads_stage, speaking_up
@@ -99,8 +101,8 @@ class Checkpointer:
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
 
-    def export(self, directory: str | Path, dtype: torch.dtype | None) -> Path:
-        """Write the weights alone, for Hugging Face and others, as the new directory ``directory``."""
+    def export(self, directory: str | Path, dtype: torch.dtype | None, *, merge_adapter: bool = False) -> Path:
+        """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
         self.wait()
         path = _directory(directory)
         self._meet("export()")
@@ -108,12 +110,41 @@ class Checkpointer:
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
         captured.weights_only = True
-        kept = [part for part in captured.parts if part.set in (MODEL, MASTER)]
-        captured.parts = [changed for part in kept if (changed := _exported(part, dtype)) is not None]
-        if self.subject.topology.rank == 0:
-            captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
+        captured.parts = [part for part in captured.parts if part.set in (MODEL, MASTER)]
+        if merge_adapter:
+            self._merge(captured, dtype)
+        else:
+            self._choose(captured, dtype)
         target = Target(path.parent, folder.check_tag(path.name), latest=False, prune=False, check=self.check_point)
         return self.saver.save(captured, target, asynchronous=False)
+
+    def _choose(self, captured: Captured, dtype: torch.dtype | None) -> None:
+        """Let ``captured`` be adapters as PEFT has them, if there are any, else the weights. Collective."""
+        ranks, rank = self.saver.ranks, self.subject.topology.rank
+        adapters = find_adapters(self.inventory, ranks, compute=True)
+        captured.parts = [changed for part in captured.parts if (changed := _exported(part, dtype)) is not None]
+        if adapters is not None:
+            captured.parts = list(adapters.parts(captured.parts, dtype, first=rank == 0))
+            captured.small = adapters.files if rank == 0 else {}
+        elif rank == 0:
+            captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
+
+    def _merge(self, captured: Captured, dtype: torch.dtype | None) -> None:
+        """Let ``captured`` be the model with its adapters merged into it. Collective."""
+        model = peft_model(self.subject.module)
+        if not hasattr(model, "merge_and_unload"):
+            raise CheckpointError(
+                f"merge_adapter = True: a {type(self.subject.module).__name__} has no adapters that could be merged. "
+                "Remedy: leave it out, or make the model with peft.get_peft_model()."
+            )
+        merged, problem = attempt(lambda: Merged(model, self.inventory, dtype))
+        self.saver.ranks.agree(problem)
+        assert merged is not None
+        parts = merged.parts(captured.parts)
+        captured.parts = [changed for part in parts if (changed := _exported(part, dtype)) is not None]
+        captured.order = list(merged.named())
+        if self.subject.topology.rank == 0:
+            captured.small = _model_description(merged.model, dtype or self.run.compute_dtype)
 
     def _compare_with_beginning(self) -> None:
         """Raise CheckpointError if the model has not the tensors any more that it had when the engine was made."""
