@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from training import make_config, shared_topology
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import zerorun
+from zerorun.checkpoint import cli
 from zerorun.errors import CheckpointError
 from zerorun.precision import DTYPES
 from zerorun.zero.access import safe_get_full_fp32_param
@@ -25,10 +27,10 @@ peft: Any = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def base(tied: bool = False) -> LlamaForCausalLM:
+def base(tied: bool = False, width: int = 32) -> LlamaForCausalLM:
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=64, hidden_size=width, intermediate_size=width + 16, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
@@ -42,6 +44,8 @@ def adapted(kind: str) -> Any:
     elif kind == "injected":
         model = base()
         model.add_adapter(peft.LoraConfig(**common))
+    elif kind == "wide":
+        model = peft.get_peft_model(base(width=128), peft.LoraConfig(**common))
     elif kind == "patterns":
         patterns = {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"down_proj": 3}}
         model = peft.get_peft_model(base(), peft.LoraConfig(**common, **patterns, bias="lora_only"))
@@ -72,10 +76,7 @@ def train(engine: zerorun.Engine, steps: int, begin: int = 0) -> list[float]:
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in path.glob("*.safetensors"):
-        found |= safetensors.torch.load_file(file)
-    return found
+    return tensors_of(path, "")
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -117,9 +118,83 @@ def export(kind: str, stage: int, precision: str, folder: str) -> tuple[dict[str
     return weights, {**weights, **{name: value for name, value in masters.items() if value is not None}}
 
 
+def save(kind: str, stage: int, folder: str) -> list[float]:
+    """Losses after saving a whole checkpoint, and one without what is frozen."""
+    engine = zerorun.initialize(adapted(kind), make_config(stage, precision="bf16"), topology=shared_topology())
+    assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+    train(engine, 2)
+    engine.save_checkpoint(folder, "whole")
+    engine.save_checkpoint(folder, "partial", exclude_frozen_parameters=True)
+    engine.export(Path(folder) / "exported")
+    losses = train(engine, 2, 2)
+    engine.destroy()
+    return losses
+
+
+def resume(kind: str, stage: int, folder: str, spoil: bool) -> list[float]:
+    model = adapted(kind)
+    if spoil:
+        next(param for param in model.parameters() if not param.requires_grad).data[0] += 1
+    engine = zerorun.initialize(model, make_config(stage, precision="bf16"), topology=shared_topology())
+    if spoil:
+        with pytest.raises(CheckpointError, match=r"trained with other frozen weights.*strict=False"):
+            engine.load_checkpoint(folder, "partial")
+        kept = engine.state_dict()
+        engine.load_checkpoint(folder, "partial", load_module_strict=False)
+        changed = {name for name, value in engine.state_dict().items() if not torch.equal(value, kept[name])}
+        assert changed == {name for name, param in adapted(kind).named_parameters() if param.requires_grad}
+    else:
+        engine.load_checkpoint(folder, "partial", load_module_strict=False)
+    losses = train(engine, 2, 2)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["dora", "two"])
+def test_a_checkpoint_without_frozen_parameters(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on as if nothing had happened, and holds what PEFT needs."""
+    losses = run_ranks(2, save, kind, 3, str(tmp_path))
+    assert run_ranks(2, resume, kind, 1, str(tmp_path), False) == losses
+    one = run_ranks(1, resume, kind, 3, str(tmp_path), False)[0]
+    assert one == pytest.approx(losses[0], rel=0.1)
+    run_ranks(2, resume, kind, 2, str(tmp_path), True)
+    trained = {name for name, param in adapted(kind).named_parameters() if param.requires_grad}
+    assert set(tensors_of(tmp_path / "partial", "model")) == trained
+    for tag in ("whole", "partial"):
+        assert cli.main(["export", str(tmp_path / tag), str(tmp_path / f"{tag}-out")]) == 0
+        folders = ["", "other"] if kind == "two" and tag == "whole" else [""]
+        kept = [name for name in files_in(tmp_path / "exported") if len(folders) == 2 or "/" not in name]
+        assert files_in(tmp_path / f"{tag}-out") == kept
+        for folder in folders:
+            assert_same(tensors(tmp_path / f"{tag}-out" / folder), tensors(tmp_path / "exported" / folder))
+    out, frozen = capsys.readouterr().out, f"{FROZEN[kind]} frozen weights"
+    assert "adapters alone" in out
+    assert ("without other: frozen" in out) == (kind == "two")
+    for arguments, expected in (
+        (["inspect", "partial"], [f"{frozen}: saved with exclude_frozen_parameters", "adapters", "default ("]),
+        (["inspect", "exported"], ["adapters of PEFT", "LORA, r 4, alpha 8", "adapter_model.safetensors"]),
+        (["verify", "partial"], [f"; {frozen} left out"]),
+    ):
+        assert cli.main([arguments[0], str(tmp_path / arguments[1])]) == 0
+        out = capsys.readouterr().out
+        assert all(text in out for text in expected), out
+    assert cli.main(["diff", str(tmp_path / "whole"), str(tmp_path / "partial")]) == 1
+    assert f"left out of B (frozen_base), with the checksums of the other's: {frozen}" in capsys.readouterr().out
+
+
+FROZEN = {"dora": 30, "two": 42}
+
+
+def tensors_of(path: Path, kind: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in path.glob(f"{kind}*.safetensors"):
+        found |= safetensors.torch.load_file(file)
+    return found
+
+
 def export_counted(folder: str) -> tuple[int, int, int]:
     """Most bytes of tensors that exporting makes: (the adapter, the merged model), and those of the base model."""
-    engine = zerorun.initialize(adapted("patterns"), make_config(3), topology=shared_topology())
+    engine = zerorun.initialize(adapted("wide"), make_config(3), topology=shared_topology())
     with Peak() as alone:
         engine.export(Path(folder) / "adapter")
     with Peak() as merged:

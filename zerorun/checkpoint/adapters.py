@@ -28,6 +28,7 @@ from ..zero.access import GatheredParameters
 from .inventory import Inventory, Part, stored_name
 from .plan import ADAPTER, CAST
 from .ranks import Ranks, attempt, leads_stage
+from .read import Reader
 from .tensorfile import TensorFile, dtype_of
 
 ADAPTERS_FILE = "adapters.json"  # in a checkpoint
@@ -98,6 +99,13 @@ def _is_inside(name: str) -> bool:
 
 def _is_set(name: str) -> bool:
     return _is_inside(name) and name.split("/")[-1] == ADAPTER
+
+
+def stored_adapters(reader: Reader) -> Adapters | None:
+    """The adapters of a checkpoint's model; None if it has none. Raises CheckpointError."""
+    if reader.manifest is None or ADAPTERS_FILE not in reader.manifest.files:
+        return None
+    return Adapters.from_bytes(reader.small_file(ADAPTERS_FILE), reader.path / ADAPTERS_FILE)
 
 
 def peft_model(module: nn.Module) -> Any:

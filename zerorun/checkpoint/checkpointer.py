@@ -16,7 +16,7 @@ from ..log import is_rank_zero, logger
 from ..precision import LossScaler
 from . import directory as folder
 from . import random_state
-from .adapters import find_adapters, peft_model
+from .adapters import ADAPTERS_FILE, find_adapters, peft_model
 from .inventory import Inventory, Part, Subject
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest
@@ -54,6 +54,7 @@ class Checkpointer:
         self.inventory = Inventory.of(subject)
         self.expected = self.inventory.describe()  # as the model was when the engine was made
         self._saver: Saver | None = None
+        self._adapters: dict[str, bytes] | None = None  # the file that describes them, if the model has any
         self.check_point: Callable[[str], None] = lambda point: None  # tests interrupt a save here
 
     @property
@@ -96,6 +97,7 @@ class Checkpointer:
             self.subject.comm.quiesce()
         captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
         captured.manifest.becomes_latest = latest
+        captured.small |= self._adapters_file()
         path = self.saver.save(captured, target, asynchronous=asynchronous)
         if is_rank_zero():
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
@@ -155,6 +157,13 @@ class Checkpointer:
                 f"the model has changed since initialize(): {', '.join(changed[:5])}. Nothing was written. Remedy: make a "
                 "new engine after changing parameters."
             )
+
+    def _adapters_file(self) -> dict[str, bytes]:
+        """What lets a checkpoint be exported as PEFT has it. Made once: PEFT may look at the base model's repository."""
+        if self._adapters is None:
+            found = find_adapters(self.inventory, self.saver.ranks, compute=False)
+            self._adapters = {ADAPTERS_FILE: found.to_bytes()} if found is not None else {}
+        return self._adapters
 
     def _capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool) -> Captured:
         captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only))
