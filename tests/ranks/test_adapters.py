@@ -182,6 +182,62 @@ def test_a_checkpoint_without_frozen_parameters(kind: str, tmp_path: Path, capsy
     assert f"left out of B (frozen_base), with the checksums of the other's: {frozen}" in capsys.readouterr().out
 
 
+def staged(stages: int, replicas: int) -> Any:
+    changes = {"pipeline": {"stages": stages}}
+    return zerorun.initialize(adapted("injected"), make_config(1, accumulation=4 // replicas, **changes))
+
+
+def batches(engine: Any, steps: range) -> list[float]:
+    """The same 4 micro-batches of every step, however they are shared."""
+    count, first = engine.gradient_accumulation_steps(), engine.topology.data_parallel_rank
+    losses = []
+    for step in steps:
+        found = []
+        for micro in range(first * count, (first + 1) * count):
+            ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(10 * step + micro))
+            found.append({"input_ids": ids, "labels": ids})
+        if engine.topology.pipe > 1:
+            losses.append(engine.train_batch(iter(found)).item())
+            continue
+        for batch in found:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+        losses.append(0.0)
+    return losses
+
+
+def save_staged(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = staged(2, 1)
+    assert "exclude_frozen_parameters" in inspect.signature(engine.save_checkpoint).parameters
+    batches(engine, range(2))
+    engine.save_checkpoint(folder, "partial", exclude_frozen_parameters=True)
+    engine.export(Path(folder) / "exported")
+    losses, weights = batches(engine, range(2, 4)), engine.state_dict()
+    engine.destroy()
+    return losses, weights
+
+
+def resume_staged(folder: str, stages: int, replicas: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = staged(stages, replicas)
+    engine.load_checkpoint(folder, "partial", load_module_strict=False)
+    losses, weights = batches(engine, range(2, 4)), engine.state_dict()
+    engine.destroy()
+    return losses, weights
+
+
+def test_adapters_in_a_pipeline(tmp_path: Path) -> None:
+    """Each stage knows of its own layers only: the checkpoint and the export have those of all."""
+    losses, weights = run_ranks(2, save_staged, str(tmp_path))[0]
+    for world, stages in ((2, 2), (2, 1), (3, 3)):
+        found, loaded = run_ranks(world, resume_staged, str(tmp_path), stages, world // stages)[0]
+        torch.testing.assert_close(loaded, weights, rtol=0 if stages == 2 else 1e-5, atol=0 if stages == 2 else 1e-6)
+        assert stages == 1 or found == pytest.approx(losses, rel=1e-6)
+    assert cli.main(["export", str(tmp_path / "partial"), str(tmp_path / "out")]) == 0
+    assert_same(tensors(tmp_path / "out"), tensors(tmp_path / "exported"))
+    opened = peft.PeftModel.from_pretrained(base(), tmp_path / "exported")
+    assert sum("lora" in name for name, _ in opened.named_parameters()) == len(tensors(tmp_path / "exported")) == 18
+
+
 FROZEN = {"dora": 30, "two": 42}
 
 
