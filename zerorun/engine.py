@@ -23,6 +23,7 @@ from .errors import LossScaleError, NonFiniteError, StepError
 from .label_counts import LabelCounts
 from .log import info_once, is_rank_zero, logger, warn_once
 from .loop_queries import LoopQueries
+from .loss_given import check_loss, weight_of
 from .ops.single_pass import SinglePassOptimizer
 from .parallel import Divided
 from .precision import DTYPES, LossScaler, cast_floats
@@ -164,21 +165,24 @@ class Engine(LoopQueries):
                 f"backward() was called with {_MODES[self._loss_mode]} and then {_MODES[mode]} within one step. "
                 "Remedy: call it the same way for all micro-batches of a step."
             )
-        self._loss_mode = mode
         factor = self.scaler.scale
         if weight is not None:
-            factor *= self._take_weight(weight)
+            value = weight_of(weight)
+            self._weight += value
+            factor *= value
+        self._loss_mode = mode
         self._note_bad_loss(loss, ignore=weight is not None and factor == 0)
         self._in_engine_backward = True
         try:
             (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
         finally:
             self._in_engine_backward = False
-        value = loss.detach()
-        return value / self.config.gradient_accumulation_steps if mode == "mean" else value
+        result = loss.detach()
+        return result / self.config.gradient_accumulation_steps if mode == "mean" else result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
+        check_loss(loss, "scale()")
         scaled = loss * self.scaler.scale
 
         def entered(grad: torch.Tensor) -> None:
@@ -193,23 +197,7 @@ class Engine(LoopQueries):
                 "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
                 "configuration or pass optimizer= to zerorun.initialize()."
             )
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StepError(
-                f"backward() needs a scalar loss, got {shape}. Remedy: reduce it, for example with loss.mean()."
-            )
-        if not loss.requires_grad:
-            raise StepError(
-                "the loss does not depend on any trainable parameter. Remedy: compute it from the engine's output, "
-                "outside torch.no_grad()."
-            )
-
-    def _take_weight(self, weight: float | torch.Tensor) -> float:
-        value = float(weight)
-        if not math.isfinite(value) or value < 0:
-            raise StepError(f"the weight of a loss must be finite and not negative, got {value}.")
-        self._weight += value
-        return value
+        check_loss(loss)
 
     def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
@@ -544,7 +532,7 @@ class Engine(LoopQueries):
             optimizer=named.get("optimizer", load_optimizer),
             scheduler=named.get("scheduler", load_scheduler),
             weights_only=named.get("weights_only", False),
-            allow_missing=tuple(allow_missing),
+            allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
         )
         self.zero_grad()
         return self.checkpointer.load(named.get("dir", dir), tag, wanted)
@@ -564,8 +552,7 @@ class Engine(LoopQueries):
         the model that ``merge_and_unload()`` makes of it. ``dtype``: of floating tensors; None: as the model computes. All
         ranks must call it. Appears whole or not at all. Raises CheckpointError on all ranks alike.
         """
-        chosen = DTYPES[dtype] if isinstance(dtype, str) else dtype
-        return self.checkpointer.export(dir, chosen, merge_adapter=merge_adapter)
+        return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
 
     @property
     def checkpointer(self) -> Checkpointer:

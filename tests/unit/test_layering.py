@@ -64,6 +64,7 @@ LAYERS = {
     "pipeline.stages": 2,
     "pipeline.views": 4,
     "precision": 3,
+    "loss_given": 1,
     "same_data": 1,
     "tensor_parallel": 3,
     "tensor_parallel.__main__": 3,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..dataloader import EpochLoader
 from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, logger
-from ..precision import LossScaler
+from ..precision import DTYPES, LossScaler
 from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
@@ -28,6 +29,7 @@ from .read import Reader, candidates, open_on_all
 from .save import Captured, Saver, now, scalar, versions
 from .write import Target
 
+T = TypeVar("T")
 _SCALER_STATE = ("scale", "hysteresis_left", "steps", "last_overflow")
 
 
@@ -68,12 +70,12 @@ class Checkpointer:
             self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())
         return self._saver
 
-    def _meet(self, what: str) -> Ranks:
-        """Wait until all ranks have called ``what``."""
+    def _meet(self, what: str, look: Callable[[], T]) -> T:
+        """Wait until all ranks have called ``what``. ``look``: at what they were given; one rank's error is that of all."""
+        found, problem = attempt(look)
         with speaking_up(self.subject.topology.rank, what):  # making the saver waits for the others as well
-            ranks = self.saver.ranks
-            ranks.gather(None)
-        return ranks
+            self.saver.ranks.agree(problem)
+        return found  # type: ignore[return-value]
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -90,9 +92,13 @@ class Checkpointer:
     ) -> Path:
         """Save into ``directory/tag``. The path of the checkpoint."""
         self.wait()
-        self._meet("save_checkpoint()")
-        wanted = tag if tag is not None else f"global_step{self.run.counters()['global_steps']}"
-        target = Target(_directory(directory), folder.check_tag(str(wanted)), latest, keep, check=self.check_point)
+        default = f"global_step{self.run.counters()['global_steps']}"
+
+        def look() -> Target:
+            _check_client_state(client_state)
+            return Target(_directory(directory), _tag(tag) or default, latest, keep, check=self.check_point)
+
+        target = self._meet("save_checkpoint()", look)
         if not asynchronous:
             self.subject.comm.quiesce()
         captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
@@ -103,11 +109,10 @@ class Checkpointer:
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
 
-    def export(self, directory: str | Path, dtype: torch.dtype | None, *, merge_adapter: bool = False) -> Path:
+    def export(self, directory: str | Path, asked: torch.dtype | str | None, *, merge_adapter: bool = False) -> Path:
         """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
         self.wait()
-        path = _directory(directory)
-        self._meet("export()")
+        path, dtype = self._meet("export()", lambda: (_directory(directory), _dtype(asked)))
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
@@ -135,9 +140,11 @@ class Checkpointer:
         """Let ``captured`` be the model with its adapters merged into it. Collective."""
         model = peft_model(self.subject.module)
         if not hasattr(model, "merge_and_unload"):
+            kind = type(self.subject.module).__name__
+            what = "no adapters of PEFT" if model is None else "adapters, and no merge_and_unload()"
+            more = ", and merge what PeftModel.from_pretrained() makes of the export, if adapters of this kind can be merged"
             raise CheckpointError(
-                f"merge_adapter = True: a {type(self.subject.module).__name__} has no adapters that could be merged. "
-                "Remedy: leave it out, or make the model with peft.get_peft_model()."
+                f"merge_adapter = True: a {kind} has {what}. Remedy: leave it out{more if model is not None else ''}."
             )
         merged, problem = attempt(lambda: Merged(model, self.inventory, dtype))
         self.saver.ranks.agree(problem)
@@ -239,10 +246,11 @@ class Checkpointer:
     def load(self, directory: str | Path, tag: str | None, wanted: Wanted) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
         self.wait()
-        path, ranks = _directory(directory), self._meet("load_checkpoint()")
+        path, named = self._meet("load_checkpoint()", lambda: (_directory(directory), _tag(tag)))
+        ranks = self.saver.ranks
         self.subject.runtime.finish_updates()  # else they would change what is loaded
-        if tag is not None:
-            return self._load_one(path, folder.check_tag(str(tag)), wanted)
+        if named is not None:
+            return self._load_one(path, named, wanted)
         names = candidates(ranks, path)
         for index, name in enumerate(names):
             try:
@@ -371,9 +379,44 @@ def translate(given: dict[str, Any], names: dict[str, str], function: str) -> di
 
 
 def _directory(directory: str | Path) -> Path:
-    if not str(directory):
-        raise CheckpointError("directory = '': checkpoints need a directory. Remedy: pass one, such as 'checkpoints'.")
+    """Raises CheckpointError for what names none."""
+    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
+        raise CheckpointError(
+            f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
+            "as 'checkpoints'."
+        )
     return Path(directory)
+
+
+def _tag(tag: Any) -> str | None:
+    """None if none is given. DeepSpeed's loops also pass numbers. Raises CheckpointError for what names no directory."""
+    if tag is None:
+        return None
+    if not isinstance(tag, (str, int)) or isinstance(tag, bool):
+        raise CheckpointError(
+            f"tag = {tag!r:.60}: it must be a str, not a {type(tag).__name__}. Remedy: pass a name such as 'best', and the "
+            "directory that it is in as the first argument."
+        )
+    return folder.check_tag(str(tag))
+
+
+def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """Raises CheckpointError for what weights cannot be written in."""
+    dtype = DTYPES.get(asked) if isinstance(asked, str) else asked
+    if asked is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            f"dtype = {asked!r:.60}: weights cannot be exported in it. Remedy: pass {', '.join(map(repr, DTYPES))}, a "
+            "floating torch.dtype, or None for that of the model."
+        )
+    return dtype
+
+
+def _check_client_state(state: Any) -> None:
+    if state is not None and not isinstance(state, dict):
+        raise CheckpointError(
+            f"client_state = {state!r:.60}: it must be a dict, not a {type(state).__name__}. Remedy: give it a name, as in "
+            "client_state={'mine': ...}."
+        )
 
 
 def _model_description(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
