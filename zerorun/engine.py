@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from .activations.blocks import BlockForward
-from .checkpoint.checkpointer import Checkpointer, translate
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.given import translate
 from .checkpoint.inventory import Subject
 from .checkpoint.load import Wanted
 from .checkpoint.routine import Routine

@@ -266,7 +266,7 @@ def test_no_rank_has_the_whole_model_to_export_it(tmp_path: Path) -> None:
         assert merged < whole * 0.8  # half of it, one block, and one layer while it is merged
 
 
-UNMERGED = {kind: r"has adapters, and no merge_and_unload\(\).*PeftModel.from_pretrained" for kind in ("prompt", "injected")}
+UNMERGED = dict.fromkeys(("prompt", "injected"), r"has adapters, and no merge_and_unload\(\).*PeftModel.from_pretrained")
 CELLS = [
     ("patterns", 0, 1, "fp32"), ("patterns", 3, 2, "bf16"), ("dora", 3, 2, "fp32"), ("dora", 1, 2, "bf16"),
     ("two", 3, 2, "fp32"), ("tokens", 2, 2, "fp32"), ("tokens", 3, 1, "bf16"), ("prompt", 3, 2, "fp32"),

@@ -138,6 +138,7 @@ LAYERS = {
     "checkpoint.foreign": 4,
     "checkpoint.from_dcp": 4,
     "checkpoint.from_deepspeed": 4,
+    "checkpoint.given": 4,
     "checkpoint.inventory": 4,
     "checkpoint.load": 4,
     "checkpoint.manifest": 4,

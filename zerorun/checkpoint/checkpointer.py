@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,10 +13,11 @@ import torch
 from ..dataloader import EpochLoader
 from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, logger
-from ..precision import DTYPES, LossScaler
+from ..precision import LossScaler
 from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
+from .given import check_client_state, directory_of, dtype_of, tag_of
 from .inventory import Inventory, Part, Subject
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest
@@ -95,8 +95,8 @@ class Checkpointer:
         default = f"global_step{self.run.counters()['global_steps']}"
 
         def look() -> Target:
-            _check_client_state(client_state)
-            return Target(_directory(directory), _tag(tag) or default, latest, keep, check=self.check_point)
+            check_client_state(client_state)
+            return Target(directory_of(directory), tag_of(tag) or default, latest, keep, check=self.check_point)
 
         target = self._meet("save_checkpoint()", look)
         if not asynchronous:
@@ -112,7 +112,7 @@ class Checkpointer:
     def export(self, directory: str | Path, asked: torch.dtype | str | None, *, merge_adapter: bool = False) -> Path:
         """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
         self.wait()
-        path, dtype = self._meet("export()", lambda: (_directory(directory), _dtype(asked)))
+        path, dtype = self._meet("export()", lambda: (directory_of(directory), dtype_of(asked)))
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
@@ -142,7 +142,7 @@ class Checkpointer:
         if not hasattr(model, "merge_and_unload"):
             kind = type(self.subject.module).__name__
             what = "no adapters of PEFT" if model is None else "adapters, and no merge_and_unload()"
-            more = ", and merge what PeftModel.from_pretrained() makes of the export, if adapters of this kind can be merged"
+            more = ", and merge what PeftModel.from_pretrained() makes of the export, if such adapters can be merged"
             raise CheckpointError(
                 f"merge_adapter = True: a {kind} has {what}. Remedy: leave it out{more if model is not None else ''}."
             )
@@ -246,7 +246,7 @@ class Checkpointer:
     def load(self, directory: str | Path, tag: str | None, wanted: Wanted) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
         self.wait()
-        path, named = self._meet("load_checkpoint()", lambda: (_directory(directory), _tag(tag)))
+        path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
         ranks = self.saver.ranks
         self.subject.runtime.finish_updates()  # else they would change what is loaded
         if named is not None:
@@ -368,55 +368,6 @@ def _exported(part: Part, dtype: torch.dtype | None) -> Part | None:
     if part.set == MODEL and wanted == part.tensor.dtype:
         return part
     return replace(part, set=CAST, rounded=wanted)
-
-
-def translate(given: dict[str, Any], names: dict[str, str], function: str) -> dict[str, Any]:
-    """DeepSpeed's keywords by the names here. Raises TypeError for what neither knows."""
-    for key in given:
-        if key not in names:
-            raise TypeError(f"{function}() got an unexpected keyword argument {key!r}")
-    return {names[key]: value for key, value in given.items()}
-
-
-def _directory(directory: str | Path) -> Path:
-    """Raises CheckpointError for what names none."""
-    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
-        raise CheckpointError(
-            f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
-            "as 'checkpoints'."
-        )
-    return Path(directory)
-
-
-def _tag(tag: Any) -> str | None:
-    """None if none is given. DeepSpeed's loops also pass numbers. Raises CheckpointError for what names no directory."""
-    if tag is None:
-        return None
-    if not isinstance(tag, (str, int)) or isinstance(tag, bool):
-        raise CheckpointError(
-            f"tag = {tag!r:.60}: it must be a str, not a {type(tag).__name__}. Remedy: pass a name such as 'best', and the "
-            "directory that it is in as the first argument."
-        )
-    return folder.check_tag(str(tag))
-
-
-def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """Raises CheckpointError for what weights cannot be written in."""
-    dtype = DTYPES.get(asked) if isinstance(asked, str) else asked
-    if asked is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise CheckpointError(
-            f"dtype = {asked!r:.60}: weights cannot be exported in it. Remedy: pass {', '.join(map(repr, DTYPES))}, a "
-            "floating torch.dtype, or None for that of the model."
-        )
-    return dtype
-
-
-def _check_client_state(state: Any) -> None:
-    if state is not None and not isinstance(state, dict):
-        raise CheckpointError(
-            f"client_state = {state!r:.60}: it must be a dict, not a {type(state).__name__}. Remedy: give it a name, as in "
-            "client_state={'mine': ...}."
-        )
 
 
 def _model_description(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
