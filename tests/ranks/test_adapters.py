@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import zerorun
 from zerorun.checkpoint import cli
+from zerorun.checkpoint.adapters import Adapters
 from zerorun.errors import CheckpointError
 from zerorun.precision import DTYPES
 from zerorun.zero.access import safe_get_full_fp32_param
@@ -299,3 +300,19 @@ def test_an_export_is_what_peft_makes_of_it(kind: str, stage: int, world: int, p
     wide.load_state_dict(masters)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto")
     assert_same(found.state_dict(), wide.merge_and_unload().state_dict())
+
+
+HOSTILE = [
+    {"files": {"../../x": ""}}, {"files": {"/x": ""}}, {"files": {"a/b/c": ""}}, {"files": {"..": ""}}, {"files": {"": ""}},
+    {"names": {"../adapter_model": {}}}, {"names": {"model": {}}}, {"names": {"adapter_model": ["a"]}}, {"names": None},
+    {"computed": ["../../adapter_model"]}, {"computed": 3}, {"files": {"a\0": ""}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", HOSTILE, ids=str)
+def test_a_checkpoint_cannot_say_where_files_go(changes: dict[str, Any]) -> None:
+    files, names = {"b/adapter_config.json": "{}"}, {"b/adapter_model": {"x": "y"}}
+    good = {"files": files, "names": names, "computed": ["adapter_model"]}
+    assert Adapters.from_bytes(json.dumps(good).encode(), Path("it")).names == names
+    with pytest.raises(CheckpointError, match=r"^it "):
+        Adapters.from_bytes(json.dumps({**good, **changes}).encode(), Path("it"))

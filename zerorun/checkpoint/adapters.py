@@ -7,6 +7,13 @@ so on. So it is asked: its own ``save_pretrained`` is given a state dict of numb
 adapter into a temporary folder, from which can be read what each tensor there is. No rank needs a tensor for that.
 Some methods compute what they write from values (prompts; AdaLoRA, which cuts ranks that it does not need any more). For
 those the trainable parameters are gathered, and PEFT is asked again with them.
+
+[Note: adapters.json]
+A checkpoint of a model with adapters has this file beside its manifest, with the answer in it. An object of three:
+
+    files       path -> text of adapter_config.json, and whatever else PEFT writes that is not of tensors
+    names       tensor file without .safetensors -> name of a tensor in it -> name in the checkpoint
+    computed    tensor files whose content PEFT computes: these are not in names
 """
 
 from __future__ import annotations
@@ -65,13 +72,14 @@ class Adapters:
                 yield replace(part, set=f"{CAST}{kind}" if part.set.startswith(CAST) else kind, name=new)
         for kind, tensors in self.computed.items() if first else ():
             for new, tensor in (tensors or {}).items():
-                cast = tensor.to(dtype) if tensor.is_floating_point() else tensor
+                cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
                 yield Part(kind, new, 0, cast.reshape(-1), tuple(tensor.shape))
 
     def to_bytes(self) -> bytes:
         """For a checkpoint. Computed tensors are left out."""
         files = {name: content.decode() for name, content in self.files.items()}
-        return json.dumps({"files": files, "names": self.names, "computed": sorted(self.computed)}, indent=1).encode()
+        content = {"files": files, "names": self.names, "computed": sorted(self.computed)}
+        return json.dumps(content, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> Adapters:

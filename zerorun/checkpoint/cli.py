@@ -35,8 +35,8 @@ the checkpoint is --tag, or without it the one that a run would load first: what
 `latest` names, or a newer one whose save was interrupted at its very end.
 
 exit status: 0 done; good (verify); equal (diff). 1 damaged (verify, diff);
-different (diff). 2 the command could not be understood or carried out. What the command
-writes appears as a whole or not at all.
+different (diff). 2 the command could not be understood or carried out. What
+the command writes appears as a whole or not at all.
 """
 _NAMES_HELP = (
     "JSON: for each group of the optimizer the names of its parameters, in order; needed only if the optimizer's state is "

@@ -226,10 +226,18 @@ def _flat_adapters(side: Salvage) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     adapters = side.adapters()
     for path, content in adapters.files.items() if adapters is not None else ():
-        if path.endswith(".json"):
-            for key, value in json.loads(content).items():
-                flat[f"{path}.{key}"] = sorted(map(str, value)) if isinstance(value, list) else value  # they are sets
+        config = _parsed(content) if path.endswith(".json") else {}
+        for key, value in config.items():
+            flat[f"{path}.{key}"] = sorted(map(str, value)) if isinstance(value, list) else value  # they are sets
     return flat
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _flatten(value: Any, where: str, found: dict[str, Any]) -> None:

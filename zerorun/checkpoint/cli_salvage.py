@@ -33,8 +33,11 @@ class Salvage(Reader):
         super().__init__(path, self._tried(lambda: read_manifest(path)))
         wrong = missing_files(path, self.manifest.files) if self.manifest is not None else {}
         self.problems += [f"{path / name} {what}." for name, what in wrong.items()]
-        self._unreadable = set(wrong)
         self._parts = self._files_by_set()
+        known = self.manifest.files if self.manifest is not None else None
+        unknown = {name for names in self._parts.values() for name in names if known is not None and name not in known}
+        self.problems += [f"{path / name} has no checksums in the manifest." for name in sorted(unknown)]
+        self._unreadable = {*wrong, *unknown}
 
     def __enter__(self) -> Salvage:
         return self
@@ -69,9 +72,11 @@ class Salvage(Reader):
 
     def state(self) -> dict[str, torch.Tensor]:
         """The tensors that the manifest refers to; none if they cannot be read."""
-        return (self._tried(lambda: self.state_tensors(alone())) if self.manifest is not None else None) or {}
+        readable = self.manifest is not None and not self._unreadable & set(self._parts.get(STATE, ()))
+        return (self._tried(lambda: self.state_tensors(alone())) if readable else None) or {}
 
     def adapters(self) -> Adapters | None:
+        """None if the model has none, or they cannot be read."""
         return self._tried(lambda: stored_adapters(self))
 
     def note(self, error: DamagedError) -> None:
