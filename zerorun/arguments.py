@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--config`` (also ``--zerorun_config``, ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank``.
 
-    ``initialize(args=parser.parse_args())`` then finds the configuration. The last two, of which the parser may have
-    ``--local_rank`` already, exist so that scripts and launchers made for DeepSpeed keep working; ``--deepspeed`` switches
-    nothing.
+    ``initialize(args=parser.parse_args())`` then finds the configuration. By whichever name it is given, scripts made for
+    DeepSpeed find it as ``args.deepspeed_config``, and others as ``args.config``. ``args.deepspeed`` says whether
+    ``--deepspeed`` was there, which switches nothing. Options that the parser has already stay its own.
     """
     group = parser.add_argument_group("zerorun")
-    group.add_argument(
-        "--config", "--zerorun_config", "--deepspeed_config", dest="config", help="path of the JSON configuration"
-    )
-    group.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed's scripts; has no effect")
-    if "--local_rank" not in parser._option_string_actions:  # scripts made for DeepSpeed have their own
+    names = [name for name in ("--config", "--zerorun_config", "--deepspeed_config") if not _has(parser, name)]
+    places = [name[2:] for name in ("--config", "--deepspeed_config") if name in names]
+    if names:
+        group.add_argument(*names, dest=places[0] if places else None, action=_Path, places=places,
+                           help="path of the JSON configuration")  # fmt: skip
+        parser.set_defaults(**{place: parser.get_default(place) for place in places})
+    if not _has(parser, "--deepspeed"):
+        group.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed's scripts; has no effect")
+    if not _has(parser, "--local_rank"):
         group.add_argument(
             "--local_rank", type=int, default=-1, help="accepted for DeepSpeed's launcher; LOCAL_RANK counts"
         )
     return parser
+
+
+def _has(parser: argparse.ArgumentParser, option: str) -> bool:
+    return option in parser._option_string_actions
+
+
+class _Path(argparse.Action):
+    """Stores one value under several names."""
+
+    def __init__(self, *args: Any, places: list[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._places = places or [self.dest]
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        for place in self._places:
+            setattr(namespace, place, values)

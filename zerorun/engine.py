@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from .activations.blocks import BlockForward
-from .checkpoint.checkpointer import Checkpointer, translate
+from .checkpoint.checkpointer import Checkpointer
+from .checkpoint.given import translate
 from .checkpoint.inventory import Subject
 from .checkpoint.load import Wanted
 from .checkpoint.routine import Routine
@@ -23,6 +24,7 @@ from .errors import LossScaleError, NonFiniteError, StepError
 from .label_counts import LabelCounts
 from .log import in_bytes, info_once, is_rank_zero, logger, warn_once
 from .loop_queries import LoopQueries
+from .loss_given import check_loss, weight_of
 from .ops.single_pass import SinglePassOptimizer
 from .parallel import Divided
 from .precision import DTYPES, LossScaler, cast_floats
@@ -165,21 +167,24 @@ class Engine(LoopQueries):
                 f"backward() was called with {_MODES[self._loss_mode]} and then {_MODES[mode]} within one step. "
                 "Remedy: call it the same way for all micro-batches of a step."
             )
-        self._loss_mode = mode
         factor = self.scaler.scale
         if weight is not None:
-            factor *= self._take_weight(weight)
+            value = weight_of(weight)
+            self._weight += value
+            factor *= value
+        self._loss_mode = mode
         self._note_bad_loss(loss, ignore=weight is not None and factor == 0)
         self._in_engine_backward = True
         try:
             (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
         finally:
             self._in_engine_backward = False
-        value = loss.detach()
-        return value / self.config.gradient_accumulation_steps if mode == "mean" else value
+        result = loss.detach()
+        return result / self.config.gradient_accumulation_steps if mode == "mean" else result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
+        check_loss(loss, "scale()")
         scaled = loss * self.scaler.scale
 
         def entered(grad: torch.Tensor) -> None:
@@ -194,23 +199,7 @@ class Engine(LoopQueries):
                 "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
                 "configuration or pass optimizer= to zerorun.initialize()."
             )
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise StepError(
-                f"backward() needs a scalar loss, got {shape}. Remedy: reduce it, for example with loss.mean()."
-            )
-        if not loss.requires_grad:
-            raise StepError(
-                "the loss does not depend on any trainable parameter. Remedy: compute it from the engine's output, "
-                "outside torch.no_grad()."
-            )
-
-    def _take_weight(self, weight: float | torch.Tensor) -> float:
-        value = float(weight)
-        if not math.isfinite(value) or value < 0:
-            raise StepError(f"the weight of a loss must be finite and not negative, got {value}.")
-        self._weight += value
-        return value
+        check_loss(loss)
 
     def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
@@ -481,28 +470,28 @@ class Engine(LoopQueries):
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
         *,
-        trainable_only: bool = False,
         asynchronous: bool = False,
-        **deepspeed: Any,
+        **others: Any,
     ) -> Path:
         """Save everything that the run needs to go on exactly, into ``dir/tag``; returns that path. All ranks must call it.
 
         ``tag``: ``global_step<n>`` by default. ``client_state``: numbers, strings, lists, dicts and tensors of the script.
-        ``save_latest``: let ``dir/latest`` name it. ``trainable_only``: leave out frozen weights, and keep their checksums.
+        ``save_latest``: let ``dir/latest`` name it. ``exclude_frozen_parameters``: leave them out and keep their checksums;
+        the model that loads it must have them. ``trainable_only`` is another name for it, and ``save_dir`` for ``dir``.
         ``asynchronous``: return when this rank's part is copied, and write it in the background (``wait_for_checkpoint``).
-        DeepSpeed's keywords ``save_dir`` and ``exclude_frozen_parameters`` are understood.
 
         Raises CheckpointError on all ranks alike, naming the rank and the file, with the checkpoints before untouched;
         StepError in the middle of an accumulation, whose gradients would be lost.
         """
-        named = translate(deepspeed, {"save_dir": "dir", "exclude_frozen_parameters": "trainable_only"}, "save_checkpoint")
+        named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
         self._refuse_unfinished_step()
         path = self.checkpointer.save(
             named.get("dir", dir),
             tag,
             client_state,
-            trainable_only=named.get("trainable_only", trainable_only),
+            trainable_only=named.get("trainable_only", exclude_frozen_parameters),
             asynchronous=asynchronous,
             latest=save_latest,
             keep=self.config.checkpoint.keep_last,
@@ -545,7 +534,7 @@ class Engine(LoopQueries):
             optimizer=named.get("optimizer", load_optimizer),
             scheduler=named.get("scheduler", load_scheduler),
             weights_only=named.get("weights_only", False),
-            allow_missing=tuple(allow_missing),
+            allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
         )
         self.zero_grad()
         return self.checkpointer.load(named.get("dir", dir), tag, wanted)
@@ -558,12 +547,14 @@ class Engine(LoopQueries):
         """Return when no save is going on in the background; raises its CheckpointError if it failed."""
         self.checkpointer.wait()
 
-    def export(self, dir: str | Path, dtype: torch.dtype | str | None = None) -> Path:
+    def export(self, dir: str | Path, dtype: torch.dtype | str | None = None, *, merge_adapter: bool = False) -> Path:
         """Write the weights, whole, as safetensors (and config.json of a Hugging Face model) into the directory ``dir``.
 
-        ``dtype``: of floating tensors; None: as the model computes. All ranks must call it. Appears whole or not at all.
+        Of a model with adapters of PEFT: the adapters alone, as ``PeftModel.save_pretrained`` does; with ``merge_adapter``
+        the model that ``merge_and_unload()`` makes of it. ``dtype``: of floating tensors; None: as the model computes. All
+        ranks must call it. Appears whole or not at all. Raises CheckpointError on all ranks alike.
         """
-        return self.checkpointer.export(dir, DTYPES[dtype] if isinstance(dtype, str) else dtype)
+        return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
 
     @property
     def checkpointer(self) -> Checkpointer:

@@ -113,14 +113,14 @@ def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
 def _config_of(config: Any, args: Any) -> Any:
     """The one configuration that is given, or ConfigError.
 
-    Beside ``config``, ``args.config`` may be of something else: many scripts have such an argument of their own.
+    Beside the others, ``args.config`` may be of something else: many scripts have such an argument of their own.
     """
     found = {f"args.{name}": getattr(args, name, None) for name in ("zerorun_config", "deepspeed_config")}
     for name, value in found.items():
         if config is not None and value is not None and not _same_source(config, value):
             reason = f"initialize() was given another configuration as config=, {config!r:.60}."
             raise ConfigError([ConfigProblem(name, value, reason, "Pass one of the two.")])
-    for value in (config, getattr(args, "config", None), *found.values()):
+    for value in (config, *found.values(), getattr(args, "config", None)):
         if value is not None:
             return value
     raise ConfigError(

@@ -251,7 +251,7 @@ def test_inspect_json(saved: Path, command: Command) -> None:
 
 def test_inspect_of_a_partial_checkpoint(saved: Path, command: Command) -> None:
     out = command("inspect", saved / "partial")[1]
-    assert "2 frozen weights: saved with trainable_only" in out
+    assert "2 frozen weights: saved with exclude_frozen_parameters" in out
     assert "(not stored)" in out
 
 
@@ -270,6 +270,32 @@ def test_inspect_describes_damaged_checkpoints_as_far_as_possible(run_dir: Path,
     assert report["tag"] == "global_step2"
     assert sorted(entry["complete"] for entry in report["checkpoints"]) == [False, False, True]
     assert "global_step4" in refused(command, "inspect", run_dir, "--tag", "global_step4")
+
+
+def test_inspect_of_what_export_made(saved: Path, gpt2: Path, tmp_path: Path, command: Command) -> None:
+    for source, kind in ((saved / "run", "weights alone"), (gpt2, "the weights of GPT2LMHeadModel")):
+        out = tmp_path / kind
+        command("export", source, out, "--max-shard-size", "20kB")
+        status, page, err = command("inspect", out)
+        assert (status, err) == (0, "")
+        assert kind in page
+        assert "it is no checkpoint" in page
+        report = json.loads(command("inspect", out, "--json")[1])
+        found = {tensor["name"]: tensor for tensor in report["tensors"]}
+        expected = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+        assert {name: entry["shape"] for name, entry in found.items()} == {n: list(v.shape) for n, v in expected.items()}
+        assert {name: entry["bytes"] for name, entry in found.items()} == {n: v.nbytes for n, v in expected.items()}
+        assert all(name in page for name in expected)
+        assert report["files"]["problems"] == []
+    first = sorted(out.glob("*.safetensors"))[0]
+    first.write_bytes(b"no tensors")
+    page = command("inspect", out)[1]
+    assert f"{first.name} is no readable safetensors file" in page
+    assert "model.safetensors.index.json: transformer.wte.weight" in page
+    assert refused(command, "inspect", out, "--tag", "x")
+    incomplete = shutil.copytree(saved / "run" / "global_step4", tmp_path / "lost")
+    (incomplete / "zerorun.json").unlink()
+    assert "files of a checkpoint that is not complete" in command("inspect", incomplete)[1]
 
 
 # -- verify ------------------------------------------------------------------------------------------------------
@@ -450,7 +476,8 @@ def test_export_appears_whole_or_not_at_all(
     (tmp_path / "here" / "mine").touch()
     assert "here exists, and is left as it is" in refused(command, "export", saved / "run", tmp_path / "here")
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["mine"]
-    assert "trainable_only" in refused(command, "export", saved / "partial", tmp_path / "out")
+    what = "exclude_frozen_parameters: 2 frozen weights are not in it"
+    assert what in refused(command, "export", saved / "partial", tmp_path / "out")
     flip(run_dir / "global_step4" / "model-00002-of-00002.safetensors")
     assert "model-00002-of-00002.safetensors is damaged" in refused(command, "export", run_dir, tmp_path / "out")
     (run_dir / "global_step4" / "model-00002-of-00002.safetensors").unlink()
@@ -533,7 +560,60 @@ def test_diff_of_names_forms_and_facts(saved: Path, run_dir: Path, command: Comm
     assert {"of another form A B", "body.bias BF16 [16] F16 [16]"} <= set(words)
     out = command("diff", saved / "run", saved / "partial")[1]
     assert "only in A: frozen.weight, frozen.bias" in out
-    assert "frozen_base" in out
+    assert "left out of B (frozen_base), with the checksums of the other's: 2 frozen weights" in out
+    assert out.count("frozen") == 4  # and no line beside tensors for each of them
+
+
+def test_diff_compares_what_was_left_out_by_checksum(saved: Path, tmp_path: Path, command: Command) -> None:
+    partial = tmp_path / "partial"
+    shutil.copytree(saved / "partial" / "global_step4", partial)
+    assert command("diff", saved / "partial", partial)[:2] == (0, command("diff", saved / "partial", partial)[1])
+    rewrite(partial, lambda content: content["frozen_base"]["frozen.bias"].update(crc32="0badcafe"))
+    out = command("diff", partial, saved / "run")[1]
+    assert "left out of A (frozen_base), with the checksums of the other's: 1 frozen weight\n" in out
+    assert "frozen.bias BF16 crc32 0badcafe BF16 crc32" in " ".join(out.split())
+    status, out, _ = command("diff", partial, saved / "partial")
+    assert status == 1
+    assert "frozen_base.frozen.bias" in out
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "a lost file": (
+        lambda path: (path / "master-00001-of-00002.safetensors").unlink(),
+        ["master-00001-of-00002.safetensors cannot be found", "not compared, being damaged: embed.weight"],
+    ),
+    "a short file": (
+        lambda path: os.truncate(path / "model-00001-of-00002.safetensors", 400),
+        ["has 400 bytes instead of", "not compared, being damaged: embed.weight"],
+    ),
+    "a changed byte": (
+        lambda path: flip(path / "optimizer.exp_avg-00001-of-00002.safetensors"),
+        ["optimizer.exp_avg-00001-of-00002.safetensors is damaged", "not compared, being damaged: embed.weight"],
+    ),
+    "the index": (lambda path: (path / "model.safetensors.index.json").unlink(), ["index.json cannot be found"]),
+    "the state": (
+        lambda path: flip(path / "state-00001-of-00001.safetensors"),
+        ["state-00001-of-00001.safetensors is damaged"],
+    ),
+    "the manifest": (lambda path: flip(path / "zerorun.json", 300), ["zerorun.json is damaged", "without a manifest"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_diff_compares_what_is_not_damaged(saved: Path, run_dir: Path, name: str, command: Command) -> None:
+    change, expected = DAMAGE[name]
+    change(run_dir / "global_step4")
+    for sides, letter in (((saved / "run", run_dir), "B"), ((run_dir, saved / "run"), "A")):
+        status, out, err = command("diff", *(side / "global_step4" for side in sides))
+        assert (status, err) == (1, ""), err
+        assert f"{letter} is damaged; what can be read is compared:" in out
+        assert all(text in out for text in expected), out
+        assert "only in" not in out
+        assert "differing" not in out
+        assert ("what can be compared is equal" in out) == ("not compared" not in " ".join(expected))
+    out = command("diff", saved / "run" / "global_step2", run_dir / "global_step4")[1]
+    assert "differing by up to" in out
+    assert ("counters.global_steps" in out) == (name != "the manifest")
 
 
 @pytest.mark.parametrize("dtype", tensorfile._DTYPES.values(), ids=str)

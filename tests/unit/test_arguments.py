@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import zerorun
+from zerorun.intake import take_in
 
 CALLS = ("'gloo'", "dist_backend='gloo'", "'nccl', auto_mpi_discovery=False, verbose=False", "'cpu'", "")
 
@@ -20,6 +23,35 @@ def test_a_script_may_have_its_own_local_rank() -> None:
     assert (found.local_rank, found.config) == (7, "ds.json")
     plain = zerorun.add_config_arguments(argparse.ArgumentParser()).parse_args(["--local_rank=1"])
     assert plain.local_rank == 1
+
+
+def test_scripts_made_for_deepspeed_find_their_arguments() -> None:
+    def parsed(*line: str, **own: str) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        for name, default in own.items():
+            parser.add_argument(f"--{name}", default=default)
+        return zerorun.add_config_arguments(parser).parse_args(line)
+
+    for option in ("--config", "--zerorun_config", "--deepspeed_config"):
+        found = parsed(option, "ds.json")
+        assert (found.deepspeed_config, found.config, found.deepspeed) == ("ds.json", "ds.json", False)
+    found = parsed("--deepspeed")
+    assert (found.deepspeed_config, found.config, found.deepspeed) == (None, None, True)
+    found = parsed("--deepspeed_config", "ds.json", config="model.yaml")  # of something else
+    assert (found.deepspeed_config, found.config) == ("ds.json", "model.yaml")
+    assert parsed("--deepspeed_config", "a.json", deepspeed_config="b.json").deepspeed_config == "a.json"
+    assert parsed("--config", "a.json", deepspeed_config="b.json").config == "a.json"
+    assert parsed(deepspeed="yes").deepspeed == "yes"
+
+
+def test_initialize_takes_the_arguments_of_deepspeeds_scripts(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 3}')
+    parser = zerorun.add_config_arguments(argparse.ArgumentParser())
+    own = argparse.Namespace(deepspeed_config=str(path), config="model.yaml")
+    for args in (parser.parse_args(["--deepspeed_config", str(path)]), own):
+        config, _ = take_in(torch.nn.Linear(2, 2), None, args, None, None, 1)
+        assert config.train_batch_size == 3
 
 
 @pytest.mark.parametrize("arguments", CALLS)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -16,9 +16,12 @@ from ..log import is_rank_zero, logger
 from ..precision import LossScaler
 from . import directory as folder
 from . import random_state
+from .adapters import ADAPTERS_FILE, find_adapters, peft_model
+from .given import check_client_state, directory_of, dtype_of, tag_of
 from .inventory import Inventory, Part, Subject
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest
+from .merging import Merged
 from .plain import decode, encode
 from .plan import CAST, MASTER, MODEL
 from .ranks import Ranks, attempt, leads_stage, speaking_up
@@ -26,6 +29,7 @@ from .read import Reader, candidates, open_on_all
 from .save import Captured, Saver, now, scalar, versions
 from .write import Target
 
+T = TypeVar("T")
 _SCALER_STATE = ("scale", "hysteresis_left", "steps", "last_overflow")
 
 
@@ -52,6 +56,7 @@ class Checkpointer:
         self.inventory = Inventory.of(subject)
         self.expected = self.inventory.describe()  # as the model was when the engine was made
         self._saver: Saver | None = None
+        self._adapters: dict[str, bytes] | None = None  # the file that describes them, if the model has any
         self.check_point: Callable[[str], None] = lambda point: None  # tests interrupt a save here
 
     @property
@@ -65,12 +70,12 @@ class Checkpointer:
             self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())
         return self._saver
 
-    def _meet(self, what: str) -> Ranks:
-        """Wait until all ranks have called ``what``."""
+    def _meet(self, what: str, look: Callable[[], T]) -> T:
+        """Wait until all ranks have called ``what``. ``look``: at what they were given; one rank's error is that of all."""
+        found, problem = attempt(look)
         with speaking_up(self.subject.topology.rank, what):  # making the saver waits for the others as well
-            ranks = self.saver.ranks
-            ranks.gather(None)
-        return ranks
+            self.saver.ranks.agree(problem)
+        return found  # type: ignore[return-value]
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -87,33 +92,68 @@ class Checkpointer:
     ) -> Path:
         """Save into ``directory/tag``. The path of the checkpoint."""
         self.wait()
-        self._meet("save_checkpoint()")
-        wanted = tag if tag is not None else f"global_step{self.run.counters()['global_steps']}"
-        target = Target(_directory(directory), folder.check_tag(str(wanted)), latest, keep, check=self.check_point)
+        default = f"global_step{self.run.counters()['global_steps']}"
+
+        def look() -> Target:
+            check_client_state(client_state)
+            return Target(directory_of(directory), tag_of(tag) or default, latest, keep, check=self.check_point)
+
+        target = self._meet("save_checkpoint()", look)
         if not asynchronous:
             self.subject.comm.quiesce()
         captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
         captured.manifest.becomes_latest = latest
+        captured.small |= self._adapters_file()
         path = self.saver.save(captured, target, asynchronous=asynchronous)
         if is_rank_zero():
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
 
-    def export(self, directory: str | Path, dtype: torch.dtype | None) -> Path:
-        """Write the weights alone, for Hugging Face and others, as the new directory ``directory``."""
+    def export(self, directory: str | Path, asked: torch.dtype | str | None, *, merge_adapter: bool = False) -> Path:
+        """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
         self.wait()
-        path = _directory(directory)
-        self._meet("export()")
+        path, dtype = self._meet("export()", lambda: (directory_of(directory), dtype_of(asked)))
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.quiesce()
         captured = self._capture(path.name, {}, trainable_only=False)
         captured.weights_only = True
-        kept = [part for part in captured.parts if part.set in (MODEL, MASTER)]
-        captured.parts = [changed for part in kept if (changed := _exported(part, dtype)) is not None]
-        if self.subject.topology.rank == 0:
-            captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
+        captured.parts = [part for part in captured.parts if part.set in (MODEL, MASTER)]
+        if merge_adapter:
+            self._merge(captured, dtype)
+        else:
+            self._choose(captured, dtype)
         target = Target(path.parent, folder.check_tag(path.name), latest=False, prune=False, check=self.check_point)
         return self.saver.save(captured, target, asynchronous=False)
+
+    def _choose(self, captured: Captured, dtype: torch.dtype | None) -> None:
+        """Let ``captured`` be adapters as PEFT has them, if there are any, else the weights. Collective."""
+        ranks, rank = self.saver.ranks, self.subject.topology.rank
+        adapters = find_adapters(self.inventory, ranks, compute=True)
+        captured.parts = [changed for part in captured.parts if (changed := _exported(part, dtype)) is not None]
+        if adapters is not None:
+            captured.parts = list(adapters.parts(captured.parts, dtype, first=rank == 0))
+            captured.small = adapters.files if rank == 0 else {}
+        elif rank == 0:
+            captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
+
+    def _merge(self, captured: Captured, dtype: torch.dtype | None) -> None:
+        """Let ``captured`` be the model with its adapters merged into it. Collective."""
+        model = peft_model(self.subject.module)
+        if not hasattr(model, "merge_and_unload"):
+            kind = type(self.subject.module).__name__
+            what = "no adapters of PEFT" if model is None else "adapters, and no merge_and_unload()"
+            more = ", and merge what PeftModel.from_pretrained() makes of the export, if such adapters can be merged"
+            raise CheckpointError(
+                f"merge_adapter = True: a {kind} has {what}. Remedy: leave it out{more if model is not None else ''}."
+            )
+        merged, problem = attempt(lambda: Merged(model, self.inventory, dtype))
+        self.saver.ranks.agree(problem)
+        assert merged is not None
+        parts = merged.parts(captured.parts)
+        captured.parts = [changed for part in parts if (changed := _exported(part, dtype)) is not None]
+        captured.order = list(merged.named())
+        if self.subject.topology.rank == 0:
+            captured.small = _model_description(merged.model, dtype or self.run.compute_dtype)
 
     def _compare_with_beginning(self) -> None:
         """Raise CheckpointError if the model has not the tensors any more that it had when the engine was made."""
@@ -124,6 +164,13 @@ class Checkpointer:
                 f"the model has changed since initialize(): {', '.join(changed[:5])}. Nothing was written. Remedy: make a "
                 "new engine after changing parameters."
             )
+
+    def _adapters_file(self) -> dict[str, bytes]:
+        """What lets a checkpoint be exported as PEFT has it. Made once: PEFT may look at the base model's repository."""
+        if self._adapters is None:
+            found = find_adapters(self.inventory, self.saver.ranks, compute=False)
+            self._adapters = {ADAPTERS_FILE: found.to_bytes()} if found is not None else {}
+        return self._adapters
 
     def _capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool) -> Captured:
         captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only))
@@ -199,10 +246,11 @@ class Checkpointer:
     def load(self, directory: str | Path, tag: str | None, wanted: Wanted) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
         self.wait()
-        path, ranks = _directory(directory), self._meet("load_checkpoint()")
+        path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
+        ranks = self.saver.ranks
         self.subject.runtime.finish_updates()  # else they would change what is loaded
-        if tag is not None:
-            return self._load_one(path, folder.check_tag(str(tag)), wanted)
+        if named is not None:
+            return self._load_one(path, named, wanted)
         names = candidates(ranks, path)
         for index, name in enumerate(names):
             try:
@@ -320,20 +368,6 @@ def _exported(part: Part, dtype: torch.dtype | None) -> Part | None:
     if part.set == MODEL and wanted == part.tensor.dtype:
         return part
     return replace(part, set=CAST, rounded=wanted)
-
-
-def translate(given: dict[str, Any], names: dict[str, str], function: str) -> dict[str, Any]:
-    """DeepSpeed's keywords by the names here. Raises TypeError for what neither knows."""
-    for key in given:
-        if key not in names:
-            raise TypeError(f"{function}() got an unexpected keyword argument {key!r}")
-    return {names[key]: value for key, value in given.items()}
-
-
-def _directory(directory: str | Path) -> Path:
-    if not str(directory):
-        raise CheckpointError("directory = '': checkpoints need a directory. Remedy: pass one, such as 'checkpoints'.")
-    return Path(directory)
 
 
 def _model_description(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:

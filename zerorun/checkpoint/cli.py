@@ -34,9 +34,9 @@ DIR is a checkpoint (a directory with zerorun.json) or a directory of them. Then
 the checkpoint is --tag, or without it the one that a run would load first: what
 `latest` names, or a newer one whose save was interrupted at its very end.
 
-exit status: 0 done; good (verify); equal (diff). 1 damaged (verify); different
-(diff). 2 the command could not be understood or carried out. What the command
-writes appears as a whole or not at all.
+exit status: 0 done; good (verify); equal (diff). 1 damaged (verify, diff);
+different (diff). 2 the command could not be understood or carried out. What
+the command writes appears as a whole or not at all.
 """
 _NAMES_HELP = (
     "JSON: for each group of the optimizer the names of its parameters, in order; needed only if the optimizer's state is "
@@ -120,7 +120,10 @@ def _command(commands: Any, name: str, summary: str, more: str = "") -> Any:
 
 
 def _add_inspect(commands: Any) -> None:
-    more = "In a directory of several checkpoints, also what each of them is. Reads no tensors."
+    more = (
+        "In a directory of several checkpoints, also what each of them is. Of a folder of safetensors files without a "
+        "zerorun.json, such as an export: what it is, and its tensors. Reads headers only."
+    )
     parser = _command(commands, "inspect", "say what is in a checkpoint", more)
     parser.add_argument("dir", metavar="DIR")
     _add_tag(parser)
@@ -159,7 +162,7 @@ def _add_diff(commands: Any) -> None:
     more = (
         "Compares the tensors of the model, the masters and the optimizer, and what the manifests say of them: parameters, "
         "hyperparameters, counters, schedule, loss scale, client state. Random number generators, the position in the data "
-        "and the number of ranks are not compared."
+        "and the number of ranks are not compared. Of a damaged checkpoint what can be read is compared."
     )
     parser = _command(commands, "diff", "compare two checkpoints", more)
     parser.add_argument("a", metavar="A")

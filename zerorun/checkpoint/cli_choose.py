@@ -11,7 +11,7 @@ from .manifest import MANIFEST, Manifest, read_manifest
 from .read import Reader
 
 # What only an unfinished checkpoint has without a manifest: an exported model has none of it.
-_OWN_FILES = ("master-*.safetensors", "optimizer.*.safetensors", "state-*.safetensors")
+OWN_FILES = ("master-*.safetensors", "optimizer.*.safetensors", "state-*.safetensors")
 UNFINISHED = "a save that is going on, or was interrupted"
 
 
@@ -78,7 +78,7 @@ def survey(directory: Path) -> list[Entry]:
             found.append(Entry(path.name, None, ("a deletion that is going on, or was interrupted",), unfinished=True))
         elif path.is_dir() and (path / MANIFEST).is_file():
             found.append(_entry(path))
-        elif path.is_dir() and (path.name == named or any(next(path.glob(own), None) for own in _OWN_FILES)):
+        elif path.is_dir() and (path.name == named or any(next(path.glob(own), None) for own in OWN_FILES)):
             found.append(Entry(path.name, None, (f"incomplete: it has no {MANIFEST}",), unfinished=True))
     return found
 

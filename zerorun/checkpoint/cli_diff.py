@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .cli_choose import counted, locate, open_reader
+from ..errors import DamagedError
+from .cli_choose import counted, locate
 from .cli_inspect import readable, table
+from .cli_salvage import Salvage
 from .manifest import Manifest
-from .offline import alone
+from .plan import MODEL
 from .read import Read, Reader
-from .tensorfile import dtype_of
+from .tensorfile import dtype_of, memory_of
 
 _CHUNK = 1 << 20  # elements, of which a comparison makes a few copies in fp64
 _SHOWN = 20
-_FACTS = ("counters", "scheduler", "loss_scale", "client_state", "extra_state", "aliases", "frozen_base")
+_FACTS = ("counters", "scheduler", "loss_scale", "client_state", "extra_state", "aliases")
 _ABSENT = {"$": "absent"}
 
 
 def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
-    """The exit status and the lines to print. Raises CheckpointError if one of them cannot be read."""
+    """The exit status and the lines to print. Raises CheckpointError if one of them is not there."""
     with ExitStack() as stack:
         a, b = (
-            stack.enter_context(open_reader(locate(Path(directory), tag)))
+            stack.enter_context(Salvage(locate(Path(directory), tag)))
             for directory, tag in ((args.a, args.tag_a), (args.b, args.tag_b))
         )
         sets = [compare_set(a, b, kind, args.tolerance) for kind in dict.fromkeys([*a.sets, *b.sets])]
         facts = compare_facts(a, b, args.tolerance)
-    differ = bool(facts) or any(found.differ for found in sets)
+    differ = bool(facts or a.problems or b.problems) or any(found.differ for found in sets)
     most = None if args.all else _SHOWN
-    return int(differ), _page(a.path, b.path, [found for found in sets if found.differ], facts, most)
+    return int(differ), _page(a, b, [found for found in sets if found.differ or found.notes], facts, most)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------
@@ -57,7 +61,10 @@ class Difference:
 
 @dataclass
 class SetDifference:
-    """What differs between the sets of a name in A and B. ``forms``: (tensor, dtype and shape in A, in B)."""
+    """What differs between the sets of a name in A and B. ``forms``: (tensor, dtype and shape in A, in B).
+
+    ``damaged``: those that could not be compared. ``notes``: what is no difference, but not what one might expect.
+    """
 
     name: str
     equal: int
@@ -65,30 +72,69 @@ class SetDifference:
     only_b: list[str]
     forms: list[tuple[str, str, str]]
     values: list[Difference]
+    damaged: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def differ(self) -> bool:
-        return bool(self.only_a or self.only_b or self.forms or self.values)
+        return bool(self.only_a or self.only_b or self.forms or self.values or self.damaged)
 
 
-def compare_set(a: Reader, b: Reader, kind: str, tolerance: float) -> SetDifference:
+def compare_set(a: Salvage, b: Salvage, kind: str, tolerance: float) -> SetDifference:
     """Compare the tensors of one set. Values are compared where shapes are alike, whatever the dtypes."""
     in_a, in_b = a.places(kind), b.places(kind)
     only_a, only_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
-    found = SetDifference(kind, 0, only_a, only_b, [], [])
+    found = SetDifference(kind, 0, only_a if b.is_whole(kind) else [], only_b if a.is_whole(kind) else [], [], [])
+    found.damaged += (only_b if not a.is_whole(kind) else []) + (only_a if not b.is_whole(kind) else [])
+    if kind == MODEL:
+        _compare_left_out(a, b, found)
     for name in (name for name in in_a if name in in_b):
         left, right = a.tensor(kind, name), b.tensor(kind, name)
         alike = (left.dtype, left.shape) == (right.dtype, right.shape)
         if not alike:
             form = f"{left.dtype} {list(left.shape)}", f"{right.dtype} {list(right.shape)}"
             found.forms.append((name, *form))
-        difference = compare_values(a, b, kind, name) if left.shape == right.shape else None
+        try:
+            difference = compare_values(a, b, kind, name) if left.shape == right.shape else None
+        except DamagedError as error:
+            (a if str(error).startswith(f"{a.path}/") else b).note(error)
+            found.damaged.append(name)
+            continue
         if difference is not None and not (tolerance and difference.relative <= tolerance):
             found.values.append(difference)
         elif alike:
             found.equal += 1
     found.values.sort(key=lambda difference: (-difference.relative, -difference.absolute))
     return found
+
+
+def _compare_left_out(a: Salvage, b: Salvage, found: SetDifference) -> None:
+    """Frozen weights that one has, and the other only the checksums of."""
+    for here, there, names, side in ((a, b, found.only_a, "B"), (b, a, found.only_b, "A")):
+        base = (there.manifest.frozen_base if there.manifest else None) or {}
+        same = 0
+        for name in [name for name in names if name in base]:
+            try:
+                own = {"dtype": here.tensor(MODEL, name).dtype, "crc32": _checksum(here, name)}
+            except DamagedError as error:
+                here.note(error)
+                found.damaged.append(name)
+                continue
+            same += own == base[name]
+            if own != base[name]:
+                forms = [f"{value['dtype']} crc32 {value['crc32']}" for value in (own, base[name])]
+                found.forms.append((name, *(forms if side == "B" else reversed(forms))))
+        if same:
+            what = counted(same, "frozen weight")
+            found.notes.append(f"left out of {side} (frozen_base), with the checksums of the other's: {what}")
+
+
+def _checksum(reader: Reader, name: str) -> str:
+    """As a manifest's ``frozen_base`` has it: over the whole tensor's bytes."""
+    crc = 0
+    for (part,) in _chunks((reader,), MODEL, name):
+        crc = zlib.crc32(memory_of(part), crc)
+    return f"{crc:08x}"
 
 
 def compare_values(a: Reader, b: Reader, kind: str, name: str) -> Difference | None:
@@ -114,7 +160,7 @@ def compare_values(a: Reader, b: Reader, kind: str, name: str) -> Difference | N
 
 
 def _chunks(readers: Sequence[Reader], kind: str, name: str) -> Iterator[list[torch.Tensor]]:
-    """Both tensors, flattened, stretch by stretch."""
+    """The tensors ``name``, flattened, stretch by stretch."""
     described = [reader.tensor(kind, name) for reader in readers]
     for start in range(0, described[0].numel, _CHUNK):
         numel = min(_CHUNK, described[0].numel - start)
@@ -139,16 +185,21 @@ def _exact(values: torch.Tensor) -> torch.Tensor:
 Tensors = Mapping[str, torch.Tensor]
 
 
-def compare_facts(a: Reader, b: Reader, tolerance: float) -> list[tuple[str, str, str]]:
-    """(what, its value in A, in B) of all that differs beside the tensors of sets."""
-    assert a.manifest is not None
-    assert b.manifest is not None
-    left, right = _flat(a.manifest), _flat(b.manifest)
-    tensors = a.state_tensors(alone()), b.state_tensors(alone())
+def compare_facts(a: Salvage, b: Salvage, tolerance: float) -> list[tuple[str, str, str]]:
+    """(what, its value in A, in B) of all that differs beside the tensors of sets; nothing if a manifest is lost."""
+    if a.manifest is None or b.manifest is None:
+        return []
+    left = {**_flat(a.manifest), **_flat_base(a.manifest, b.manifest), **_flat_adapters(a)}
+    right = {**_flat(b.manifest), **_flat_base(b.manifest, a.manifest), **_flat_adapters(b)}
+    tensors = a.state(), b.state()
     found = []
     for key in dict.fromkeys([*left, *right]):
         one, other = left.get(key, _ABSENT), right.get(key, _ABSENT)
-        if not _same(one, other, *tensors, tolerance):
+        try:
+            same = _same(one, other, *tensors, tolerance)
+        except KeyError:  # a tensor that cannot be read
+            continue
+        if not same:
             found.append((key, _shown(one), _shown(other)))
     return [*found, *_compare_parameters(a.manifest, b.manifest, tolerance)]
 
@@ -162,6 +213,31 @@ def _flat(manifest: Manifest) -> dict[str, Any]:
     for key in ("type", "groups"):
         _flatten(optimizer.get(key), f"optimizer.{key}", flat)
     return flat
+
+
+def _flat_base(one: Manifest, other: Manifest) -> dict[str, Any]:
+    """The checksums in ``one`` of frozen weights that are left out of both. ``_compare_left_out`` has the others."""
+    both = (other.frozen_base or {}).keys()
+    return {f"frozen_base.{name}": str(value) for name, value in (one.frozen_base or {}).items() if name in both}
+
+
+def _flat_adapters(side: Salvage) -> dict[str, Any]:
+    """The configurations of adapters, which say what their tensors mean."""
+    flat: dict[str, Any] = {}
+    adapters = side.adapters()
+    for path, content in adapters.files.items() if adapters is not None else ():
+        config = _parsed(content) if path.endswith(".json") else {}
+        for key, value in config.items():
+            flat[f"{path}.{key}"] = sorted(map(str, value)) if isinstance(value, list) else value  # they are sets
+    return flat
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _flatten(value: Any, where: str, found: dict[str, Any]) -> None:
@@ -226,15 +302,18 @@ def _shown(value: Any, most: int = 60) -> str:
 
 
 def _page(
-    a: Path, b: Path, sets: Sequence[SetDifference], facts: Sequence[tuple[str, str, str]], most: int | None
+    a: Salvage, b: Salvage, sets: Sequence[SetDifference], facts: Sequence[tuple[str, str, str]], most: int | None
 ) -> Iterator[str]:
-    yield from table([("A", str(a)), ("B", str(b))])
+    yield from table([("A", str(a.path)), ("B", str(b.path))])
+    yield from _damage(a, b)
     for found in sets:
         yield ""
         yield f"{found.name}: {_summary(found)}"
-        for where, names in (("A", found.only_a), ("B", found.only_b)):
+        yield from (f"  {note}" for note in found.notes)
+        kinds = (("only in A", found.only_a), ("only in B", found.only_b), ("not compared, being damaged", found.damaged))
+        for what, names in kinds:
             if names:
-                yield f"  only in {where}: {', '.join(names[:most])}{_more(names, most)}"
+                yield f"  {what}: {', '.join(names[:most])}{_more(names, most)}"
         if found.forms:
             yield from table([("of another form", "A", "B"), *found.forms[:most]])
             yield from _rest(found.forms, most)
@@ -244,8 +323,18 @@ def _page(
             yield from _rest(found.values, most)
     if facts:
         yield from ("", *table([("beside tensors", "A", "B"), *facts[:most]]), *_rest(facts, most))
-    if not sets and not facts:
-        yield "equal"
+    if not any(found.differ for found in sets) and not facts:
+        yield "what can be compared is equal" if a.problems or b.problems else "equal"
+
+
+def _damage(a: Salvage, b: Salvage) -> Iterator[str]:
+    """What of the two cannot be compared, and why."""
+    for letter, side in (("A", a), ("B", b)):
+        if side.problems:
+            yield f"  {letter} is damaged; what can be read is compared:"
+            yield from (f"    {problem}" for problem in side.problems)
+        if side.manifest is None:
+            yield "    without a manifest: its tensors as their files have them, unchecked, and nothing beside them"
 
 
 def _summary(found: SetDifference) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +13,11 @@ import torch
 
 from ..errors import CheckpointError
 from ..precision import DTYPES
+from .adapters import Adapters, stored_adapters
 from .cli_choose import counted, in_bytes, locate, open_reader
+from .manifest import Manifest
 from .offline import STRETCH_BYTES, Stream, refuse_existing, write_weights
-from .plan import MASTER, MODEL
+from .plan import MASTER, MODEL, is_single
 from .read import Read, Reader
 from .tensorfile import Described, dtype_code, dtype_of
 
@@ -29,23 +31,56 @@ def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
     refuse_existing(out)
     with open_reader(locate(Path(args.dir), args.tag)) as reader:
         assert reader.manifest is not None
-        if reader.manifest.frozen_base:
-            raise CheckpointError(
-                f"{reader.path} was saved with trainable_only: the frozen weights are not in it. Remedy: load it with the "
-                "base model, and call engine.export()."
-            )
         weights = Weights(reader, DTYPES[args.dtype] if args.dtype else None)
-        streams = [weights.stream(name) for name in reader.places(MODEL)]
-        small = _configuration(reader, args.dtype and str(DTYPES[args.dtype]).removeprefix("torch."))
+        adapters, lost = stored_adapters(reader), list[str]()
+        if adapters is not None:
+            lost = _leave_out(adapters, reader)
+            named = [(kind, *pair) for kind, pairs in adapters.names.items() for pair in pairs.items()]
+            streams = [weights.stream(name, kind, new) for kind, new, name in named]
+            small = adapters.files
+        else:
+            _refuse_partial(reader.manifest, reader.path)
+            streams = [weights.stream(name) for name in reader.places(MODEL)]
+            small = _configuration(reader, args.dtype and str(DTYPES[args.dtype]).removeprefix("torch."))
         path = write_weights(out, streams, small, args.max_shard_size)
-    return 0, _lines(path, streams, small, weights.overflowed)
+    return 0, _lines(path, streams, small, weights.overflowed, lost)
 
 
-def _lines(path: Path, streams: list[Stream], small: dict[str, bytes], overflowed: list[str]) -> Iterator[str]:
+def _refuse_partial(manifest: Manifest, path: Path) -> None:
+    if manifest.frozen_base:
+        raise CheckpointError(
+            f"{path} was saved with exclude_frozen_parameters: {counted(len(manifest.frozen_base), 'frozen weight')} are "
+            "not in it. Remedy: load it into an engine of the base model, and call engine.export()."
+        )
+
+
+def _leave_out(adapters: Adapters, reader: Reader) -> list[str]:
+    """Take adapters out of ``adapters`` that were frozen, and not saved. What they are called. Raises if none remains."""
+    lost = [kind for kind, names in adapters.names.items() if any(n not in reader.places(MODEL) for n in names.values())]
+    if adapters.computed or len(lost) == len(adapters.names):
+        what = "PEFT computes from its parameters when it saves them" if adapters.computed else "were frozen, and left out"
+        raise CheckpointError(
+            f"{reader.path} is of a model whose adapters {what}. Remedy: load it into an engine, and call engine.export()."
+        )
+    folders = [kind.rpartition("/")[0] for kind in lost]
+    for kind in lost:
+        del adapters.names[kind]
+    for name in [name for name in adapters.files if name.rpartition("/")[0] in folders]:
+        del adapters.files[name]
+    return [folder or "default" for folder in folders]
+
+
+def _lines(
+    path: Path, streams: list[Stream], small: dict[str, bytes], overflowed: list[str], lost: list[str]
+) -> Iterator[str]:
     size = in_bytes(sum(stream.tensor.nbytes for stream in streams))
     dtypes = ", ".join(sorted({stream.tensor.dtype for stream in streams}))
     yield f"{path}: {counted(len(streams), 'tensor')}, {size}, {dtypes}"
-    if _CONFIG not in small:
+    if any(is_single(stream.set) for stream in streams):
+        yield "note: these are the adapters alone; PeftModel.from_pretrained(the base model, this directory) opens them"
+        if lost:
+            yield f"note: without {', '.join(lost)}: frozen, and left out of the checkpoint"
+    elif _CONFIG not in small:
         yield f"note: there is no {_CONFIG}, since the model was none of Hugging Face's: only the weights can be loaded"
     if overflowed:
         more = f" and {len(overflowed) - _SHOWN} more" if len(overflowed) > _SHOWN else ""
@@ -60,13 +95,13 @@ class Weights:
     dtype: torch.dtype | None
     overflowed: list[str] = field(default_factory=list)
 
-    def stream(self, name: str) -> Stream:
-        """One tensor, to be read when it is written."""
+    def stream(self, name: str, kind: str = MODEL, new: str = "") -> Stream:
+        """One tensor, to be read when it is written into the set ``kind``, under the name ``new`` if that is given."""
         stored = dtype_of(self.reader.tensor(MODEL, name).dtype)
         wanted = self.dtype if self.dtype is not None and stored.is_floating_point else stored
         shape = self.reader.tensor(MODEL, name).shape
-        described = Described(name, dtype_code(wanted, name), shape)
-        return Stream(MODEL, described, partial(self._stretches, self._source(name, stored, wanted), described, wanted))
+        source, described = self._source(name, stored, wanted), Described(name, dtype_code(wanted, name), shape)
+        return Stream(kind, replace(described, name=new or name), partial(self._stretches, source, described, wanted))
 
     def _source(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> str:
         """The set that says most of the weight: the master, unless the weight is wanted as it is, or is fp64."""

@@ -11,9 +11,12 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import directory as folder
+from .adapters import ADAPTERS_FILE, stored_adapters
 from .cli_choose import candidates, counted, in_bytes, nbytes_of, survey
+from .cli_folder import describe_folder, head_of_folder, is_folder
 from .manifest import Manifest, read_manifest
 from .plan import MODEL, OPTIMIZER, STATE
+from .read import Reader
 from .tensorfile import Located, TensorFile
 
 FORMAT = 1  # of what --json prints
@@ -22,6 +25,9 @@ FORMAT = 1  # of what --json prints
 def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
     """The exit status and the lines to print. Raises CheckpointError if there is nothing to look at."""
     directory = Path(args.dir)
+    if args.tag is None and is_folder(directory):
+        found = describe_folder(directory)
+        return 0, iter(json.dumps({"format": FORMAT, **found}, indent=2).splitlines()) if args.json else _folder_page(found)
     path, manifest = _choose(candidates(directory, args.tag))
     beside = _list(directory) if path != directory else []
     report = {"format": FORMAT, **describe(path, manifest), "checkpoints": beside}
@@ -83,6 +89,7 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
         "client_state": sorted(readable(manifest.client_state) or {}),
         "extra_state": sorted(readable(manifest.extra_state) or {}),
         "frozen_base": sorted(manifest.frozen_base or {}),
+        "adapters": _adapters(path, manifest, problems),
     }
 
 
@@ -93,6 +100,20 @@ def _parameters(manifest: Manifest) -> dict[str, int]:
         "elements": sum(numel for numel, _ in sizes),
         "trainable_elements": sum(numel for numel, trainable in sizes if trainable),
     }
+
+
+def _adapters(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, int]:
+    """Adapter -> tensors that belong to it, of a model that PEFT has added some to."""
+    try:
+        with Reader(path, manifest) as reader:
+            found = stored_adapters(reader) if not any(p.startswith(ADAPTERS_FILE) for p in problems) else None
+    except CheckpointError as error:
+        problems.append(str(error).removeprefix(f"{path}/"))
+        return {}
+    if found is None:
+        return {}
+    sizes = dict.fromkeys(found.computed, 0) | {kind: len(names) for kind, names in found.names.items()}
+    return {kind.rpartition("/")[0] or "default": size for kind, size in sizes.items()}
 
 
 def _set(kind: str, tensors: Mapping[str, Located], files: int) -> dict[str, Any]:
@@ -198,6 +219,14 @@ def _page(report: Mapping[str, Any], directory: Path) -> Iterator[str]:
     yield from ("", "State", *table(list(_state_rows(report))))
 
 
+def _folder_page(report: Mapping[str, Any]) -> Iterator[str]:
+    yield report["path"]
+    yield from table(list(head_of_folder(report)))
+    yield from (f"    {problem}" for problem in report["files"]["problems"])
+    rows = [(t["name"], str(t["shape"]), t["dtype"], in_bytes(t["bytes"]), t["file"]) for t in report["tensors"]]
+    yield from ("", "Tensors", *table([("name", "shape", "dtype", "bytes", "file"), *rows], right=(3,)))
+
+
 def _listing(checkpoints: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     rows = [("tag", "step", "saved", "size", "")]
     for entry in checkpoints:
@@ -223,7 +252,12 @@ def _head(report: Mapping[str, Any]) -> Iterator[str]:
         ("files", f"{counted(files['count'], 'file')}, {in_bytes(files['bytes'])}, {whole}"),
     ]  # fmt: skip
     if report["frozen_base"]:
-        rows.append(("left out", f"{counted(len(report['frozen_base']), 'frozen weight')}: saved with trainable_only"))
+        what = counted(len(report["frozen_base"]), "frozen weight")
+        rows.append(("left out", f"{what}: saved with exclude_frozen_parameters"))
+    if report["adapters"]:
+        sizes = report["adapters"].items()
+        held = [f"{name} ({counted(size, 'tensor') if size else 'computed by PEFT'})" for name, size in sizes]
+        rows.append(("adapters", ", ".join(held)))
     yield from table(rows)
     yield from (f"    {problem}" for problem in files["problems"])
 

@@ -84,6 +84,8 @@ def check(path: Path) -> Verdict:
     tensors = sum(len(agreement.tensors(kind)) for kind in agreement.headers)
     files = counted(len(manifest.files) + 1, "file")
     verdict.summary = f"{files}, {in_bytes(total)}, {counted(tensors, 'tensor')} in {counted(len(manifest.sets), 'set')}"
+    if manifest.frozen_base:
+        verdict.summary += f"; {counted(len(manifest.frozen_base), 'frozen weight')} left out"
     return verdict
 
 

@@ -142,16 +142,20 @@ class ModelLoader:
             raise _misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
 
     def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
-        """Of trainable weights only: raise CheckpointError if the frozen ones are others than it was made with."""
+        """Of trainable weights only: CheckpointError if the frozen ones are others than it was made with, or if not strict
+        a warning: they stay as they are."""
         base = self.reader.manifest.frozen_base if self.reader.manifest else None
         if base is None:
             return
         parts = [p for name in base if (h := self.inventory.homes.get(name)) for p in frozen_parts(name, h)]
         live = frozen_sums(parts, list(self.inventory.homes), ranks, read_peer)
         wrong = [repr(n) for n, kept in base.items() if n in live and live[n]["dtype"] == kept["dtype"] and live[n] != kept]
-        if wrong:
-            remedy = "load the base model's weights that the checkpoint was trained with before initialize()."
-            raise _misfit(self.reader, "was trained with other frozen weights; they differ in", wrong, remedy)
+        what = "was trained with other frozen weights; they differ in"
+        if wrong and self.wanted.strict:
+            remedy = "load the base model's weights that it was trained with before initialize(), or pass strict=False."
+            raise _misfit(self.reader, what, wrong, remedy)
+        if wrong and is_rank_zero():
+            logger.warning("%s %s %s. They stay as they are.", self.reader.path, what, _some(wrong))
 
     # -- weights -------------------------------------------------------------------------------------------------
 

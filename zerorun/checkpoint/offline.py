@@ -32,7 +32,7 @@ from .ranks import Ranks
 from .save import Scalar, now, pack_scalars, versions
 from .stream import write_small
 from .tensorfile import Described, FileRecord, dtype_code
-from .write import Target, commit, index_files, small_tensor_file, write_tensors
+from .write import Target, commit, index_files, place, small_tensor_file, sync_folders, write_tensors
 
 STRETCH_BYTES = 4 << 20
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
@@ -98,7 +98,8 @@ def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, byte
     try:
         write_tensors(plan, _Streams(plan, streams), 0, target)
         for name, data in {**small, **index_files(plan)}.items():
-            write_small(target.temporary / name, data)
+            write_small(place(target, name), data)
+        sync_folders(target)
         folder.sync_directory(target.temporary)
         refuse_existing(out)  # which may have come meanwhile, and rename() replaces an empty directory
         target.temporary.rename(out)

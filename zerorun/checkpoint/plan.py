@@ -24,7 +24,8 @@ from .tensorfile import Described, dtype_of
 
 MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
 STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
-CAST = "cast"  # no set: tensors that are only written in the dtype ``rounded``
+CAST = "cast."  # no set: tensors that are only written in the dtype ``rounded``, into the set named behind it, or model
+ADAPTER = "adapter_model"  # PEFT's name for the one file of an adapter: a set of that name, maybe in a folder of its own
 # Bytes of a file, as far as tensors allow: what the Hugging Face hub's tools make.
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -81,8 +82,8 @@ class Task:
     tensor: Described
     writer: int
     sources: list[Source]  # one, if the writer holds all of it; in the tensor's order, unless they have shares
-    file: str = ""  # none for the set ``cast``
-    rounded: Described | None = None  # the same tensor for the set ``model``
+    file: str = ""  # none for what is only cast
+    rounded: Described | None = None  # the same tensor for the set ``model``, or the one that it is cast for
     rounded_file: str = ""
 
 
@@ -96,6 +97,11 @@ class Plan:
     def files(self) -> dict[str, list[Described]]:
         """All files with their tensors."""
         return {name: tensors for files in self.sets.values() for name, tensors in files.items()}
+
+
+def is_single(kind: str) -> bool:
+    """True for a set that is one file without an index, as PEFT reads it: an adapter."""
+    return kind.rpartition("/")[2] == ADAPTER
 
 
 def make_plan(
@@ -113,6 +119,7 @@ def make_plan(
     keys = sorted(held, key=lambda key: (place.get(key[1], len(place)), key[1], key[0]))
     places = [topology.coordinate(rank) for rank in range(len(tables))]
     writers = _writers(keys, held, places)
+    writers |= {name: 0 for kind, name in keys if is_single(kind.removeprefix(CAST))}
     writers |= {name: _near(held[kind, name], writers[name], places) for kind, name in keys}
     tasks = []
     for number, key in enumerate(keys):
@@ -224,12 +231,12 @@ def _name_files(plan: Plan, max_file: int) -> None:
     chunks: dict[str, list[list[tuple[Task, Described, bool]]]] = {}
     last: dict[str, tuple[int, int]] = {}  # set -> (writer, bytes so far)
     for task in plan.tasks:
-        wanted = [(task.set, task.tensor, False)] if task.set != CAST else []
+        wanted = [(task.set, task.tensor, False)] if not task.set.startswith(CAST) else []
         if task.rounded is not None:
-            wanted.append((MODEL, task.rounded, True))
+            wanted.append((MODEL if wanted else task.set.removeprefix(CAST) or MODEL, task.rounded, True))
         for kind, tensor, rounded in wanted:
             writer, filled = last.get(kind, (-1, 0))
-            if writer != task.writer or filled + tensor.nbytes > max_file:
+            if writer != task.writer or (filled + tensor.nbytes > max_file and not is_single(kind)):
                 chunks.setdefault(kind, []).append([])
                 filled = 0
             chunks[kind][-1].append((task, tensor, rounded))
@@ -237,7 +244,7 @@ def _name_files(plan: Plan, max_file: int) -> None:
     for kind, files in chunks.items():
         plan.sets[kind] = {}
         for index, members in enumerate(files):
-            name = f"{kind}-{index + 1:05d}-of-{len(files):05d}.safetensors"
+            name = f"{kind}.safetensors" if is_single(kind) else f"{kind}-{index + 1:05d}-of-{len(files):05d}.safetensors"
             plan.sets[kind][name] = [tensor for _, tensor, _ in members]
             for task, _, rounded in members:
                 if rounded:

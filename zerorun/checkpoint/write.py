@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from . import directory as folder
 from .collect import Collector
 from .manifest import MANIFEST, Manifest
-from .plan import Plan
+from .plan import Plan, is_single
 from .ranks import Ranks, attempt
 from .stream import FileWriter, WriteQueue, write_small
 from .tensorfile import Described, FileRecord, dtype_of, header_bytes, memory_of
@@ -42,6 +42,20 @@ class Target:
     @property
     def temporary(self) -> Path:
         return self.directory / f"{folder.TEMPORARY}{self.tag}"
+
+
+def place(target: Target, name: str) -> Path:
+    """Where the file ``name`` is written. An adapter's may be in a folder of its own, which is made."""
+    path = target.temporary / name
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def sync_folders(target: Target) -> None:
+    """Make the names in folders inside the temporary directory durable."""
+    for path in target.temporary.iterdir():
+        if path.is_dir():
+            folder.sync_directory(path)
 
 
 def write_tensors(plan: Plan, collector: Collector, rank: int, target: Target) -> dict[str, FileRecord]:
@@ -81,7 +95,7 @@ class _Output:
 
     def write(self, name: str, stretch: torch.Tensor) -> None:
         if name not in self._open:
-            self._open[name] = FileWriter(self._target.temporary / name, self._queue)
+            self._open[name] = FileWriter(place(self._target, name), self._queue)
             self._open[name].write(header_bytes(self._tensors[name], {}))
         self._open[name].write(memory_of(stretch))
         self._target.check("write")
@@ -106,6 +120,8 @@ def index_files(plan: Plan) -> dict[str, bytes]:
     """For each set the index that Hugging Face's loaders know: which file holds which tensor."""
     made = {}
     for kind, files in plan.sets.items():
+        if is_single(kind):
+            continue
         total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
         weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -207,9 +223,10 @@ def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, b
         raise CheckpointError(f"{target.temporary / name} was written, but {what}: the file system loses data.")
     for name, data in small.items():
         target.check("small")
-        record = write_small(target.temporary / name, data)
+        record = write_small(place(target, name), data)
         if manifest is not None:
             manifest.files[name] = record
+    sync_folders(target)
     if manifest is not None:
         target.check("manifest")
         write_small(target.temporary / MANIFEST, manifest.to_text().encode())

@@ -166,6 +166,35 @@ def adopt_loaded_weights(module: nn.Module, runtime: Runtime) -> Any:
     return module.register_load_state_dict_post_hook(after)
 
 
+class WholeValues:
+    """Whole values of the parameters of ``module``, which an engine manages, asked for layer by layer. Collective."""
+
+    def __init__(self, module: nn.Module) -> None:
+        registry = registry_of(module)
+        assert registry is not None
+        self._registry: Registry = registry
+        self._flats: dict[tuple[int, bool], torch.Tensor] = {}  # by segment: neighbours are in one
+
+    def value(self, param: torch.Tensor, *, master: bool = False) -> torch.Tensor:
+        """``param`` in its shape, on the engine's device; with ``master`` what the optimizer has of it, if it has.
+
+        Not to be written to. Valid until ``forget_all_but`` is called without it.
+        """
+        home = self._registry.homes[id(param)]
+        segment = home.segment
+        key = id(segment), master and segment.master is not None
+        if key not in self._flats and segment.master is not None and key[1]:
+            self._flats[key] = gathered(self._registry, segment, segment.master, home.unit.name)
+        elif key not in self._flats:
+            self._flats[key] = _weights(self._registry.runtime, home.unit, segment)
+        return self._registry.parts.whole(param, entry_view(home, self._flats[key]))
+
+    def forget_all_but(self, params: Iterable[torch.Tensor]) -> None:
+        """Give the memory back of what is not together with any of ``params``."""
+        needed = {id(self._registry.homes[id(param)].segment) for param in params}
+        self._flats = {key: flat for key, flat in self._flats.items() if key[0] in needed}
+
+
 def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> None:
     """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
     with contextlib.suppress(OrderError):  # that ranks went different ways is told before, or does no harm any more
