@@ -267,16 +267,22 @@ def report(result: dict[str, Any]) -> None:
 
 
 def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
-    """Stacked bytes by kind over one step, one panel for each run."""
+    """Stacked bytes by kind over one step, one panel for each run, with a legend; a kind has one colour in all of them."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    shown = {
+        title: {kind: n for kind, n in result["kinds"].items() if n and not kind.startswith("disk")}
+        for title, result in found.items()
+    }
+    every_kind = dict.fromkeys([*(kind for kinds in shown.values() for kind in kinds), "activations"])
+    colours = {kind: f"C{number}" for number, kind in enumerate(every_kind)}
     figure, panels = pyplot.subplots(1, len(found), figsize=(6 * len(found), 4), sharey=True, squeeze=False)
     for panel, (title, result) in zip(panels[0], found.items(), strict=True):
         seconds, kept, held = zip(*result["samples"], strict=True)
-        kinds = {kind: n for kind, n in result["kinds"].items() if n and not kind.startswith("disk")}
-        rows = [[n / MIB] * len(seconds) for n in kinds.values()]
-        panel.stackplot(seconds, *rows, [n / MIB for n in kept], labels=[*kinds, "activations"], step="post")
+        rows = {kind: [n / MIB] * len(seconds) for kind, n in shown[title].items()}
+        rows["activations"] = [n / MIB for n in kept]
+        panel.stackplot(seconds, *rows.values(), labels=list(rows), colors=[colours[kind] for kind in rows], step="post")
         panel.plot(seconds, [n / MIB for n in held], color="black", linewidth=1, label="resident set of the process")
         panel.set(title=title, xlabel="seconds into the step", ylabel="MiB")
         panel.set_ylim(top=1.45 * max(held) / MIB)
