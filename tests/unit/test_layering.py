@@ -131,6 +131,7 @@ LAYERS = {
     "checkpoint.collect": 4,
     "checkpoint.cuts": 4,
     "checkpoint.directory": 4,
+    "checkpoint.files": 4,
     "checkpoint.foreign": 4,
     "checkpoint.from_dcp": 4,
     "checkpoint.from_deepspeed": 4,

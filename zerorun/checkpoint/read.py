@@ -9,6 +9,7 @@ where those lie apart, the rows that enclose them (``cuts.take``).
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -274,13 +275,14 @@ def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
     """
     here: dict[str, tuple[Path, Manifest]] = {}  # time of saving -> version
     problems = []
-    for path in (directory / tag, directory / f"{tag}{folder.OLD}"):
+    for name in (tag, f"{folder.REPLACED}{tag}", f"{tag}{folder.OLD}"):
+        path = directory / name
         manifest, problem = attempt(partial(read_manifest, path))
-        if manifest is not None:
+        if manifest is not None and (name == tag or manifest.tag == tag):  # else somebody has given it this name
             here.setdefault(manifest.saved_at, (path, manifest))
-        elif problem is not None and (path / MANIFEST).exists():
+        elif problem is not None and os.path.exists(path / MANIFEST):
             problems.append(problem)
-    found = ranks.gather((list(here), problems, (directory / tag).exists()))
+    found = ranks.gather((list(here), problems, os.path.exists(directory / tag)))
     versions = sorted({version for known, _, _ in found for version in known}, reverse=True)
     failure = next((problem.error() for _, others, _ in found for problem in others), None)
     if not versions and failure is None and not any(exists for _, _, exists in found):

@@ -21,6 +21,7 @@ import torch
 from ..errors import CheckpointError
 from . import directory as folder
 from .collect import Collector
+from .files import mark
 from .manifest import MANIFEST, Manifest
 from .plan import Plan
 from .ranks import Ranks, attempt
@@ -136,7 +137,7 @@ def find_volumes(ranks: Ranks, target: Target) -> list[int]:
 
     def leave_mark() -> None:
         folder.make_directory(target.directory)
-        probe.with_suffix(f".rank{ranks.rank}").touch()
+        mark(probe.with_suffix(f".rank{ranks.rank}"))
 
     try:
         ranks.agree(attempt(leave_mark)[1] if leads else None)
@@ -168,7 +169,7 @@ def commit(
     def on_leader(act: Callable[[], object]) -> None:
         ranks.agree(attempt(act)[1] if leads else None)
 
-    on_leader(lambda: folder.begin(target.directory, target.tag, replace=target.prune))
+    on_leader(lambda: _begin(target))
     try:
         records, problem = attempt(write)
         written = ranks.gather(records or {})
@@ -213,6 +214,12 @@ def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, b
     if manifest is not None:
         target.check("manifest")
         write_small(target.temporary / MANIFEST, manifest.to_text().encode())
+
+
+def _begin(target: Target) -> None:
+    if target.latest:
+        folder.refuse_strange_pointer(target.directory)
+    folder.begin(target.directory, target.tag, replace=target.prune)
 
 
 def _appear(target: Target) -> None:
