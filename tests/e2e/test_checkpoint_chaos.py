@@ -234,7 +234,8 @@ class Attack:
         if self.chain.keep:
             assert len(left) == (1 if self.chain.tag else self.chain.keep)
         for folder in (self.directory, self.directory / "0"):
-            remains = [path.name for start in (f"{TEMPORARY}*", f"{DOOMED}*", f"{REPLACED}*") for path in folder.glob(start)]
+            starts = (TEMPORARY, DOOMED, REPLACED)
+            remains = [path.name for start in starts for path in folder.glob(f"{start}*")]
             assert not remains, f"left over after a save that returned: {remains}"
 
 

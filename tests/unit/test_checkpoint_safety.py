@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from zerorun.checkpoint import directory as folder
-from zerorun.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from zerorun.checkpoint.manifest import Manifest, read_manifest
 from zerorun.checkpoint.offline import alone
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
 from zerorun.checkpoint.tensorfile import FileRecord

@@ -59,8 +59,8 @@ def check_tag(tag: str) -> str:
     if not plain or tag == LATEST or tag.startswith((TEMPORARY, REPLACED, DOOMED)) or tag.endswith(OLD):
         raise CheckpointError(
             f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', without blanks at "
-            f"its ends, that begins with none of {TEMPORARY!r}, {REPLACED!r} and {DOOMED!r}, does not end with {OLD!r}, and "
-            f"is not {LATEST!r}."
+            f"its ends, that begins with none of {TEMPORARY!r}, {REPLACED!r} and {DOOMED!r}, does not end with {OLD!r}, "
+            f"and is not {LATEST!r}."
         )
     return tag
 
@@ -103,8 +103,8 @@ def refuse_strange_pointer(directory: Path) -> None:
     path = directory / LATEST
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
-            f"{path} is no regular file, and is left as it is; a save writes the name of the newest checkpoint there. Remedy: "
-            "move it away, or save with save_latest=False."
+            f"{path} is no regular file, and is left as it is; a save writes the name of the newest checkpoint there. "
+            "Remedy: move it away, or save with save_latest=False."
         )
 
 
@@ -118,8 +118,8 @@ def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
     for path in (temporary, directory / f"{REPLACED}{tag}"):
         if os.path.lexists(path) and not _is_own(path):
             raise CheckpointError(
-                f"{path} holds what zerorun did not write, and is left as it is; a save of {tag!r} needs this name. Remedy: "
-                "move it away, or use another tag."
+                f"{path} holds what zerorun did not write, and is left as it is; a save of {tag!r} needs this name. "
+                "Remedy: move it away, or use another tag."
             )
     make_directory(directory)
     if temporary.exists():

@@ -22,13 +22,15 @@ from ..errors import CheckpointError, DamagedError
 from ..tensor_parallel.share import Share
 from . import directory as folder
 from .cuts import span, take
+from .files import is_plain, read_regular
 from .manifest import MANIFEST, Manifest, read_manifest
 from .plan import MODEL, STATE
 from .ranks import Problem, Ranks, attempt
-from .tensorfile import Described, Located, TensorFile, dtype_of
+from .tensorfile import Described, FileRecord, Located, TensorFile, dtype_of
 from .write import index_name
 
 _AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
+_MOST_SMALL = 256 << 20  # bytes of a file that is read as a whole
 
 
 @dataclass
@@ -92,10 +94,7 @@ class Reader:
             return {}
         index, single = index_name(kind), f"{kind}.safetensors"
         if index in self._small or (self.path / index).is_file():
-            try:
-                return {str(name): str(file) for name, file in json.loads(self.small_file(index))["weight_map"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DamagedError(f"{self.path / index} is no readable index ({error}).") from error
+            return self._index(kind, index)
         if self.manifest is None and (self.path / single).is_file():
             return dict.fromkeys(self._open(single).tensors, single)
         raise CheckpointError(
@@ -103,18 +102,42 @@ class Reader:
             f"{MANIFEST}) or of a model in safetensors format."
         )
 
+    def _index(self, kind: str, index: str) -> dict[str, str]:
+        """tensor -> file, as ``index`` says. All are files of the set, or without a manifest, files in the directory."""
+        try:
+            places: dict[str, str] = json.loads(self.small_file(index))["weight_map"]
+            for file in set(places.values()):
+                if not is_plain(file) or (self.manifest is not None and file not in self.manifest.sets[kind]):
+                    raise ValueError(f"{file!r:.80} is no file of the set {kind!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{self.path / index} is no readable index ({error!s:.200}).") from error
+        return places
+
     def small_file(self, name: str) -> bytes:
         """All of a small file, checked."""
         if name in self._small:
             return self._small[name]
-        path = self.path / name
+        path, record = self.path / name, self._record(name)
         try:
-            data = path.read_bytes()
+            data = read_regular(path, _MOST_SMALL, self._home)
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}.") from error
-        if self.manifest is not None and name in self.manifest.files:
-            self.manifest.files[name].check(data, path)
+        if record is not None:
+            record.check(data, path)
         return data
+
+    def _record(self, name: str) -> FileRecord | None:
+        """What the manifest says of a file, which it must know; None without a manifest."""
+        if self.manifest is None:
+            return None
+        if name not in self.manifest.files:
+            raise DamagedError(f"{self.path / name} cannot be checked: {MANIFEST} has no checksums of it.")
+        return self.manifest.files[name]
+
+    @property
+    def _home(self) -> Path | None:
+        """Where the files of a checkpoint must be. Weights alone may be links that somebody has brought together."""
+        return self.path if self.manifest is not None else None
 
     def tensor(self, kind: str, name: str) -> Described:
         """Dtype and shape of a tensor."""
@@ -148,8 +171,7 @@ class Reader:
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
-            record = self.manifest.files[name] if self.manifest is not None else None
-            self._files[name] = TensorFile(self.path / name, record)
+            self._files[name] = TensorFile(self.path / name, self._record(name), self._home)
         return self._files[name]
 
     # -- reading -------------------------------------------------------------------------------------------------
