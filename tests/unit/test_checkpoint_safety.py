@@ -5,21 +5,30 @@ The attacker is another user who can write into the directory of checkpoints, or
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from zerorun.checkpoint import directory as folder
-from zerorun.checkpoint.manifest import Manifest, read_manifest
-from zerorun.checkpoint.offline import alone
+from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
+from zerorun.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from zerorun.checkpoint.offline import alone, write_foreign
+from zerorun.checkpoint.plain import decode
+from zerorun.checkpoint.read import Read, Reader, candidates, open_on_all
+from zerorun.checkpoint.save import unpack_scalars
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
-from zerorun.checkpoint.tensorfile import FileRecord
+from zerorun.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, TensorFile, dtype_of
 from zerorun.checkpoint.write import Target, commit
-from zerorun.errors import CheckpointError
+from zerorun.errors import CheckpointError, DamagedError
 
 # -- what a save deletes, overwrites and follows -----------------------------------------------------------------
 
@@ -212,6 +221,246 @@ def test_latest_that_never_ends(tmp_path: Path, make: Callable[[Path], None]) ->
     start = time.monotonic()
     assert folder.in_order_of_trust(tmp_path) == ["s1"]
     assert time.monotonic() - start < 1
+
+
+STRANGE: dict[str, Callable[[Path], None]] = {"pipe": pipe, "device": device, "socket": bound, "directory": Path.mkdir}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with two checkpoints, ``good`` and the newer ``bad``, which is whole as yet."""
+    place = tmp_path_factory.mktemp("source")
+    for tag in ("good", "bad"):
+        tensors = [ForeignTensor(kind, "w", torch.float32, (4,), lambda: torch.arange(4.0)) for kind in ("model", "optimizer.m")]
+        facts: Any = ({"w": True}, {}, "AdamW", {"w": 0}, [{"lr": 0.1}], {"step": {"w": 3.0}}, {}, None, None)
+        write_foreign(ForeignCheckpoint(tensors, *facts, client_state={"x": torch.ones(2)}, notes=[]), place, tag)
+    return place
+
+
+@pytest.fixture
+def bad(source: Path, tmp_path: Path) -> Path:
+    """A copy of the newer checkpoint, to be spoiled, with the older one beside it."""
+    return Path(shutil.copytree(source, tmp_path / "run")) / "bad"
+
+
+def load(directory: Path, tag: str | None = None) -> str:
+    """Read all that one rank would; the name of what was loaded."""
+    ranks = alone()
+    names = [tag] if tag else candidates(ranks, directory)
+    for name in names:
+        try:
+            with open_on_all(ranks, directory, name) as reader:
+                assert reader.manifest is not None
+                for kind in reader.sets:
+                    for tensor in reader.places(kind):
+                        described = reader.tensor(kind, tensor)
+                        reader.read(Read(kind, tensor, 0, torch.empty(described.numel, dtype=dtype_of(described.dtype))))
+                decode(reader.manifest.client_state, reader.state_tensors(ranks))
+                return name
+        except DamagedError:
+            if name == names[-1]:
+                raise
+    raise AssertionError("there is nothing to load")
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the content of a manifest, with a right checksum."""
+    content = json.loads((path / MANIFEST).read_text())["content"]
+    change(content)
+    crc = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    (path / MANIFEST).write_text(json.dumps({"crc32": f"{crc:08x}", "content": content}))
+
+
+def replace_file(path: Path, name: str, data: bytes) -> None:
+    """Other bytes for a file, with right checksums."""
+    (path / name).write_bytes(data)
+    blocks = [zlib.crc32(data[begin : begin + BLOCK_BYTES]) for begin in range(0, len(data), BLOCK_BYTES)]
+    record = {"bytes": len(data), "crc32": "".join(f"{crc:08x}" for crc in blocks)}
+    rewrite(path, lambda content: content["files"].update({name: record}))
+
+
+def is_refused(bad: Path) -> str:
+    """By its tag, in one error, soon; without one, the checkpoint before is loaded."""
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as found:
+        load(bad.parent, "bad")
+    assert load(bad.parent) == "good"
+    assert time.monotonic() - start < 2
+    return str(found.value)
+
+
+MODEL_FILE, MODEL_INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, MODEL_FILE, MODEL_INDEX])
+@pytest.mark.parametrize("kind", STRANGE)
+def test_files_that_never_end(bad: Path, name: str, kind: str) -> None:
+    assert load(bad.parent) == "bad"
+    (bad / name).unlink()
+    STRANGE[kind](bad / name)
+    (bad.parent / "latest").write_text("bad")
+    assert name in is_refused(bad)
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_weights_that_never_end(tmp_path: Path, kind: str) -> None:
+    for name in ("model.safetensors", "model.safetensors.index.json"):
+        STRANGE[kind](tmp_path / name)
+        with pytest.raises(CheckpointError):
+            Reader(tmp_path, None).places("model")
+        (tmp_path / name).rmdir() if kind == "directory" else (tmp_path / name).unlink()
+
+
+def sparse(path: Path, length: int, begin: bytes = b"") -> None:
+    path.write_bytes(begin)
+    os.truncate(path, length)
+
+
+def test_headers_and_small_files_that_are_too_long(bad: Path, tmp_path: Path) -> None:
+    """Files with holes cost who sends them nothing."""
+    header = tmp_path / "x.safetensors"
+    sparse(header, 20 << 30, (19 << 30).to_bytes(8, "little"))
+    with pytest.raises(DamagedError, match="header length"):
+        TensorFile(header)
+    sparse(tmp_path / MODEL_INDEX, 20 << 30)
+    with pytest.raises(DamagedError, match="it has 21474836480 bytes"):
+        Reader(tmp_path, None).places("model")
+    sparse(bad / MANIFEST, 20 << 30)
+    is_refused(bad)
+    sparse(bad.parent / "latest", 20 << 30)
+    assert folder.in_order_of_trust(bad.parent) == ["good"]
+
+
+def test_tensors_that_share_their_bytes(tmp_path: Path) -> None:
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+    header = json.dumps({f"t{index}": entry for index in range(1000)}).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(DamagedError, match="begins inside of another"):
+        TensorFile(tmp_path / "x.safetensors")
+
+
+PATHS = ["../good/" + MODEL_FILE, "/dev/zero", "..", ".", "", "a/b", "a\0b"]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_names_that_are_paths(bad: Path, name: str) -> None:
+    rewrite(bad, lambda content: content["files"].update({name: {"bytes": 0, "crc32": ""}}))
+    is_refused(bad)
+
+
+@pytest.mark.parametrize("name", [*PATHS, "state-00001-of-00001.safetensors", "other.safetensors"])
+def test_an_index_that_leads_elsewhere(bad: Path, tmp_path: Path, name: str) -> None:
+    """Of a checkpoint to a file of another set, or outside; of weights alone, outside."""
+    index = json.dumps({"weight_map": {"w": name}}).encode()
+    replace_file(bad, MODEL_INDEX, index)
+    is_refused(bad)
+    (tmp_path / MODEL_INDEX).write_bytes(index)
+    with pytest.raises(CheckpointError):
+        Reader(tmp_path, None).tensor("model", "w")
+
+
+def test_links_out_of_a_checkpoint(bad: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes((bad / MODEL_FILE).read_bytes())
+    (bad / MODEL_FILE).unlink()
+    (bad / MODEL_FILE).symlink_to(tmp_path / "secret")
+    assert "which is in another directory" in is_refused(bad)
+
+
+def test_links_that_users_have(bad: Path, tmp_path: Path) -> None:
+    """A checkpoint by another name, links within it, a cache of the hub, and weights brought together from elsewhere."""
+    (tmp_path / "elsewhere").symlink_to(bad.parent)
+    assert load(tmp_path / "elsewhere") == "bad"
+    (bad / MODEL_FILE).rename(bad / "weights")
+    (bad / MODEL_FILE).symlink_to("weights")
+    assert load(bad.parent) == "bad"
+    blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "bad"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(path for path in bad.iterdir() if path.name != "weights"):
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert load(snapshot.parent, "bad") == "bad"
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").symlink_to(bad / MODEL_FILE)
+    with Reader(tmp_path / "weights", None) as reader:
+        assert reader.tensor("model", "w").shape == (4,)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "time": lambda c: c.update(saved_at=5),
+    "tag": lambda c: c.update(tag=None),
+    "counters": lambda c: c.update(counters={"global_steps": "many"}),
+    "too few sums": lambda c: c["files"][MODEL_FILE].update(crc32=""),
+    "no sums of a small file": lambda c: c["files"][MODEL_INDEX].update(crc32=""),
+    "too many sums": lambda c: c["files"][MODEL_FILE].update(crc32="00000000" * 1000),
+    "sums of another length": lambda c: c["files"][MODEL_FILE].update(crc32="0000000"),
+    "sums that are none": lambda c: c["files"][MODEL_FILE].update(crc32="-0000001"),
+    "bytes": lambda c: c["files"][MODEL_FILE].update(bytes="248"),
+    "negative bytes": lambda c: c["files"][MODEL_FILE].update(bytes=-1),
+    "no sums of an index": lambda c: c["files"].pop(MODEL_INDEX),
+    "sets": lambda c: c.update(sets={"model": MODEL_FILE}),
+    "a set of no tensor file": lambda c: c["sets"]["model"].append(MODEL_INDEX),
+    "a set that is a path": lambda c: c["sets"].update({"../good/model": []}),
+    "shape": lambda c: c["parameters"]["w"].update(shape=[-4]),
+    "parameter": lambda c: c["parameters"]["w"].pop("trainable"),
+    "alias": lambda c: c.update(aliases={"v": ["w"]}),
+    "optimizer": lambda c: c["optimizer"].update(groups=[[]]),
+    "scalars": lambda c: c["optimizer"]["scalars"].update(step=[{"value": [], "dtype": None, "names": ["w"]}]),
+    "states": lambda c: c["optimizer"].update(states=[5]),
+    "loss scale": lambda c: c.update(loss_scale={"scale": "big"}),
+    "random numbers": lambda c: c.update(rng="x"),
+    "latest": lambda c: c.update(becomes_latest="yes"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_manifests_whose_checksum_is_right(bad: Path, change: str) -> None:
+    """One error, and a neighbour is loaded all the same; also if ``latest`` names the bad one, as here."""
+    rewrite(bad, CHANGES[change])
+    assert str(bad) in is_refused(bad)
+    (bad.parent / "latest").write_text("good")
+    assert load(bad.parent) == "good"
+
+
+VALUES: dict[str, Any] = {
+    "kind": {"$": ["tuple"]},
+    "no name": {"$": "tensor"},
+    "no such tensor": {"$": "tensor", "name": "gone"},
+    "name": {"$": "ndarray", "name": []},
+    "float": {"$": "float", "value": "much"},
+    "bytes": {"$": "bytes", "base64": "?"},
+    "function": {"$": "dtype", "name": "load"},
+    "module": {"$": "dtype", "name": "os"},
+    "device": {"$": "device", "name": "abacus"},
+    "pairs": {"$": "dict", "items": [[1, 2, 3]]},
+    "key": {"$": "dict", "items": [[[], 1]]},
+    "size": {"$": "Size", "items": ["a"]},
+    "set": {"$": "set", "items": [{}]},
+    "items": {"$": "tuple", "items": 5},
+    "length": {"$": "deque", "items": [], "maxlen": "a"},
+    "complex": {"$": "complex", "items": [1, 2, 3]},
+    "count": {"$": "Counter", "items": [1]},
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_that_nobody_encoded(value: str) -> None:
+    with pytest.raises(CheckpointError, match="is not what it says|does not know"):
+        decode([{"here": VALUES[value]}], {})
+
+
+def test_nested_values() -> None:
+    value: Any = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(CheckpointError, match="RecursionError"):
+        decode(value, {})
+
+
+@pytest.mark.parametrize("dtype", ["load", "float33", "float32"])
+def test_scalars_that_nobody_packed(dtype: str) -> None:
+    with pytest.raises(CheckpointError, match="optimizer.step has a scalar"):
+        unpack_scalars({"step": [{"value": "much", "dtype": dtype, "names": ["w"]}]})
 
 
 def test_records() -> None:

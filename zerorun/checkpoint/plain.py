@@ -145,7 +145,7 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "float":
         return float(value["value"])
     if kind == "bytes":
-        return base64.b64decode(value["base64"])
+        return base64.b64decode(value["base64"], validate=True)
     if kind == "dtype":
         return dtype_by_name(value["name"])
     if kind == "device":
