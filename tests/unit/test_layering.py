@@ -139,6 +139,7 @@ LAYERS = {
     "checkpoint.load": 4,
     "checkpoint.manifest": 4,
     "checkpoint.offline": 4,
+    "checkpoint.pickles": 4,
     "checkpoint.plain": 4,
     "checkpoint.plan": 4,
     "checkpoint.pretrained": 4,
