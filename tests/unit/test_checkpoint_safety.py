@@ -231,7 +231,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with two checkpoints, ``good`` and the newer ``bad``, which is whole as yet."""
     place = tmp_path_factory.mktemp("source")
     for tag in ("good", "bad"):
-        tensors = [ForeignTensor(kind, "w", torch.float32, (4,), lambda: torch.arange(4.0)) for kind in ("model", "optimizer.m")]
+        sets = ("model", "optimizer.m")
+        tensors = [ForeignTensor(kind, "w", torch.float32, (4,), lambda: torch.arange(4.0)) for kind in sets]
         facts: Any = ({"w": True}, {}, "AdamW", {"w": 0}, [{"lr": 0.1}], {"step": {"w": 3.0}}, {}, None, None)
         write_foreign(ForeignCheckpoint(tensors, *facts, client_state={"x": torch.ones(2)}, notes=[]), place, tag)
     return place
@@ -445,7 +446,7 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", VALUES)
 def test_values_that_nobody_encoded(value: str) -> None:
-    with pytest.raises(CheckpointError, match="is not what it says|does not know"):
+    with pytest.raises(CheckpointError, match=r"is not what it says|does not know"):
         decode([{"here": VALUES[value]}], {})
 
 
@@ -459,7 +460,7 @@ def test_nested_values() -> None:
 
 @pytest.mark.parametrize("dtype", ["load", "float33", "float32"])
 def test_scalars_that_nobody_packed(dtype: str) -> None:
-    with pytest.raises(CheckpointError, match="optimizer.step has a scalar"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.step has a scalar"):
         unpack_scalars({"step": [{"value": "much", "dtype": dtype, "names": ["w"]}]})
 
 
