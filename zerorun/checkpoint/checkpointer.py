@@ -241,7 +241,7 @@ class Checkpointer:
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
         loader.compare_base(ranks, self.subject.comm.peer_reader())
         tensors = reader.state_tensors(ranks)
-        ranks.agree(attempt(lambda: self._refuse_strange_values(manifest, tensors))[1])
+        ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
         lines = []
         trains = any(ranks.gather(self.subject.sharded is not None))  # a pipeline stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
@@ -265,12 +265,15 @@ class Checkpointer:
             )
         return decode(manifest.client_state, tensors) or {}
 
-    def _refuse_strange_values(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    def _refuse_strange_values(self, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError, before anything is changed, for values that this rank may need and cannot decode."""
         own = [states[self._place_in(manifest, states)] for states in (manifest.rng, manifest.data) if states]
         groups = manifest.optimizer["groups"] if manifest.optimizer else None
         for value in (manifest.scheduler, manifest.client_state, manifest.extra_state, groups, *own):
-            decode(value, tensors)
+            try:
+                decode(value, tensors)
+            except CheckpointError as error:
+                raise type(error)(f"{path}: {error}") from error
 
     def _require(self, reader: Reader, wanted: Wanted) -> None:
         """Raise CheckpointError for a component that this run has and the checkpoint has not."""
