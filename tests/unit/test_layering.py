@@ -150,6 +150,7 @@ LAYERS = {
     "checkpoint.save": 4,
     "checkpoint.stream": 4,
     "checkpoint.tensorfile": 4,
+    "checkpoint.torch_files": 4,
     "checkpoint.write": 4,
     "disks": 4,
     "estimate": 4,

@@ -16,10 +16,9 @@ from typing import Any
 
 from ..errors import CheckpointError, DamagedError
 from .cli_choose import Entry, counted, in_bytes, locate, survey
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, index_name, read_manifest
 from .plan import MASTER, MODEL, OPTIMIZER, STATE
 from .tensorfile import BLOCK_BYTES, Described, FileRecord, TensorFile
-from .write import index_name
 
 _SHOWN_RANGES = 8
 _PROGRESS_SECONDS = 0.2

@@ -11,6 +11,7 @@ import os
 import stat
 from pathlib import Path
 
+_MOST_IN_NAME = 255  # bytes, on every file system
 _KINDS = {
     stat.S_IFIFO: "it is a named pipe",
     stat.S_IFSOCK: "it is a socket",
@@ -21,7 +22,12 @@ _KINDS = {
 
 def is_plain(name: object) -> bool:
     """True if ``name`` can only be that of an entry of a directory: no path, not the directory itself or the one above."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    try:
+        return len(os.fsencode(name)) <= _MOST_IN_NAME
+    except UnicodeError:
+        return False
 
 
 def open_regular(path: Path, home: Path | None = None) -> int:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from ..errors import CheckpointError
 from .files import is_plain, read_regular
@@ -40,6 +39,7 @@ from .foreign import (
     refused_class,
 )
 from .pickles import RuledUnpickler
+from .torch_files import Part, look_through, refuse_strange_tensors
 
 _OPTIMIZER = re.compile(r"(?:optimizers?|optim)\.(state|param_groups)(?:\.(.+))?", re.DOTALL)
 _MODELS = ("model", "module", "state_dict", "model_state_dict")
@@ -194,7 +194,7 @@ class _Store:
         whole = torch.empty(shape, dtype=dtype)
         for (offsets, sizes), info in infos.items():
             part = self._load(info, ())
-            if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.layout != torch.strided:
+            if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes:
                 raise ValueError("what is stored has another form")
             place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
             whole[place] = part.detach()
@@ -211,8 +211,11 @@ class _Store:
 
     def _load(self, info: Any, harmless: Sequence[Any]) -> Any:
         with (self.folder / info.relative_path).open("rb") as file, torch.serialization.safe_globals(list(harmless)):
-            part: Any = _create_file_view(file, info.offset, info.length)
-            return torch.load(part, map_location="cpu", weights_only=True)
+            part: Any = Part(file, info.offset, info.length)
+            look_through(part)
+            loaded = torch.load(part, map_location="cpu", weights_only=True)
+        refuse_strange_tensors(loaded, info.length)
+        return loaded
 
 
 def makes_up(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:

@@ -48,6 +48,12 @@ MANIFEST = "zerorun.json"
 _MOST_BYTES = 256 << 20  # of a manifest: with checksums of 30 TB
 
 
+def index_name(kind: str) -> str:
+    """The file that says where the tensors of a set are."""
+    return f"{kind}.safetensors.index.json"
+
+
+
 @dataclass
 class Manifest:
     """The content of ``zerorun.json``; the fields are those of the Note."""
@@ -184,7 +190,7 @@ _TYPES: dict[str, _Test] = {
     "extra_state": _or_null(_is(dict)),
     "rng": _or_null(_is(list)),
     "frozen_base": _or_null(_object_of(_object_with(dtype=_TEXT, crc32=_TEXT))),
-    "sets": lambda value: _object_of(_list_of(_is_tensor_file))(value) and all(map(is_plain, value)),
+    "sets": lambda value: _object_of(_list_of(_is_tensor_file))(value) and all(map(is_plain, map(index_name, value))),
     "files": lambda value: all(map(is_plain, value)),
     "becomes_latest": _is(bool),
 }

@@ -23,11 +23,10 @@ from ..tensor_parallel.share import Share
 from . import directory as folder
 from .cuts import span, take
 from .files import is_plain, read_regular
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, index_name, read_manifest
 from .plan import MODEL, STATE
 from .ranks import Problem, Ranks, attempt
 from .tensorfile import Described, FileRecord, Located, TensorFile, dtype_of
-from .write import index_name
 
 _AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
 _MOST_SMALL = 256 << 20  # bytes of a file that is read as a whole

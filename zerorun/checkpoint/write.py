@@ -22,7 +22,7 @@ from ..errors import CheckpointError
 from . import directory as folder
 from .collect import Collector
 from .files import mark
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST, Manifest, index_name
 from .plan import Plan
 from .ranks import Ranks, attempt
 from .stream import FileWriter, WriteQueue, write_small
@@ -112,11 +112,6 @@ def index_files(plan: Plan) -> dict[str, bytes]:
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         made[index_name(kind)] = json.dumps(content, indent=1).encode()
     return made
-
-
-def index_name(kind: str) -> str:
-    """The file that says where the tensors of a set are."""
-    return f"{kind}.safetensors.index.json"
 
 
 def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
