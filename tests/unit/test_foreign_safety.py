@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import pathlib
 import pickle
 import random
 import struct
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from zerorun.checkpoint.foreign import HARMLESS
 from zerorun.checkpoint.from_dcp import makes_up, read_dcp
+from zerorun.checkpoint.from_deepspeed import read_deepspeed
+from zerorun.checkpoint.torch_files import Part, look_through
 from zerorun.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed", "ignore:Detected pickle protocol")
@@ -248,10 +252,10 @@ def test_many_parts_are_checked_soon() -> None:
 # -- numbers of numpy --------------------------------------------------------------------------------------------
 
 
-def load_pickle(data: bytes) -> Any:
-    """As the readers do with a value; ``data`` is the pickle in a file of torch.save."""
+def torch_file(data: bytes) -> bytes:
+    """A file of torch.save with ``data`` as its pickle; its only tensor has one element."""
     file = io.BytesIO()
-    torch.save(None, file)
+    torch.save(torch.ones(1), file)
     reader, out = torch._C.PyTorchFileReader(io.BytesIO(file.getvalue())), io.BytesIO()
     writer = torch._C.PyTorchFileWriter(out)
     for record in reader.get_all_records():
@@ -259,9 +263,13 @@ def load_pickle(data: bytes) -> Any:
             content = data if record == "data.pkl" else reader.get_record(record)
             writer.write_record(record, content, len(content))
     writer.write_end_of_file()
-    out.seek(0)
+    return out.getvalue()
+
+
+def load_pickle(data: bytes) -> Any:
+    """As the readers do with a value."""
     with torch.serialization.safe_globals(HARMLESS):
-        return torch.load(out, weights_only=True)
+        return torch.load(io.BytesIO(torch_file(data)), weights_only=True)
 
 
 NP = "numpy._core.multiarray" if np.__version__ >= "2" else "numpy.core.multiarray"
@@ -316,3 +324,82 @@ def test_numpy_that_does_not() -> None:
         assert found["array"].shape == value.shape
         assert (found["array"] == value).all()
         assert (found["number"], type(found["number"])) == (value.flat[0], type(value.flat[0]))
+
+
+# -- files of torch.save -----------------------------------------------------------------------------------------
+
+STORAGE = b"(" + text("storage") + named("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x01tQ"
+TENSOR = named("torch._utils", "_rebuild_tensor_v2")
+HUGE = b"\x8a\x05" + struct.pack("<Q", 2**36)[:5]
+LISTS = b"]" + b"".join(b"r%b](j%bj%be" % ((struct.pack("<I", number),) * 3) for number in range(60))
+
+
+def tensor_of(shape: bytes, strides: bytes) -> bytes:
+    return TENSOR + b"(" + STORAGE + b"K\x00" + shape + strides + b"\x89" + named("collections", "OrderedDict") + b")RtR"
+
+
+TORCH_ATTACKS = {
+    "room": whole(named("builtins", "bytearray"), HUGE, b"\x85R"),
+    "room by another": whole(
+        named("torch._tensor", "_rebuild_from_type_v2"), b"(", *[named("builtins", "bytearray")] * 2, HUGE, b"\x85}tR"
+    ),
+    "a tensor's room": whole(named("torch", "FloatTensor"), HUGE, b"\x85R"),
+    "a storage's room": whole(named("torch.storage", "UntypedStorage"), HUGE, b"\x85R"),
+    "a key that takes for ever": whole(b"}" + tuples(100) + b"Ns"),
+    "shared values": whole(b"}" + text("module") + LISTS + b"s"),
+    "a value in itself": whole(b"}" + text("module") + b"]q\x00h\x00as"),
+    "one element many times": whole(b"}" + text("module") + tensor_of(HUGE + b"\x85", b"K\x00\x85") + b"s"),
+    "more elements than bytes": whole(b"}" + text("module") + tensor_of(HUGE + b"\x85", b"K\x01\x85") + b"s"),
+    "no values": whole(
+        b"}" + text("module") + named("torch._utils", "_rebuild_meta_tensor_no_storage"),
+        b"(" + named("torch", "float32") + b"K\x04\x85K\x01\x85\x89tRs",
+    ),
+}
+
+
+@pytest.mark.parametrize("attack", TORCH_ATTACKS)
+def test_torch_files_that_attack(source: Path, tmp_path: Path, attack: str) -> None:
+    """Instead of DeepSpeed's model, and of a value and a tensor in torch's distributed checkpoints."""
+    path, data = tmp_path / "mp_rank_00_model_states.pt", torch_file(TORCH_ATTACKS[attack])
+    path.write_bytes(data)
+    is_refused(lambda: read_deepspeed(tmp_path), str(path), "cannot be read")
+    for key in ("model.w", "step"):
+        place = tmp_path / key
+        place.mkdir()
+
+        def change(found: metadata.Metadata, key: str = key) -> None:
+            place = info(found, key)
+            place.relative_path, place.offset, place.length = "x.distcp", 0, len(data)
+
+        changed(source, place, change)
+        (place / "x.distcp").write_bytes(data)
+        is_refused(lambda place=place: load_all(place), key)
+
+
+def test_ordinary_torch_files_are_read(tmp_path: Path) -> None:
+    """Also views, shared tensors and lists, and what tuples are keys of."""
+    weight = torch.ones(4, 4)
+    shared = [1, 2, {"a": (3, 4)}]
+    value = {"module": {"a": weight, "b": weight.t(), "c": weight[1:, :2]}, (1, ("x", 2)): shared, "again": [shared] * 100}
+    for zipped in (True, False):
+        torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+        with (tmp_path / "x.pt").open("rb") as file:
+            look_through(Part(file, 0, (tmp_path / "x.pt").stat().st_size))
+
+
+def test_a_torch_file_that_is_compressed(tmp_path: Path) -> None:
+    """A few bytes of it would become many."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", whole(b"}"))
+        archive.writestr("archive/data/0", bytes(1 << 20))
+    is_refused(lambda: read_deepspeed(tmp_path), str(path), "is compressed")
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "latest"])
+def test_deepspeed_s_files_that_never_end(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    is_refused(lambda: read_deepspeed(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    is_refused(lambda: read_deepspeed(tmp_path))
