@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from zerorun.checkpoint import directory as folder
+from zerorun.checkpoint.cli_verify import check
 from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
 from zerorun.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zerorun.checkpoint.offline import alone, write_foreign
@@ -301,6 +302,8 @@ def test_files_that_never_end(bad: Path, name: str, kind: str) -> None:
     STRANGE[kind](bad / name)
     (bad.parent / "latest").write_text("bad")
     assert name in is_refused(bad)
+    if name != MANIFEST:
+        assert any(name in problem for problem in check(bad).problems)
 
 
 @pytest.mark.parametrize("kind", STRANGE)

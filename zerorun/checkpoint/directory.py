@@ -99,7 +99,7 @@ def refuse_occupied(final: Path, *, replace: bool = True) -> None:
 
 
 def refuse_strange_pointer(directory: Path) -> None:
-    """Raise CheckpointError if ``latest`` in ``directory`` is no file, which no save has made so."""
+    """Raise CheckpointError if ``latest`` in ``directory`` is a link, a directory or the like, which no save made."""
     path = directory / LATEST
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
@@ -297,9 +297,11 @@ def in_order_of_trust(directory: Path) -> list[str]:
     found, damaged = _by_time(directory)
     names = [one.path.name for one in found]
     first = read_pointer(directory)
-    there, written = is_plain(first) and os.path.isdir(directory / first), ""
-    if there:
+    try:
         written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
+        there = is_plain(first) and os.path.isdir(directory / first)
+    except OSError:
+        there, written = False, ""
     for name, what in damaged.items():
         if name != first or not there:  # else loading tries it, and says so
             logger.warning("%s It is left out.", what)
