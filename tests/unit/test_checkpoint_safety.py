@@ -186,6 +186,14 @@ def test_new_files_are_new(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+def test_a_killed_save_leaves_no_pointer_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_STALE_S", 900)
+    (tmp_path / ".saving.latest.0123456789abcdef").write_text("s0")
+    (tmp_path / ".saving.latest.notes").write_text("mine")
+    save(tmp_path, "s1")
+    assert names(tmp_path) == [".saving.latest.notes", "latest", "s1"]
+
+
 def test_a_failed_save_leaves_no_pointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.joinpath("s1").mkdir()
 

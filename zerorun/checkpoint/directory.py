@@ -160,6 +160,9 @@ def publish(directory: Path, tag: str) -> Path:
 
 def point_latest(directory: Path, tag: str) -> None:
     """Let ``latest`` name ``tag``, in one step. Raises OSError."""
+    for left in directory.glob(f"{TEMPORARY}{LATEST}*"):  # of saves that were killed here
+        if _is_mark(left):
+            left.unlink()
     temporary = directory / f"{TEMPORARY}{LATEST}.{secrets.token_hex(8)}"
     handle = create(temporary)
     try:
@@ -208,10 +211,15 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
 def _remove_stale(left: Path) -> None:
     """Delete what an interrupted save has left, unless it may still be going on."""
     own_directory = _is_own(left)
-    if own_directory or (_MARKS.fullmatch(left.name) and stat.S_ISREG(left.lstat().st_mode)):
+    if own_directory or _is_mark(left):
         written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if own_directory else ())))
         if time.time() - written > _STALE_S:
             shutil.rmtree(left) if own_directory else left.unlink()
+
+
+def _is_mark(path: Path) -> bool:
+    """True if ``path`` is a file that a save uses for a moment."""
+    return _MARKS.fullmatch(path.name) is not None and stat.S_ISREG(path.lstat().st_mode)
 
 
 def _lies_in(target: Path, path: Path) -> bool:
