@@ -53,7 +53,6 @@ def index_name(kind: str) -> str:
     return f"{kind}.safetensors.index.json"
 
 
-
 @dataclass
 class Manifest:
     """The content of ``zerorun.json``; the fields are those of the Note."""
