@@ -36,7 +36,7 @@ from torch import nn
 
 import zerorun
 import zerorun.assemble
-from zerorun.checkpoint.directory import newest_first
+from zerorun.checkpoint.directory import REPLACED, newest_first
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.checkpoint.save import versions
 from zerorun.errors import CheckpointError, DamagedError
@@ -565,7 +565,7 @@ def check_all(rank: Rank, *, directory: str, journal: str, **options: Any) -> li
     begun, _ = Journal.read(Path(journal))
     steps = []
     for tag in newest_first(Path(directory)):
-        if tag.endswith(".old"):
+        if tag.startswith(REPLACED):
             continue
         engine.load_checkpoint(directory, tag)
         assert digest(engine) == begun[engine.global_steps], tag

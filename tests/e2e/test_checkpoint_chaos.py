@@ -24,7 +24,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos_job import Ended, Journal, Kill, Loaded, Order, Strike
 
-from zerorun.checkpoint.directory import DOOMED, OLD, TEMPORARY, missing_files, newest_first
+from zerorun.checkpoint.directory import DOOMED, OLD, REPLACED, TEMPORARY, missing_files, newest_first
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 
 SEED = 20240607
@@ -234,7 +234,8 @@ class Attack:
         if self.chain.keep:
             assert len(left) == (1 if self.chain.tag else self.chain.keep)
         for folder in (self.directory, self.directory / "0"):
-            remains = [path.name for start in (f"{TEMPORARY}*", f"{DOOMED}*", f"*{OLD}") for path in folder.glob(start)]
+            starts = (TEMPORARY, DOOMED, REPLACED)
+            remains = [path.name for start in starts for path in folder.glob(f"{start}*")]
             assert not remains, f"left over after a save that returned: {remains}"
 
 
@@ -703,11 +704,12 @@ def test_files_of_others_stay(nursery: Nursery, tmp_path: Path, action: str, nam
     assert not gone, f"{action} deleted {gone}"
 
 
-def test_a_tag_between_two_renames(nursery: Nursery, pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [f"{REPLACED}global_step2", f"global_step2{OLD}"], ids=["now", "by an earlier version"])
+def test_a_tag_between_two_renames(nursery: Nursery, pair: Pair, tmp_path: Path, name: str) -> None:
     """A save of an existing tag was killed when the old version had made room, and the new one had not come."""
     folder, digests = tmp_path / "copy", pair[1]
     shutil.copytree(pair[0], folder)
-    (folder / "global_step2").rename(folder / f"global_step2{OLD}")
+    (folder / "global_step2").rename(folder / name)
     options = {"directories": [str(folder)], "tag": "global_step2", "bf16": True}
     result: Loaded = nursery.succeed(Order("load_all", 2, options))[0][0]
     assert (result.step, result.digest) == (2, digests[2])

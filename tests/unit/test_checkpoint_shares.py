@@ -321,8 +321,9 @@ def test_stages_make_one_model() -> None:
 
 def test_manifests_of_stages_make_one() -> None:
     first, last = (Manifest("t", "now", {"global_steps": 1}) for _ in range(2))
-    first.parameters = {"embed": {"shape": [4, 2], "group": None}}
-    last.parameters = {"b": {"shape": [3], "group": None}, "embed": {"shape": [4, 2], "group": None}}
+    facts = {"dtype": "F32", "trainable": True, "group": None}
+    first.parameters = {"embed": {"shape": [4, 2], **facts}}
+    last.parameters = {"b": {"shape": [3], **facts}, "embed": {"shape": [4, 2], **facts}}
     last.aliases, last.extra_state = {"head": "embed"}, {"b": 1}
     last.optimizer = {"type": "Adam", "groups": [], "scalars": {}}
     for stage in (first, last):

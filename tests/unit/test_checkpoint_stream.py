@@ -59,6 +59,8 @@ def open_files() -> int:
 
 def write_all(folder: Path, contents: list[bytes], chosen: random.Random) -> list[FileRecord]:
     """Files ``0``, ``1``, ... written in turn, in pieces of random lengths."""
+    for index in range(len(contents)):
+        (folder / str(index)).unlink(missing_ok=True)  # of the example before
     queue = WriteQueue()
     writers = [FileWriter(folder / str(index), queue) for index in range(len(contents))]
     left = list(contents)

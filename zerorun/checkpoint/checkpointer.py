@@ -289,6 +289,7 @@ class Checkpointer:
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
         loader.compare_base(ranks, self.subject.comm.peer_reader())
         tensors = reader.state_tensors(ranks)
+        ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
         lines = []
         trains = any(ranks.gather(self.subject.sharded is not None))  # a pipeline stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
@@ -297,7 +298,7 @@ class Checkpointer:
         loader.load_extra(tensors)
         if wanted.weights_only:
             return {}
-        run.set_counters(manifest.counters)
+        run.set_counters({name: manifest.counters[name] for name in run.counters() if name in manifest.counters})
         if wanted.scheduler and run.lr_scheduler is not None and manifest.scheduler is not None:
             run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
             lines.append("schedule")
@@ -311,6 +312,16 @@ class Checkpointer:
                 "loaded %s of step %d: weights, %s", reader.path, manifest.global_steps, ", ".join(lines) or "nothing else"
             )
         return decode(manifest.client_state, tensors) or {}
+
+    def _refuse_strange_values(self, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+        """Raise CheckpointError, before anything is changed, for values that this rank may need and cannot decode."""
+        own = [states[self._place_in(manifest, states)] for states in (manifest.rng, manifest.data) if states]
+        groups = manifest.optimizer["groups"] if manifest.optimizer else None
+        for value in (manifest.scheduler, manifest.client_state, manifest.extra_state, groups, *own):
+            try:
+                decode(value, tensors)
+            except CheckpointError as error:
+                raise type(error)(f"{path}: {error}") from error
 
     def _require(self, reader: Reader, wanted: Wanted) -> None:
         """Raise CheckpointError for a component that this run has and the checkpoint has not."""
@@ -342,12 +353,15 @@ class Checkpointer:
         same = (saved.get("pipe", 1), saved.get("tensor", 1)) == (topology.pipe, topology.tensor)
         return same and len(states) == topology.world_size
 
+    def _place_in(self, manifest: Manifest, states: Sequence[Any]) -> int:
+        """Where in ``states``, of all ranks that saved, this rank's is; the first if there were others."""
+        return self.subject.topology.rank if self._is_by_rank(manifest, states) else 0
+
     def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[str]:
         """The position in the data, and the random numbers: rank by rank if there are as many ranks as there were."""
         topology, lines = self.subject.topology, []
         if manifest.data is not None and hasattr(self.run.dataloader, "load_state_dict"):
-            states: Sequence[Any] = manifest.data
-            own = states[topology.rank] if self._is_by_rank(manifest, states) else states[0]
+            own = manifest.data[self._place_in(manifest, manifest.data)]
             self.run.dataloader.load_state_dict(decode(own, tensors))
             lines.append("position in the data")
         if manifest.rng is not None and self._is_by_rank(manifest, manifest.rng):

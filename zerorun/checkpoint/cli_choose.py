@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, DamagedError
 from . import directory as folder
+from .files import is_plain
 from .manifest import MANIFEST, Manifest, read_manifest
 from .read import Reader
 
@@ -23,12 +24,12 @@ def locate(directory: Path, tag: str | None) -> Path:
 def candidates(directory: Path, tag: str | None) -> list[Path]:
     """The checkpoints that may be meant, best first. Raises CheckpointError if there is none."""
     refuse_missing(directory)
-    if tag is None and (directory / MANIFEST).is_file():
+    if tag is None and folder.has_manifest(directory):
         return [directory]
     found = [directory / name for name in folder.in_order_of_trust(directory)]
     if tag is None and found:
         return found
-    if tag is not None and tag not in ("", ".", "..") and "/" not in tag and (directory / tag / MANIFEST).is_file():
+    if tag is not None and is_plain(tag) and folder.has_manifest(directory / tag):
         return [directory / tag]
     there = [entry.name for entry in survey(directory)]
     what = "no checkpoint in it" if tag is None else f"no checkpoint {tag!r} in it"
@@ -69,14 +70,14 @@ class Entry:
 
 def survey(directory: Path) -> list[Entry]:
     """All checkpoints in ``directory``, and what interrupted saves have left, by name."""
-    named = _latest(directory)
+    named = folder.read_pointer(directory)
     found = []
     for path in sorted(directory.iterdir(), key=lambda path: path.name):
         if path.is_dir() and path.name.startswith(folder.TEMPORARY):
             found.append(Entry(path.name, None, (UNFINISHED,), unfinished=True))
         elif path.is_dir() and path.name.startswith(folder.DOOMED):
             found.append(Entry(path.name, None, ("a deletion that is going on, or was interrupted",), unfinished=True))
-        elif path.is_dir() and (path / MANIFEST).is_file():
+        elif path.is_dir() and folder.has_manifest(path):
             found.append(_entry(path))
         elif path.is_dir() and (path.name == named or any(next(path.glob(own), None) for own in OWN_FILES)):
             found.append(Entry(path.name, None, (f"incomplete: it has no {MANIFEST}",), unfinished=True))
@@ -95,14 +96,6 @@ def _entry(path: Path) -> Entry:
 def nbytes_of(path: Path, manifest: Manifest) -> int:
     """Bytes that all files of a checkpoint should have."""
     return sum(record.nbytes for record in manifest.files.values()) + (path / MANIFEST).stat().st_size
-
-
-def _latest(directory: Path) -> str:
-    """What ``latest`` names; empty if it does not."""
-    try:
-        return (directory / folder.LATEST).read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 # -- in words ----------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from typing import Any
 
 from ..errors import CheckpointError, DamagedError
 from .cli_choose import Entry, counted, in_bytes, locate, survey
-from .manifest import MANIFEST, Manifest, read_manifest
+from .files import open_regular, read_regular
+from .manifest import MANIFEST, Manifest, index_name, read_manifest
 from .plan import MASTER, MODEL, OPTIMIZER, STATE
 from .tensorfile import BLOCK_BYTES, Described, FileRecord, TensorFile
-from .write import index_name
 
 _SHOWN_RANGES = 8
 _PROGRESS_SECONDS = 0.2
@@ -115,7 +115,7 @@ class _Progress:
 def file_problems(path: Path, record: FileRecord, progress: _Progress) -> Iterator[str]:
     """What of a file is not as it was written, with the bytes concerned: from 0 on, the end of a range not included."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with open(open_regular(path, path.parent), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             ranges = _damaged_ranges(file, record, progress)
     except OSError as error:
@@ -168,7 +168,7 @@ class _Agreement:
                 self.headers[kind] = {name: self._header(name) for name in files}
 
     def _header(self, name: str) -> dict[str, Described]:
-        with TensorFile(self.path / name, self.manifest.files[name]) as file:
+        with TensorFile(self.path / name, self.manifest.files[name], self.path) as file:
             return dict(file.tensors)
 
     def problems(self) -> Iterator[str]:
@@ -198,8 +198,9 @@ class _Agreement:
             yield f"{MANIFEST}: the index {index} is not among the files"
             return
         try:
-            places: dict[str, str] = json.loads((self.path / index).read_bytes())["weight_map"]
-        except (ValueError, KeyError, TypeError):
+            text = read_regular(self.path / index, self.manifest.files[index].nbytes, self.path)
+            places: dict[str, str] = {name: str(file) for name, file in json.loads(text)["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
             yield f"{index}: is no index"
             return
         held = self.headers[kind]

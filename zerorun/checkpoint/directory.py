@@ -2,48 +2,65 @@
 
 [Note: how a checkpoint appears]
     1. everything is written to ``.saving.TAG`` and made durable, the manifest last
-    2. an older checkpoint of the same tag is renamed to ``TAG.old``
+    2. an older checkpoint of the same tag is renamed to ``.replaced.TAG``
     3. ``.saving.TAG`` is renamed to ``TAG``
-    4. ``latest`` is replaced by a file that names TAG; then ``TAG.old`` and what is more than enough is deleted
+    4. ``latest`` is replaced by a file that names TAG; then ``.replaced.TAG`` and what is more than enough is deleted
 
-After each of them, and inside of each, the newest complete checkpoint is a directory with a manifest: ``TAG``, ``TAG.old``
-or the one before. A directory whose name begins with ``.saving.`` is never chosen. To delete one, it is first renamed to
-``.deleting.TAG``, so that half a directory never looks like a whole one; what an interrupted deletion leaves, the next
-save deletes.
+After each of them, and inside of each, the newest complete checkpoint is a directory with a manifest: ``TAG``,
+``.replaced.TAG`` or the one before. A directory whose name begins with ``.saving.`` is never chosen. To delete one, it is
+first renamed to ``.deleting.`` and a random number, so that half a directory never looks like a whole one; what an
+interrupted deletion leaves, the next save deletes.
+
+[Note: what is deleted]
+Only what zerorun made: a name alone does not say so. A directory must have the files that every checkpoint has, or nothing
+but files that a save writes; a checkpoint must still have its own name, or somebody has put it aside. Links are neither
+followed nor deleted, and what a link beside the checkpoints points to stays. Where a save needs a name that something else
+has, it is refused before it writes. Earlier versions called a replaced checkpoint ``TAG.old``, as a person may, too: such a
+one is read where TAG is missing, and never deleted.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..log import logger
-from .manifest import MANIFEST, read_manifest
+from .files import create, is_plain, read_regular
+from .manifest import MANIFEST, Manifest, read_manifest
 from .plan import STATE_FILE
 from .tensorfile import FileRecord
 
 LATEST = "latest"
 TEMPORARY = ".saving."
+REPLACED = ".replaced."
 DOOMED = ".deleting."
 # Seconds after which an interrupted save of another tag is deleted. Before, another process may be writing it.
 _STALE_S = 900
 OLD = ".old"
+_POINTER_BYTES = 4096  # of ``latest``, which has one name
+_ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in a checkpoint; one of them may be lost
+# What saves and exports write, and the names that NFS gives to files that are deleted while they are open.
+_WRITTEN = re.compile(r".*\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json|\.nfs[0-9a-f]+", re.DOTALL)
+_MARKS = re.compile(rf"{re.escape(TEMPORARY)}({LATEST}(\.[0-9a-f]{{16}})?|.*\.rank\d+)", re.DOTALL)
 
 
 def check_tag(tag: str) -> str:
     """``tag`` if it can be the name of a directory. Raises CheckpointError."""
-    plain = tag == tag.strip() and "/" not in tag and "\0" not in tag
-    if not plain or tag in ("", ".", "..", LATEST) or tag.startswith((TEMPORARY, DOOMED)) or tag.endswith(OLD):
+    plain = tag == tag.strip() and is_plain(tag)
+    if not plain or tag == LATEST or tag.startswith((TEMPORARY, REPLACED, DOOMED)) or tag.endswith(OLD):
         raise CheckpointError(
             f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', without blanks at "
-            f"its ends, that begins neither with {TEMPORARY!r} nor with {DOOMED!r}, does not end with {OLD!r}, and is not "
-            f"{LATEST!r}."
+            f"its ends, that begins with none of {TEMPORARY!r}, {REPLACED!r} and {DOOMED!r}, does not end with {OLD!r}, "
+            f"and is not {LATEST!r}."
         )
     return tag
 
@@ -71,28 +88,58 @@ def make_directory(directory: Path) -> None:
 # -- appearing ---------------------------------------------------------------------------------------------------
 
 
-_ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in a checkpoint; one of them may be lost
-
-
 def refuse_occupied(final: Path, *, replace: bool = True) -> None:
     """Raise CheckpointError if there are files in ``final``, other than, with ``replace``, those of a checkpoint."""
-    if final.exists() and any(final.iterdir()) and not (replace and any((final / name).exists() for name in _ALWAYS_THERE)):
-        what = "is no checkpoint" if replace else "is not empty"
-        raise CheckpointError(f"{final} exists and {what}; it is left as it is. Remedy: use another name.")
+    what = "is no checkpoint" if replace else "is not empty"
+    if final.is_symlink():
+        what = "is a symbolic link"
+    elif not final.exists() or not any(final.iterdir()) or (replace and any((final / n).exists() for n in _ALWAYS_THERE)):
+        return
+    raise CheckpointError(f"{final} exists and {what}; it is left as it is. Remedy: use another name.")
+
+
+def refuse_strange_pointer(directory: Path) -> None:
+    """Raise CheckpointError if ``latest`` in ``directory`` is a link, a directory or the like, which no save made."""
+    path = directory / LATEST
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise CheckpointError(
+            f"{path} is no regular file, and is left as it is; a save writes the name of the newest checkpoint there. "
+            "Remedy: move it away, or save with save_latest=False."
+        )
 
 
 def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
     """An empty temporary directory for ``tag``. What an interrupted save of this tag left is deleted.
 
-    Raises OSError, and CheckpointError as ``refuse_occupied`` does.
+    Raises OSError, and CheckpointError as ``refuse_occupied`` does, or if what is not zerorun's has a name that is needed.
     """
     refuse_occupied(directory / tag, replace=replace)
     temporary = directory / f"{TEMPORARY}{tag}"
+    for path in (temporary, directory / f"{REPLACED}{tag}"):
+        if os.path.lexists(path) and not _is_own(path):
+            raise CheckpointError(
+                f"{path} holds what zerorun did not write, and is left as it is; a save of {tag!r} needs this name. "
+                "Remedy: move it away, or use another tag."
+            )
     make_directory(directory)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir()
     return temporary
+
+
+def _is_own(path: Path) -> bool:
+    """True if ``path`` is a directory that zerorun made, whole or not: by what is in it, since anybody can use a name."""
+    try:
+        with os.scandir(path) as scan:
+            entries = list(scan)
+    except OSError:  # no directory, or one that is closed to this user
+        return False
+    if path.is_symlink():
+        return False
+    if any(entry.name in _ALWAYS_THERE for entry in entries):
+        return True
+    return all(_WRITTEN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) for entry in entries)
 
 
 def publish(directory: Path, tag: str) -> Path:
@@ -103,9 +150,9 @@ def publish(directory: Path, tag: str) -> Path:
     if final.exists() and not any(final.iterdir()):
         final.rmdir()
     if final.exists():
-        old = directory / f"{tag}{OLD}"
-        _remove(old)
-        final.rename(old)
+        replaced = directory / f"{REPLACED}{tag}"
+        _remove(replaced)
+        final.rename(replaced)
     temporary.rename(final)
     sync_directory(directory)
     return final
@@ -113,22 +160,28 @@ def publish(directory: Path, tag: str) -> Path:
 
 def point_latest(directory: Path, tag: str) -> None:
     """Let ``latest`` name ``tag``, in one step. Raises OSError."""
-    temporary = directory / f"{TEMPORARY}{LATEST}"
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for left in directory.glob(f"{TEMPORARY}{LATEST}*"):  # of saves that were killed here
+        if _is_mark(left):
+            left.unlink()
+    temporary = directory / f"{TEMPORARY}{LATEST}.{secrets.token_hex(8)}"
+    handle = create(temporary)
     try:
-        os.write(handle, tag.encode())
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    temporary.rename(directory / LATEST)
+        try:
+            os.write(handle, tag.encode())
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        temporary.rename(directory / LATEST)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(directory)
 
 
 def _remove(path: Path) -> None:
-    if path.exists():
-        doomed = path.with_name(f"{DOOMED}{path.name}")
-        if doomed.exists():
-            shutil.rmtree(doomed)
+    """Delete the directory ``path`` if it is zerorun's."""
+    if _is_own(path):
+        doomed = path.with_name(f"{DOOMED}{secrets.token_hex(8)}")
         path.rename(doomed)
         shutil.rmtree(doomed)
 
@@ -136,26 +189,49 @@ def _remove(path: Path) -> None:
 def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
     """Delete the replaced version of ``tag``, saves long interrupted, and all but the newest ``keep``. What was deleted.
 
-    ``tag`` itself always stays, and so does what zerorun did not make.
+    ``tag`` itself always stays, and so does what zerorun did not make, and what links in ``directory`` point to.
     """
-    _remove(directory / f"{tag}{OLD}")
+    _remove(directory / f"{REPLACED}{tag}")
     for left in directory.glob(f"{DOOMED}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        if _is_own(left):
+            shutil.rmtree(left, ignore_errors=True)
     for left in directory.glob(f"{TEMPORARY}*"):
-        written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if left.is_dir() else ())))
-        if time.time() - written > _STALE_S:
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        _remove_stale(left)
     if keep is None:
         return []
-    doomed = [name for name in newest_first(directory) if name != tag][max(keep - 1, 0) :]
-    for name in doomed:
-        _remove(directory / name)
-    return doomed
+    targets = [Path(os.path.realpath(path)) for path in directory.iterdir() if path.is_symlink()]
+    others = [found for found in _by_time(directory)[0] if found.path.name != tag and not found.is_link]
+    doomed = [found.path for found in others[max(keep - 1, 0) :] if found.has_own_name]
+    doomed = [path for path in doomed if not any(_lies_in(target, path) for target in targets)]
+    for path in doomed:
+        _remove(path)
+    return [path.name for path in doomed]
+
+
+def _remove_stale(left: Path) -> None:
+    """Delete what an interrupted save has left, unless it may still be going on."""
+    own_directory = _is_own(left)
+    if own_directory or _is_mark(left):
+        written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if own_directory else ())))
+        if time.time() - written > _STALE_S:
+            shutil.rmtree(left) if own_directory else left.unlink()
+
+
+def _is_mark(path: Path) -> bool:
+    """True if ``path`` is a file that a save uses for a moment."""
+    return _MARKS.fullmatch(path.name) is not None and stat.S_ISREG(path.lstat().st_mode)
+
+
+def _lies_in(target: Path, path: Path) -> bool:
+    """True if ``target``, without links, is ``path`` or something in it."""
+    real = Path(os.path.realpath(path))
+    return real == target or real in target.parents
 
 
 def replaced(directory: Path) -> list[str]:
     """Tags of which the replaced version is still there: their save was killed at its last steps."""
-    return sorted(path.name.removesuffix(OLD) for path in directory.glob(f"*{OLD}") if (path / MANIFEST).is_file())
+    found = (path for path in directory.glob(f"{REPLACED}*") if not path.is_symlink() and has_manifest(path))
+    return sorted(path.name.removeprefix(REPLACED) for path in found)
 
 
 def version_of(path: Path) -> str | None:
@@ -169,29 +245,56 @@ def version_of(path: Path) -> str | None:
 def drop_replaced(directory: Path, tags: Iterable[str]) -> None:
     """Delete the replaced versions of ``tags``, which are there in new versions on all disks. Raises OSError."""
     for tag in tags:
-        _remove(directory / f"{tag}{OLD}")
+        _remove(directory / f"{REPLACED}{tag}")
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Found:
+    """A directory with a readable manifest, or a link to one."""
+
+    path: Path
+    manifest: Manifest
+    is_link: bool
+
+    @property
+    def has_own_name(self) -> bool:
+        """False if somebody has renamed or copied it."""
+        name = self.path.name
+        return self.manifest.tag in (name, name.removeprefix(REPLACED))
+
+
+def has_manifest(path: Path) -> bool:
+    """True if ``path`` is a directory with a file that may be a manifest. False where that cannot be looked up."""
+    return os.path.isfile(path / MANIFEST)
+
+
 def newest_first(directory: Path) -> list[str]:
-    """Names of the directories with a readable manifest, by time of saving. Damaged ones are left out."""
-    return [name for _, name, _ in _by_time(directory)[0]]
+    """Names of the directories with a readable manifest, by time of saving; links come last. Damaged ones are left out."""
+    return [found.path.name for found in _by_time(directory)[0]]
 
 
-def _by_time(directory: Path) -> tuple[list[tuple[str, str, bool]], dict[str, str]]:
-    """(time of saving, name, whether ``latest`` is to name it), newest first; and by name what is wrong with others."""
+def _by_time(directory: Path) -> tuple[list[_Found], dict[str, str]]:
+    """Those with a readable manifest, newest first and links last; and by name what is wrong with others."""
     found, damaged = [], {}
     for path in directory.iterdir() if directory.is_dir() else ():
-        if path.name.startswith((TEMPORARY, DOOMED)) or not (path / MANIFEST).is_file():
+        if path.name.startswith((TEMPORARY, DOOMED)) or not has_manifest(path):
             continue
         try:
-            manifest = read_manifest(path)
-            found.append((manifest.saved_at, path.name, manifest.becomes_latest))
+            found.append(_Found(path, read_manifest(path), path.is_symlink()))
         except CheckpointError as error:
             damaged[path.name] = str(error)
-    return sorted(found, reverse=True), damaged
+    return sorted(found, key=lambda one: (not one.is_link, one.manifest.saved_at, one.path.name), reverse=True), damaged
+
+
+def read_pointer(directory: Path) -> str:
+    """What ``latest`` names; empty if it names nothing, or is no file that a save can have written."""
+    try:
+        return read_regular(directory / LATEST, _POINTER_BYTES).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def in_order_of_trust(directory: Path) -> list[str]:
@@ -200,18 +303,18 @@ def in_order_of_trust(directory: Path) -> list[str]:
     A complete checkpoint that was saved after ``latest`` was written goes first: its save was killed at the last step.
     """
     found, damaged = _by_time(directory)
-    names = [name for _, name, _ in found]
-    first = ""
+    names = [one.path.name for one in found]
+    first = read_pointer(directory)
     try:
-        first = (directory / LATEST).read_text(errors="replace").strip()
         written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
-        there = re.fullmatch(r"[^/\0]+", first) is not None and (directory / first).is_dir()
+        there = is_plain(first) and os.path.isdir(directory / first)
     except OSError:
         there, written = False, ""
     for name, what in damaged.items():
         if name != first or not there:  # else loading tries it, and says so
             logger.warning("%s It is left out.", what)
-    interrupted = next((saved_at > written for saved_at, _, becomes_latest in found if becomes_latest), False)
+    saves = (one.manifest for one in found if one.manifest.becomes_latest and not one.is_link)
+    interrupted = next((save.saved_at > written for save in saves), False)
     if interrupted or not there:
         return names
     return [first] + [name for name in names if name != first]
@@ -222,10 +325,12 @@ def missing_files(directory: Path, files: Mapping[str, FileRecord]) -> dict[str,
     wrong = {}
     for name, record in files.items():
         try:
-            size = (directory / name).stat().st_size
+            found = (directory / name).stat()
         except OSError as error:
             wrong[name] = f"cannot be found: {error.strerror}"
             continue
-        if size != record.nbytes:
-            wrong[name] = f"has {size} bytes instead of {record.nbytes}"
+        if not stat.S_ISREG(found.st_mode):
+            wrong[name] = "is no regular file"
+        elif found.st_size != record.nbytes:
+            wrong[name] = f"has {found.st_size} bytes instead of {record.nbytes}"
     return wrong

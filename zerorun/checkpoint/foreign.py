@@ -18,6 +18,7 @@ import torch
 
 from ..errors import CheckpointError
 
+_NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|f16|c8|c16|[?bhilqBHILQefdFD])")
 _MOST_STATES = 100_000  # of the search in match_groups, before it gives up
 
 
@@ -64,17 +65,64 @@ class ForeignCheckpoint:
     notes: list[str]
 
 
+class NumpyDtype:
+    """Stands for a ``numpy.dtype`` while a pickle is read: of numbers, without fields, shapes and flags of their own.
+
+    A real one takes what ``__setstate__`` is given, such as flags or an offset of a field that its elements do not have,
+    and arrays of it then read whatever is in memory there. It and the others raise ValueError or TypeError.
+    """
+
+    def __init__(self, code: str, *unused: bool) -> None:
+        if type(code) is not str or not _NUMBERS.fullmatch(code):
+            raise ValueError(f"numpy.dtype({code!r:.40}) is not of numbers")
+        self.real = numpy.dtype(code)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        version, order, *rest = state
+        if (version, rest) not in ((3, [None, None, None, -1, -1, 0]), (4, [None, None, None, -1, -1, 0, None])):
+            raise ValueError("a numpy.dtype has fields, a shape or flags")
+        if order not in ("<", ">", "=", "|"):
+            raise ValueError(f"a numpy.dtype has the byte order {order!r:.40}")
+        self.real = self.real.newbyteorder(order)
+
+
+class NumpyArray(numpy.ndarray[Any, Any]):
+    """An array whose pickle says nothing but its shape, its dtype and the bytes of its elements."""
+
+    def __new__(cls, *unused: Any) -> NumpyArray:
+        return super().__new__(cls, (0,), "b")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, in_fortran_order, data = state
+        sizes_are_good = type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape)
+        if type(dtype) is not NumpyDtype or type(data) is not bytes or not sizes_are_good:
+            raise ValueError("a numpy.ndarray is not of numbers")
+        if math.prod(shape) * dtype.real.itemsize != len(data):
+            raise ValueError(f"a numpy.ndarray has {len(data)} bytes for the shape {shape!r:.80}")
+        plain: Any = (1, shape, dtype.real, bool(in_fortran_order), data)
+        super().__setstate__(plain)
+
+
+def _reconstruct(kind: Any, *unused: Any) -> NumpyArray:
+    if kind is not NumpyArray:
+        raise ValueError(f"{kind!r:.80} is no numpy.ndarray")
+    return NumpyArray()
+
+
+def _scalar(dtype: Any, data: Any) -> Any:
+    if type(dtype) is not NumpyDtype or type(data) is not bytes or len(data) != dtype.real.itemsize:
+        raise ValueError("a number of numpy has not as many bytes as its dtype")
+    return numpy.frombuffer(data, dtype.real)[0]
+
+
 def _harmless_classes() -> list[tuple[Any, str]]:
     plain = (argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath)
     dates = (datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone)
     found: list[tuple[Any, str]] = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in (*plain, *dates)]
     found.append((pathlib.PosixPath, "pathlib._local.PosixPath"))  # where Python 3.13 has it
-    found += [(numpy.dtype, "numpy.dtype"), (numpy.ndarray, "numpy.ndarray")]
-    kinds = {type(numpy.dtype(code)) for code in "?bhilqBHILQefdFD"}  # no objects: their elements could be anything
-    found += [(kind, f"numpy.dtypes.{kind.__name__}") for kind in kinds]
-    rebuild, scalar = numpy.array(0).__reduce__()[0], numpy.float64(0).__reduce__()[0]
+    found += [(NumpyDtype, "numpy.dtype"), (NumpyArray, "numpy.ndarray")]
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        found += [(rebuild, f"{module}._reconstruct"), (scalar, f"{module}.scalar")]
+        found += [(_reconstruct, f"{module}._reconstruct"), (_scalar, f"{module}.scalar")]
     return found
 
 

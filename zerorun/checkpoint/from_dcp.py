@@ -8,21 +8,25 @@ by name, as ``torch.distributed.checkpoint.state_dict`` gives it, flat or nested
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import pathlib
 import pickle
 import re
+import types
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import filesystem, metadata
 
 from ..errors import CheckpointError
+from .files import is_plain, read_regular
 from .foreign import (
     HARMLESS,
     ForeignCheckpoint,
@@ -34,6 +38,8 @@ from .foreign import (
     plain_groups,
     refused_class,
 )
+from .pickles import RuledUnpickler
+from .torch_files import Part, look_through, refuse_strange_tensors
 
 _OPTIMIZER = re.compile(r"(?:optimizers?|optim)\.(state|param_groups)(?:\.(.+))?", re.DOTALL)
 _MODELS = ("model", "module", "state_dict", "model_state_dict")
@@ -42,13 +48,20 @@ _OTHERS = ("train_state", "dataloader", "step", "global_step", "epoch", "trainer
 _STEPS = ("train_state.step", "train_state.global_step", "step", "global_step", "trainer.global_step")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq", "freqs_cis", "position_ids")
 _MOST_ELEMENTS = 1 << 20  # of a tensor in the client state
-_METADATA = {
-    (kind.__module__, kind.__qualname__): kind
+_MOST_METADATA = 1 << 30  # bytes
+_MOST_IN_PATH = 100  # names
+_MOST_DIMS, _MOST_NUMEL = 64, 1 << 62
+_MOST_CORNERS = 1 << 22  # of the parts of a tensor
+_RECORDS = {
+    kind: tuple(entry.name for entry in fields(kind))
     for kind in (
         *(metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.TensorProperties),
-        *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING),
-        *(filesystem._StorageInfo, torch.Size, pathlib.PosixPath, pathlib.PurePosixPath),
+        *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, filesystem._StorageInfo),
     )
+}
+_METADATA = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size, pathlib.PosixPath, pathlib.PurePosixPath)
 }
 
 
@@ -59,7 +72,7 @@ class _Refused:
     why: str
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(RuledUnpickler):
     """Knows the classes of which ``.metadata`` consists, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -72,19 +85,23 @@ class _MetadataUnpickler(pickle.Unpickler):
             return value
         raise ImportError(f"{module}.{name}")
 
+    def make(self, kind: Any, args: Any) -> Any:
+        values = args[0] if kind is torch.Size and len(args) == 1 else args
+        wanted = str if kind in (pathlib.PosixPath, pathlib.PurePosixPath, torch.serialization._get_layout) else int
+        if not isinstance(kind, (type, types.FunctionType)) or not all(type(value) is wanted for value in values):
+            raise pickle.UnpicklingError(f"it calls {kind!r:.80} with {args!r:.80}")
+        if kind in _RECORDS:
+            return kind.__new__(kind)
+        return kind(values) if kind is torch.Size else kind(*args)
 
-class _Planner(DefaultLoadPlanner):
-    """Loads pickled values without running them; what cannot be loaded so becomes a :class:`_Refused`."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        try:
-            with torch.serialization.safe_globals(list(HARMLESS)):
-                loaded = torch.load(value, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            if not refused_class(error):
-                raise
-            loaded = _Refused(f"names {refused_class(error)}, which is not known to be harmless")
-        self.state_dict[read_item.dest_index.fqn] = loaded
+    def fill(self, made: Any, state: Any) -> None:
+        """Gives attributes to instances of the records; never to a class, an enumeration's member or a dtype."""
+        if type(made) is metadata.TensorProperties and type(state) is tuple:
+            made.__setstate__(state)  # type: ignore[no-untyped-call]
+        elif type(made) in _RECORDS and type(state) is dict:
+            made.__dict__.update({name: state[name] for name in _RECORDS[type(made)] if name in state})
+        else:
+            super().fill(made, state)
 
 
 class _Store:
@@ -94,8 +111,6 @@ class _Store:
         self.folder = folder
         self.metadata = self._read_metadata(folder / ".metadata")
         self._check_files()
-        self._reader = FileSystemReader(folder)
-        self._reader.set_up_storage_reader(self.metadata, True)
         self.entries = self.metadata.state_dict_metadata
         paths = self.metadata.planner_data or {}  # these are in the order in which they were saved, entries are not
         self.paths = {
@@ -104,8 +119,9 @@ class _Store:
 
     def _read_metadata(self, path: Path) -> metadata.Metadata:
         try:
-            with path.open("rb") as file:
-                found = _MetadataUnpickler(file).load()
+            found = _MetadataUnpickler(io.BytesIO(read_regular(path, _MOST_METADATA))).load()
+            if isinstance(found, metadata.Metadata) and found.storage_data:
+                _check_types(found)
         except FileNotFoundError:
             text = f"{path}: no such file, so {self.folder} is no finished checkpoint of torch.distributed.checkpoint."
             raise CheckpointError(f"{text} Remedy: give the folder of one step, with all its files.") from None
@@ -120,16 +136,20 @@ class _Store:
         return found
 
     def _check_files(self) -> None:
-        ends: dict[str, int] = {}
+        """Raise CheckpointError unless every value has bytes of its own in a file."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
         for info in self.metadata.storage_data.values():
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-        for name, end in ends.items():
-            path = self.folder / name
+            ranges.setdefault(info.relative_path, []).append((info.offset, info.offset + info.length))
+        for name, found in ranges.items():
+            path, end = self.folder / name, max(end for _, end in found)
             if not path.is_file():
                 raise CheckpointError(f"{path}: no such file. Remedy: copy the files of all ranks into one folder.")
             if path.stat().st_size < end:
                 text = f"{path}: has {path.stat().st_size} bytes of {end} at least, so it was cut short."
                 raise CheckpointError(f"{text} Remedy: copy it again, or use another checkpoint.")
+            if any(begin < before for (_, before), (begin, _) in pairwise(sorted(found))):
+                text = f"{path}: two values are said to lie at the same place."
+                raise CheckpointError(f"{text} Remedy: use another checkpoint; this one was not made by torch.")
 
     def is_tensor(self, key: str) -> bool:
         return isinstance(self.entries[key], metadata.TensorStorageMetadata)
@@ -145,24 +165,113 @@ class _Store:
         return self.values([key])[key]  # type: ignore[no-any-return]
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
-        wanted: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for key in keys:
-            wanted[key] = torch.empty(self.shape(key), dtype=self.dtype(key)) if self.is_tensor(key) else None
-            if self.is_tensor(key):
-                chunks: list[Any] = self.entries[key].chunks  # type: ignore[union-attr]
-                have = sum(chunk.sizes.numel() for chunk in chunks)
-                if have < wanted[key].numel():
-                    text = f"{self.folder}: has {have} of the {wanted[key].numel()} elements of {key}."
-                    raise CheckpointError(f"{text} Remedy: use another checkpoint; this one was not saved by all ranks.")
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(wanted, self.metadata, True)
+            try:
+                found[key] = self._whole(key) if self.is_tensor(key) else self._value(key)
+            except CheckpointError:
+                raise
+            except Exception as error:  # torch has no class of its own for damaged files
+                text = f"{self.folder}: {key} cannot be read; a file may be damaged ({first_line(error)})."
+                raise CheckpointError(f"{text} Remedy: copy it again, or use another checkpoint.") from error
+        return found
+
+    def _whole(self, key: str) -> torch.Tensor:
+        """A tensor of its parts, each of which torch.save has written."""
+        shape, dtype = self.shape(key), self.dtype(key)
+        chunks: list[Any] = self.entries[key].chunks  # type: ignore[union-attr]
+        boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks}
+        infos = {box: self.metadata.storage_data.get(metadata.MetadataIndex(key, box[0])) for box in boxes}
+        have = sum(math.prod(sizes) for _, sizes in boxes)
+        if have < math.prod(shape) or not all(infos.values()):
+            text = f"{self.folder}: has {have} of the {math.prod(shape)} elements of {key}."
+            raise CheckpointError(f"{text} Remedy: use another checkpoint; this one was not saved by all ranks.")
+        if not makes_up(boxes, shape):
+            text = f"{self.folder}: the parts of {key} overlap, and leave others of its elements without values."
+            raise CheckpointError(f"{text} Remedy: use another checkpoint; this one was not made by torch.")
+        if any(math.prod(box[1]) * dtype.itemsize > info.length for box, info in infos.items()):
+            raise ValueError("its file is too short")
+        whole = torch.empty(shape, dtype=dtype)
+        for (offsets, sizes), info in infos.items():
+            part = self._load(info, ())
+            if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes:
+                raise ValueError("what is stored has another form")
+            place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, sizes, strict=True))
+            whole[place] = part.detach()
+        return whole
+
+    def _value(self, key: str) -> Any:
+        """What is no tensor, loaded without running it; what cannot be loaded so becomes a :class:`_Refused`."""
         try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except Exception as error:  # torch has no class of its own for damaged files
-            names = ", ".join(list(wanted)[:3])
-            text = f"{self.folder}: {names} cannot be read; a file may be damaged ({first_line(error)})."
-            raise CheckpointError(f"{text} Remedy: copy it again, or use another checkpoint.") from error
-        return dict(planner.state_dict)
+            return self._load(self.metadata.storage_data[metadata.MetadataIndex(key)], HARMLESS)
+        except pickle.UnpicklingError as error:
+            if not refused_class(error):
+                raise
+            return _Refused(f"names {refused_class(error)}, which is not known to be harmless")
+
+    def _load(self, info: Any, harmless: Sequence[Any]) -> Any:
+        with (self.folder / info.relative_path).open("rb") as file, torch.serialization.safe_globals(list(harmless)):
+            part: Any = Part(file, info.offset, info.length)
+            look_through(part)
+            loaded = torch.load(part, map_location="cpu", weights_only=True)
+        refuse_strange_tensors(loaded, info.length)
+        return loaded
+
+
+def makes_up(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+    """True if every element of a tensor is in one of ``boxes``, which are (offsets, sizes), and in one only.
+
+    At each corner of a box the mixed difference of its indicator function is 1 or -1, elsewhere 0. Functions are equal if
+    their differences are; so the corners of all boxes must come to those of the whole tensor. Dimensions in which nothing
+    is cut do not matter. False, too, for boxes cut in so many dimensions that nobody divides tensors so.
+    """
+    found = list(boxes)
+    cut = [dim for dim, size in enumerate(shape) if any(box[1][dim] != size for box in found)]
+    if (len(found) + 1) << len(cut) > _MOST_CORNERS:
+        return False
+    sums: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in ((1, [0] * len(shape), shape), *((-1, *box) for box in found)):
+        for sides in itertools.product((0, 1), repeat=len(cut)):
+            corner = tuple(offsets[dim] + sizes[dim] * side for dim, side in zip(cut, sides, strict=True))
+            sums[corner] += sign * (-1) ** sum(sides)
+    return not any(sums.values())
+
+
+def _check_types(found: metadata.Metadata) -> None:
+    """Raise ValueError, AttributeError or TypeError for metadata that torch does not write. No file is looked at."""
+    entries, stored, paths = found.state_dict_metadata, found.storage_data, found.planner_data or {}
+    if not all(type(value) is dict for value in (entries, stored, paths)):
+        raise ValueError("it has no lists of values")
+    for key, entry in entries.items():
+        if type(key) is not str or type(entry) not in (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata):
+            raise ValueError(f"it has {key!r:.80} of type {type(entry).__name__}")
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            _check_tensor(key, entry)
+    tensors = [entry for entry in entries.values() if isinstance(entry, metadata.TensorStorageMetadata)]
+    if sum(len(entry.chunks) for entry in tensors) > len(stored):
+        raise ValueError("it has more parts of tensors than values")
+    for index, info in stored.items():
+        if type(index) is not metadata.MetadataIndex or type(info) is not filesystem._StorageInfo:
+            raise ValueError(f"it has a value of type {type(info).__name__}")
+        if not is_plain(info.relative_path) or not all(type(n) is int and n >= 0 for n in (info.offset, info.length)):
+            raise ValueError(f"a value is at {info.offset!r:.40} of the file {info.relative_path!r:.80}")
+        if info.transform_descriptors:
+            raise ValueError(f"a value is transformed by {info.transform_descriptors!r:.80}; save without extensions")
+    for path in paths.values():
+        if not isinstance(path, (tuple, list)) or len(path) > _MOST_IN_PATH or not all(type(n) in (str, int) for n in path):
+            raise ValueError("a value has no path")
+
+
+def _check_tensor(key: str, entry: metadata.TensorStorageMetadata) -> None:
+    boxes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
+    alike = all(type(box) is torch.Size and len(box) == len(entry.size) for box in boxes)
+    if not alike or len(entry.size) > _MOST_DIMS or not isinstance(entry.properties.dtype, torch.dtype):
+        raise ValueError(f"{key!r:.80} is described as no tensor")
+    if any(size < 0 for box in boxes for size in box) or math.prod(filter(None, entry.size)) > _MOST_NUMEL:
+        raise ValueError(f"{key!r:.80} has the shape {list(entry.size)!r:.80}")
+    for chunk in entry.chunks:
+        if any(begin + size > end for begin, size, end in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
+            raise ValueError(f"{key!r:.80} has a part outside of it")
 
 
 @dataclass

@@ -9,6 +9,7 @@ that. At stage 3 every parameter is cut into equal parts, the last one padded, a
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from .directory import read_pointer
+from .files import open_regular
 from .foreign import (
     HARMLESS,
     ForeignCheckpoint,
@@ -29,6 +32,7 @@ from .foreign import (
     plain_groups,
     refused_class,
 )
+from .torch_files import Part, is_zipped, look_through, refuse_strange_tensors
 
 _MODEL, _MODEL_3 = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 _OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"  # maybe with bf16_ in front
@@ -109,8 +113,8 @@ def _tag_folder(directory: Path, tag: str | None) -> Path:
         if not latest.is_file():
             tags = sorted({path.parent.name for path in directory.glob("*/*_model_states.pt")})
             raise CheckpointError(f"{latest}: no such file, so that the tag is unknown. Remedy: name one of {tags}.")
-        tag = latest.read_text().strip()
-    if not (directory / tag).is_dir():
+        tag = read_pointer(directory)
+    if not tag or not (directory / tag).is_dir():
         found = sorted(path.name for path in directory.iterdir() if path.is_dir()) if directory.is_dir() else []
         raise CheckpointError(f"{directory / tag}: no such folder for the tag {tag!r}. Remedy: choose another: {found}.")
     return directory / tag
@@ -119,10 +123,14 @@ def _tag_folder(directory: Path, tag: str | None) -> Path:
 def _load(path: Path) -> dict[str, Any]:
     """The dict in ``path``; tensors stay in the file until they are used, if it has torch's present format."""
     try:
-        with path.open("rb") as file:
-            zipped = file.read(4) == b"PK\x03\x04"
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            part = Part(file, 0, size)
+            look_through(part)
+            zipped = is_zipped(part)
         with torch.serialization.safe_globals(_SAFE):
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        refuse_strange_tensors(loaded, size)
     except FileNotFoundError:
         found = sorted(other.name for other in path.parent.glob("*.pt"))
         text = f"{path}: no such file; the folder has {found}. Remedy: copy the files of all ranks into one folder."

@@ -235,10 +235,12 @@ class ModelLoader:
         keys = [kind for kind in self.reader.sets if kind.startswith(OPTIMIZER)]
         reads: list[Read] = []
         ranks.agree(attempt(lambda: self._compare_optimizer(described))[1])
+        scalars, problem = attempt(lambda: unpack_scalars(described["scalars"]))
+        ranks.agree(problem)
         if sharded is not None:
             for group, stored in zip(sharded.optimizer.param_groups, decode(described["groups"], tensors), strict=True):
                 group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
-        ranks.agree(attempt(lambda: self._make_states(keys, unpack_scalars(described["scalars"]), reads))[1])
+        ranks.agree(attempt(lambda: self._make_states(keys, scalars or {}, reads))[1])
         self.reader.fetch(reads, ranks)
         names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
         return f"{described['type']} ({', '.join(names)})"

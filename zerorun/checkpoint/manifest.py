@@ -34,15 +34,23 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DamagedError
+from .files import is_plain, read_regular
 from .tensorfile import BLOCK_BYTES, FileRecord
 
 SCHEMA = 1
 MANIFEST = "zerorun.json"
+_MOST_BYTES = 256 << 20  # of a manifest: with checksums of 30 TB
+
+
+def index_name(kind: str) -> str:
+    """The file that says where the tensors of a set are."""
+    return f"{kind}.safetensors.index.json"
 
 
 @dataclass
@@ -96,19 +104,20 @@ class Manifest:
             schema, block_bytes = content.pop("schema"), content.pop("block_bytes")
             found = _sum({**content, "schema": schema, "block_bytes": block_bytes})
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{path} is damaged: it cannot be read as a manifest ({error}).") from error
+            raise DamagedError(f"{path} is damaged: it cannot be read as a manifest ({error!s:.200}).") from error
         if found != expected:
             raise DamagedError(f"{path} is damaged: its content has the checksum {found:08x}, not {expected:08x}.")
         if schema != SCHEMA or block_bytes != BLOCK_BYTES:
             raise CheckpointError(
-                f"{path} has schema {schema} with blocks of {block_bytes} bytes; this version reads schema {SCHEMA} with "
-                f"{BLOCK_BYTES}. Remedy: update zerorun."
+                f"{path} has schema {schema!s:.20} with blocks of {block_bytes!s:.20} bytes; this version reads schema "
+                f"{SCHEMA} with {BLOCK_BYTES}. Remedy: update zerorun."
             )
         try:
             files = {name: FileRecord.from_json(record) for name, record in content.pop("files").items()}
+            _check({**content, "files": files})
             return cls(**content, files=files)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is not what schema {SCHEMA} describes ({error}).") from error
+            raise DamagedError(f"{path} is not what schema {SCHEMA} describes ({error!s:.200}).") from error
 
 
 def _sum(content: dict[str, Any]) -> int:
@@ -119,9 +128,78 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint's directory. Raises CheckpointError."""
     path = directory / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_regular(path, _MOST_BYTES, directory)
     except OSError as error:
         raise DamagedError(
             f"{directory} is no complete checkpoint: {MANIFEST} cannot be read: {error.strerror}."
         ) from error
     return Manifest.from_text(text, path)
+
+
+# -- types -------------------------------------------------------------------------------------------------------
+# Whoever made the file can have made its checksum, too. Plain values are looked into by plain.py, when they are decoded.
+
+_Test = Callable[[Any], bool]
+
+
+def _is(*kinds: type) -> _Test:
+    return lambda value: type(value) in kinds
+
+
+def _or_null(test: _Test) -> _Test:
+    return lambda value: value is None or test(value)
+
+
+def _list_of(test: _Test) -> _Test:
+    return lambda value: type(value) is list and all(map(test, value))
+
+
+def _object_of(test: _Test) -> _Test:
+    """Any keys, with values that ``test`` finds good."""
+    return lambda value: type(value) is dict and all(map(test, value.values()))
+
+
+def _object_with(**tests: _Test) -> _Test:
+    """These keys at least, with good values."""
+    return lambda value: type(value) is dict and all(key in value and test(value[key]) for key, test in tests.items())
+
+
+def _is_tensor_file(value: Any) -> bool:
+    return is_plain(value) and value.endswith(".safetensors")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+_TEXT, _NUMBER, _PLAIN = _is(str), _is(int, float), _is(str, int, float, bool, type(None))
+_PARAMETER = _object_with(shape=_list_of(_is_size), dtype=_TEXT, trainable=_is(bool), group=_or_null(_is_size))
+_SCALAR = _object_with(value=_is(int, float, bool, str, dict, type(None)), dtype=_or_null(_TEXT), names=_list_of(_TEXT))
+_TYPES: dict[str, _Test] = {
+    "tag": _TEXT,
+    "saved_at": _TEXT,
+    "counters": _object_of(_is(int)),
+    "versions": _object_of(_TEXT),
+    "layout": _object_of(_PLAIN),
+    "parameters": _object_of(_PARAMETER),
+    "aliases": _object_of(_TEXT),
+    "optimizer": _or_null(_object_with(type=_TEXT, groups=_list_of(_is(dict)), scalars=_object_of(_list_of(_SCALAR)))),
+    "loss_scale": _or_null(_object_with(**dict.fromkeys(("scale", "hysteresis_left", "steps", "last_overflow"), _NUMBER))),
+    "data": _or_null(_is(list)),
+    "extra_state": _or_null(_is(dict)),
+    "rng": _or_null(_is(list)),
+    "frozen_base": _or_null(_object_of(_object_with(dtype=_TEXT, crc32=_TEXT))),
+    "sets": lambda value: _object_of(_list_of(_is_tensor_file))(value) and all(map(is_plain, map(index_name, value))),
+    "files": lambda value: all(map(is_plain, value)),
+    "becomes_latest": _is(bool),
+}
+
+
+def _check(content: dict[str, Any]) -> None:
+    """Raise ValueError for a field of another type than the Note says, or a name that is a path."""
+    for key, test in _TYPES.items():
+        if key in content and not test(content[key]):
+            raise ValueError(f"{key} is {content[key]!r:.80}")
+    states = (content.get("optimizer") or {}).get("states", [])
+    if not _list_of(is_plain)(states):
+        raise ValueError(f"the optimizer's states are {states!r:.80}")

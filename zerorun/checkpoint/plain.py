@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 
 _KIND = "$"
 _INT_BITS = 14_000  # Python turns no longer integers into decimal digits
@@ -113,13 +113,31 @@ def _encode_rare(value: Any, tensors: dict[str, torch.Tensor], where: str) -> An
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What ``encode`` was given. Raises CheckpointError for a kind that this version does not know."""
+    """What ``encode`` was given. Raises CheckpointError for what it cannot have made, or no version that is known."""
+    try:
+        return _decode(value, tensors)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        what = f"{type(error).__name__}: {error!s:.200}"
+        raise DamagedError(f"a value in the checkpoint is not what it says ({what}).") from error
+
+
+def dtype_by_name(name: str) -> torch.dtype:
+    """torch's dtype ``name``, such as ``float32``. Raises ValueError if there is none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r:.40}")
+    return found
+
+
+def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
-        return {key: decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors) for key, item in value.items()}
     kind = value[_KIND]
     if kind in ("tensor", "ndarray"):
         tensor = tensors[value["name"]].clone()
@@ -127,12 +145,12 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "float":
         return float(value["value"])
     if kind == "bytes":
-        return base64.b64decode(value["base64"])
+        return base64.b64decode(value["base64"], validate=True)
     if kind == "dtype":
-        return getattr(torch, value["name"])
+        return dtype_by_name(value["name"])
     if kind == "device":
         return torch.device(value["name"])
-    items = [decode(item, tensors) for item in value.get("items", [])]
+    items = [_decode(item, tensors) for item in value.get("items", [])]
     if kind == "complex":
         return complex(*items)
     if kind == "dict":
@@ -144,5 +162,5 @@ def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](items)
     raise CheckpointError(
-        f"the checkpoint holds a value of kind {kind!r}, which this version does not know. Remedy: update zerorun."
+        f"the checkpoint holds a value of kind {kind!r:.80}, which this version does not know. Remedy: update zerorun."
     )

@@ -14,9 +14,10 @@ from ..errors import CheckpointError
 from ..tensor_parallel.share import Share, shares_of
 from ..zero.access import registry_of
 from ..zero.init import keep_part, part_of
+from .directory import has_manifest
 from .inventory import Inventory, Subject, stored_name
 from .load import ModelLoader, NameMap, Wanted, compare_tensors
-from .manifest import MANIFEST, read_manifest
+from .manifest import read_manifest
 from .plan import MASTER, MODEL
 from .ranks import Ranks
 from .read import Read, Reader
@@ -35,7 +36,7 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     """
     init_distributed(default_device())
     path = Path(dir)
-    manifest = read_manifest(path) if (path / MANIFEST).is_file() else None
+    manifest = read_manifest(path) if has_manifest(path) else None
     # Inside of Init, no parameter is to become whole because somebody looks at it.
     with Reader(path, manifest) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
         registry = registry_of(model)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ..errors import DamagedError
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The generators of torch (CPU and ``device``), Python, and NumPy if the program uses it."""
@@ -27,7 +29,16 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to what ``capture`` gave."""
+    """Set the generators to what ``capture`` gave. Raises DamagedError for anything else; then none is changed."""
+    before = capture(device)
+    try:
+        _restore(state, device)
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
+        _restore(before, device)
+        raise DamagedError(f"the state of the random number generators is none ({error!s:.200}).") from error
+
+
+def _restore(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))

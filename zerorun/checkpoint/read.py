@@ -9,6 +9,7 @@ where those lie apart, the rows that enclose them (``cuts.take``).
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,14 @@ from ..errors import CheckpointError, DamagedError
 from ..tensor_parallel.share import Share
 from . import directory as folder
 from .cuts import span, take
-from .manifest import MANIFEST, Manifest, read_manifest
+from .files import is_plain, read_regular
+from .manifest import MANIFEST, Manifest, index_name, read_manifest
 from .plan import MODEL, STATE
 from .ranks import Problem, Ranks, attempt
-from .tensorfile import Described, Located, TensorFile, dtype_of
-from .write import index_name
+from .tensorfile import Described, FileRecord, Located, TensorFile, dtype_of
 
 _AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
+_MOST_SMALL = 256 << 20  # bytes of a file that is read as a whole
 
 
 @dataclass
@@ -91,10 +93,7 @@ class Reader:
             return {}
         index, single = index_name(kind), f"{kind}.safetensors"
         if index in self._small or (self.path / index).is_file():
-            try:
-                return {str(name): str(file) for name, file in json.loads(self.small_file(index))["weight_map"].items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DamagedError(f"{self.path / index} is no readable index ({error}).") from error
+            return self._index(kind, index)
         if self.manifest is None and (self.path / single).is_file():
             return dict.fromkeys(self._open(single).tensors, single)
         raise CheckpointError(
@@ -102,18 +101,42 @@ class Reader:
             f"{MANIFEST}) or of a model in safetensors format."
         )
 
+    def _index(self, kind: str, index: str) -> dict[str, str]:
+        """tensor -> file, as ``index`` says. All are files of the set, or without a manifest, files in the directory."""
+        try:
+            places: dict[str, str] = json.loads(self.small_file(index))["weight_map"]
+            for file in set(places.values()):
+                if not is_plain(file) or (self.manifest is not None and file not in self.manifest.sets[kind]):
+                    raise ValueError(f"{file!r:.80} is no file of the set {kind!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{self.path / index} is no readable index ({error!s:.200}).") from error
+        return places
+
     def small_file(self, name: str) -> bytes:
         """All of a small file, checked."""
         if name in self._small:
             return self._small[name]
-        path = self.path / name
+        path, record = self.path / name, self._record(name)
         try:
-            data = path.read_bytes()
+            data = read_regular(path, _MOST_SMALL, self._home)
         except OSError as error:
             raise DamagedError(f"{path} cannot be read: {error.strerror}.") from error
-        if self.manifest is not None and name in self.manifest.files:
-            self.manifest.files[name].check(data, path)
+        if record is not None:
+            record.check(data, path)
         return data
+
+    def _record(self, name: str) -> FileRecord | None:
+        """What the manifest says of a file, which it must know; None without a manifest."""
+        if self.manifest is None:
+            return None
+        if name not in self.manifest.files:
+            raise DamagedError(f"{self.path / name} cannot be checked: {MANIFEST} has no checksums of it.")
+        return self.manifest.files[name]
+
+    @property
+    def _home(self) -> Path | None:
+        """Where the files of a checkpoint must be. Weights alone may be links that somebody has brought together."""
+        return self.path if self.manifest is not None else None
 
     def tensor(self, kind: str, name: str) -> Described:
         """Dtype and shape of a tensor."""
@@ -147,8 +170,7 @@ class Reader:
 
     def _open(self, name: str) -> TensorFile:
         if name not in self._files:
-            record = self.manifest.files[name] if self.manifest is not None else None
-            self._files[name] = TensorFile(self.path / name, record)
+            self._files[name] = TensorFile(self.path / name, self._record(name), self._home)
         return self._files[name]
 
     # -- reading -------------------------------------------------------------------------------------------------
@@ -274,13 +296,14 @@ def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
     """
     here: dict[str, tuple[Path, Manifest]] = {}  # time of saving -> version
     problems = []
-    for path in (directory / tag, directory / f"{tag}{folder.OLD}"):
+    for name in (tag, f"{folder.REPLACED}{tag}", f"{tag}{folder.OLD}"):
+        path = directory / name
         manifest, problem = attempt(partial(read_manifest, path))
-        if manifest is not None:
+        if manifest is not None and (name == tag or manifest.tag == tag):  # else somebody has given it this name
             here.setdefault(manifest.saved_at, (path, manifest))
-        elif problem is not None and (path / MANIFEST).exists():
+        elif problem is not None and os.path.exists(path / MANIFEST):
             problems.append(problem)
-    found = ranks.gather((list(here), problems, (directory / tag).exists()))
+    found = ranks.gather((list(here), problems, os.path.exists(directory / tag)))
     versions = sorted({version for known, _, _ in found for version in known}, reverse=True)
     failure = next((problem.error() for _, others, _ in found for problem in others), None)
     if not versions and failure is None and not any(exists for _, _, exists in found):

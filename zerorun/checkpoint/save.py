@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from ..log import logger
 from .collect import Collector, PeerReader
 from .inventory import Part
 from .manifest import Manifest
-from .plain import decode, encode
+from .plain import decode, dtype_by_name, encode
 from .plan import OPTIMIZER, STATE, STATE_FILE, Plan, make_plan
 from .ranks import Ranks, leads_stage
 from .tensorfile import FileRecord, memory_of
@@ -273,13 +273,20 @@ def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[s
 
 
 def unpack_scalars(packed: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """name -> key -> value, as it was in the optimizer's state."""
+    """name -> key -> value, as it was in the optimizer's state. Raises CheckpointError for values that are none."""
     found: dict[str, dict[str, Any]] = {}
     for key, entries in packed.items():
         for entry in entries:
             value = decode(entry["value"], {})
             if entry["dtype"] is not None:
-                value = torch.tensor(value, dtype=getattr(torch, entry["dtype"]))
+                value = _zero_dim(value, entry["dtype"], key)
             for name in entry["names"]:
                 found.setdefault(name, {})[key] = value
     return found
+
+
+def _zero_dim(value: Any, dtype: str, key: str) -> torch.Tensor:
+    try:
+        return torch.tensor(value, dtype=dtype_by_name(dtype))
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise DamagedError(f"optimizer.{key} has a scalar that is no {dtype!r:.40} ({error!s:.200}).") from error

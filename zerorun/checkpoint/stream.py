@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
+from .files import create
 from .tensorfile import BLOCK_BYTES, FileRecord
 
 BUFFER_BYTES = 4 << 20  # a multiple of BLOCK_BYTES and of what disks ask direct writes to be aligned to
@@ -104,7 +105,7 @@ class FileWriter:
 
     def __init__(self, path: Path, queue: WriteQueue) -> None:
         self._path, self._queue = path, queue
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = create(path)
         self._buffer: mmap.mmap | None = None
         self._filled = 0  # bytes of the buffer
         self._position = 0  # where in the file the buffer belongs

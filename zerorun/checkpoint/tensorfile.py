@@ -15,17 +15,24 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
+import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, DamagedError
+from .files import open_regular
 
 BLOCK_BYTES = 1 << 20
+_MOST_HEADER = 100_000_000  # bytes, as in the safetensors package
+_MOST_DIMS = 64  # of a tensor of torch
+_MOST_NUMEL = 1 << 62
 
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -45,6 +52,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_HEXADECIMAL = re.compile("[0-9a-f]*")
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -107,9 +115,14 @@ class FileRecord:
         return {"bytes": self.nbytes, "crc32": "".join(f"{crc:08x}" for crc in self.crcs)}
 
     @classmethod
-    def from_json(cls, value: dict[str, object]) -> FileRecord:
-        text = str(value["crc32"])
-        return cls(int(str(value["bytes"])), tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
+    def from_json(cls, value: Any) -> FileRecord:
+        """Raises ValueError, KeyError or TypeError for what ``to_json`` has not made."""
+        nbytes, text = value["bytes"], value["crc32"]
+        if type(nbytes) is not int or nbytes < 0 or type(text) is not str or not _HEXADECIMAL.fullmatch(text):
+            raise ValueError(f"a file of {nbytes!r} bytes")
+        if len(text) != 8 * -(-nbytes // BLOCK_BYTES):
+            raise ValueError(f"{len(text)} digits are not the checksums of {nbytes} bytes")
+        return cls(nbytes, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
 def damaged(path: Path, begin: int, length: int) -> DamagedError:
@@ -147,6 +160,15 @@ def header_bytes(tensors: Sequence[Described], metadata: dict[str, str]) -> byte
 # -- reading -----------------------------------------------------------------------------------------------------
 
 
+def _refuse_overlap(tensors: Iterable[Located]) -> None:
+    """Raise ValueError if tensors share bytes: then a small file could ask for any amount of memory."""
+    end = 0
+    for tensor in sorted((tensor for tensor in tensors if tensor.nbytes), key=lambda tensor: tensor.begin):
+        if tensor.begin < end:
+            raise ValueError(f"tensor {tensor.name!r} begins inside of another")
+        end = tensor.begin + tensor.nbytes
+
+
 @dataclass(frozen=True)
 class Located(Described):
     """A tensor and where its bytes begin in the file."""
@@ -157,14 +179,15 @@ class Located(Described):
 class TensorFile:
     """One safetensors file to read from. ``record``: check what is read against it; None: there is nothing to check by.
 
-    Raises CheckpointError naming the file if it is short, damaged or no safetensors file.
+    With ``home``, the directory that it is in, a link must not lead out of it. Raises CheckpointError naming the file if it
+    is short, damaged or no safetensors file.
     """
 
-    def __init__(self, path: Path, record: FileRecord | None = None) -> None:
+    def __init__(self, path: Path, record: FileRecord | None = None, home: Path | None = None) -> None:
         self.path, self._record = path, record
         self._kept: tuple[int, bytes] = (-1, b"")  # the last block that was read for a part of it
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path, home)
         except OSError as error:
             raise DamagedError(f"{path} cannot be opened: {error.strerror}.") from error
         try:
@@ -190,29 +213,36 @@ class TensorFile:
     def _parse(self) -> tuple[dict[str, Located], dict[str, str]]:
         try:
             length = int.from_bytes(self._range(0, 8), "little")
-            if not 2 <= length <= self.nbytes - 8:
+            if not 2 <= length <= min(self.nbytes - 8, _MOST_HEADER):
                 raise ValueError(f"header length {length}")
             header = json.loads(self._range(8, length))
             if not isinstance(header, dict):
                 raise ValueError("the header is no object")
             metadata = header.pop("__metadata__", {})
-            found = {}
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                numbers = (begin, end, *entry["shape"])
-                if not all(type(number) is int and number >= 0 for number in numbers) or type(entry["dtype"]) is not str:
-                    raise ValueError(f"tensor {name!r} is described by {entry}")
-                if entry["dtype"] not in _DTYPES:
-                    raise CheckpointError(f"{self.path}: {name!r} has dtype {entry['dtype']!r}, not known to this version.")
-                tensor = Located(name, entry["dtype"], tuple(entry["shape"]), 8 + length + begin)
-                if end - begin != tensor.nbytes or not 0 <= begin <= end <= self.nbytes - 8 - length:
-                    raise ValueError(f"tensor {name!r} at {begin}..{end}")
-                found[name] = tensor
+            if not isinstance(metadata, dict):
+                raise ValueError(f"__metadata__ is {metadata!r:.40}")
+            found = {name: self._locate(name, entry, 8 + length) for name, entry in header.items()}
+            _refuse_overlap(found.values())
         except CheckpointError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{self.path} is no readable safetensors file: {error}.") from error
+            raise DamagedError(f"{self.path} is no readable safetensors file: {error!s:.200}.") from error
         return found, metadata
+
+    def _locate(self, name: str, entry: Any, start: int) -> Located:
+        """One entry of the header. ``start``: where in the file the tensors begin, in bytes."""
+        begin, end = entry["data_offsets"]
+        numbers = (begin, end, *entry["shape"])
+        if not all(type(number) is int and number >= 0 for number in numbers) or type(entry["dtype"]) is not str:
+            raise ValueError(f"tensor {name!r} is described by {entry!r:.200}")
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(f"{self.path}: {name!r} has dtype {entry['dtype']!r:.40}, not known to this version.")
+        tensor = Located(name, entry["dtype"], tuple(entry["shape"]), start + begin)
+        if len(tensor.shape) > _MOST_DIMS or math.prod(filter(None, tensor.shape)) > _MOST_NUMEL:
+            raise ValueError(f"tensor {name!r} has the shape {tensor.shape!r:.200}")
+        if end - begin != tensor.nbytes or end > self.nbytes - start:
+            raise ValueError(f"tensor {name!r} at {begin}..{end}")
+        return tensor
 
     def _range(self, begin: int, length: int) -> bytes:
         buffer = bytearray(length)

@@ -21,7 +21,8 @@ import torch
 from ..errors import CheckpointError
 from . import directory as folder
 from .collect import Collector
-from .manifest import MANIFEST, Manifest
+from .files import mark
+from .manifest import MANIFEST, Manifest, index_name
 from .plan import Plan, is_single
 from .ranks import Ranks, attempt
 from .stream import FileWriter, WriteQueue, write_small
@@ -129,11 +130,6 @@ def index_files(plan: Plan) -> dict[str, bytes]:
     return made
 
 
-def index_name(kind: str) -> str:
-    """The file that says where the tensors of a set are."""
-    return f"{kind}.safetensors.index.json"
-
-
 def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
     """A whole tensor file in memory."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -152,7 +148,7 @@ def find_volumes(ranks: Ranks, target: Target) -> list[int]:
 
     def leave_mark() -> None:
         folder.make_directory(target.directory)
-        probe.with_suffix(f".rank{ranks.rank}").touch()
+        mark(probe.with_suffix(f".rank{ranks.rank}"))
 
     try:
         ranks.agree(attempt(leave_mark)[1] if leads else None)
@@ -184,7 +180,7 @@ def commit(
     def on_leader(act: Callable[[], object]) -> None:
         ranks.agree(attempt(act)[1] if leads else None)
 
-    on_leader(lambda: folder.begin(target.directory, target.tag, replace=target.prune))
+    on_leader(lambda: _begin(target))
     try:
         records, problem = attempt(write)
         written = ranks.gather(records or {})
@@ -230,6 +226,12 @@ def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, b
     if manifest is not None:
         target.check("manifest")
         write_small(target.temporary / MANIFEST, manifest.to_text().encode())
+
+
+def _begin(target: Target) -> None:
+    if target.latest:
+        folder.refuse_strange_pointer(target.directory)
+    folder.begin(target.directory, target.tag, replace=target.prune)
 
 
 def _appear(target: Target) -> None:

@@ -1,0 +1,90 @@
+"""Files that may be anybody's: read only if they are regular and not too long, made only if nothing is there.
+
+A named pipe would make a reader wait for ever, a device never ends, and a name with ``..`` or a link may lead to any file
+of the user who reads. What is written goes to names that nobody else has: a link that lies there is never followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_MOST_IN_NAME = 255  # bytes, on every file system
+_KINDS = {
+    stat.S_IFIFO: "it is a named pipe",
+    stat.S_IFSOCK: "it is a socket",
+    stat.S_IFCHR: "it is a device",
+    stat.S_IFBLK: "it is a device",
+}
+
+
+def is_plain(name: object) -> bool:
+    """True if ``name`` can only be that of an entry of a directory: no path, not the directory itself or the one above."""
+    if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        return False
+    try:
+        return len(os.fsencode(name)) <= _MOST_IN_NAME
+    except UnicodeError:
+        return False
+
+
+def open_regular(path: Path, home: Path | None = None) -> int:
+    """A descriptor to read the regular file ``path``. Raises OSError for anything else, without waiting.
+
+    With ``home``, the directory that ``path`` lies in, a link must not lead out of it.
+    """
+    _refuse_others(path, os.stat(path).st_mode)  # before it is opened: opening some devices does something
+    if home is not None:
+        _refuse_way_out(path, home)
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _refuse_others(path, os.fstat(file).st_mode)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def read_regular(path: Path, most: int, home: Path | None = None) -> bytes:
+    """All of a regular file of at most ``most`` bytes; OSError for anything else. ``home``: as for ``open_regular``."""
+    file = open_regular(path, home)
+    try:
+        size = os.fstat(file).st_size
+        parts, left = [], min(size, most) + 1
+        while size <= most and left and (part := os.read(file, left)):
+            parts.append(part)
+            left -= len(part)
+    finally:
+        os.close(file)
+    if size > most or not left:
+        raise OSError(errno.EFBIG, f"it has {size} bytes, and {most} at most are expected", str(path))
+    return b"".join(parts)
+
+
+def _refuse_others(path: Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"{_KINDS.get(stat.S_IFMT(mode), 'it is something else')}, not a file", str(path))
+
+
+def _refuse_way_out(path: Path, home: Path) -> None:
+    """A cache of the Hugging Face hub is one place: ``snapshots/REVISION`` has links to files in ``blobs``."""
+    if not path.is_symlink():
+        return
+    place, target = Path(os.path.realpath(home)), Path(os.path.realpath(path))
+    caches = [parent.parent / "blobs" for parent in place.parents if parent.name == "snapshots"]
+    if not any(inside in target.parents for inside in (place, *caches)):
+        raise OSError(errno.ELOOP, f"it is a link to {target}, which is in another directory", str(path))
+
+
+def create(path: Path) -> int:
+    """A descriptor to write the new file ``path``. Raises OSError if anything has that name, be it a link to nothing."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def mark(path: Path) -> None:
+    """Make the empty file ``path`` unless it is there. Raises OSError if a link has that name."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
