@@ -33,6 +33,7 @@ _SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset
 _KINDS = {kind: name for name, kind in _SEQUENCES.items()}
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
 _NUMBERS = "biufc"  # numpy's kinds of scalars that are plain numbers
 T = TypeVar("T")
 
@@ -74,7 +75,8 @@ def encode(value: Any) -> bytes:
     """``value`` as bytes: None, numbers, strings, bytes, dense tensors, torch's dtypes, devices and sizes, slices, lists,
     tuples, sets and dicts, named tuples, members of enumerations, and dataclasses of zerorun.
 
-    Raises MessageError, naming the type, for anything else.
+    Of a class that is made from str, int or float, the plain value arrives. Raises MessageError, naming the type, for
+    anything else.
     """
     blobs: list[bytes] = []
     try:
@@ -139,6 +141,9 @@ def _rare_to_json(value: Any, kind: type, blobs: list[bytes]) -> Any:
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in _NUMBERS:
         blobs.append(value.tobytes())
         return {"number": [value.dtype.str, value.nbytes]}
+    for plain, value_of in _PLAIN:
+        if isinstance(value, plain):  # torch's version, for one
+            return _to_json(value_of(value), blobs)
     raise MessageError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: pickle, which could, lets whoever sends a "
         "message run code. Remedy: give numbers, strings and tensors, in lists, tuples, dicts or named tuples."

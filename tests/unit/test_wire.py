@@ -59,6 +59,23 @@ class Mine:
     pass
 
 
+class Text(str):
+    def __str__(self) -> str:
+        return "another"
+
+
+def test_of_classes_made_from_plain_ones_the_plain_value_arrives() -> None:
+    class Number(int):
+        pass
+
+    class Real(float):
+        pass
+
+    found = decode(encode([Text("text"), Number(3), Real(0.5), torch.__version__]))
+    assert found == ["text", 3, 0.5, str(torch.__version__)]
+    assert [type(value) for value in found] == [str, int, float, str]
+
+
 @dataclasses.dataclass
 class NotOurs:
     x: int = 1
