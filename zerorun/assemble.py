@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from . import errors
 from .activations.blocks import CheckpointedBlocks, Recompute
 from .activations.host import HostPool
 from .checkpoint.directory import newest_first
@@ -47,6 +48,7 @@ from .plan import Exchange, compute_dtype, make_plan, planned_topology, wire_dty
 from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
+from .wire import gather_values
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
 from .zero.init import partition_number, partitioned, refuse_overwritten, settle
@@ -171,8 +173,7 @@ def _agree(check: Callable[[], T]) -> T:
     except ZerorunError as error:
         problem = error
     if dist.get_world_size() > 1:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (type(problem), str(problem)) if problem else None)
+        found: list[Any] = gather_values((type(problem).__name__, str(problem)) if problem else None)
         first = next((rank for rank, entry in enumerate(found) if entry is not None), None)
         if first is not None and problem is None:
             kind, text = found[first]
@@ -182,7 +183,9 @@ def _agree(check: Callable[[], T]) -> T:
     return result[0]
 
 
-def _same_error(kind: type[ZerorunError], text: str) -> ZerorunError:
+def _same_error(name: str, text: str) -> ZerorunError:
+    """The error of this name in errors.py."""
+    kind = vars(errors)[name]
     if issubclass(kind, ConfigError):
         error = ConfigError([], "")
         error.args = (text,)
@@ -206,9 +209,7 @@ def _compare_ranks(model: nn.Module, config: Config, raw: RawOptimizer, topology
     described += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
     groups = [f"{name} in group {raw.group_of[id(p)]}" for name, p in params if id(p) in raw.group_of]
     digests = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (described, groups)]
-    mine = (config.fingerprint(), first, *digests)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    found: list[Any] = gather_values((config.fingerprint(), first, *digests))
     for rank, (fingerprint, reference, model_digest, groups_digest) in enumerate(found):
         if fingerprint != found[0][0]:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
@@ -225,15 +226,14 @@ def _partitioned_as(param: nn.Parameter) -> str:
 
 
 def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, lines)
+    found = gather_values(lines)
     pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
     ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
     text = (
         f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
         f"Remedy: build the same {what} on every rank, in the same order; a set has another one on each."
     )
-    raise _same_error(ConfigError, text) if what == "configuration" else ModelError(text)
+    raise _same_error("ConfigError", text) if what == "configuration" else ModelError(text)
 
 
 # -- assembly ----------------------------------------------------------------------------------------------------

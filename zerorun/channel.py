@@ -35,6 +35,7 @@ from .errors import OrderError
 from .mapped_shards import MappedShards
 from .open_shards import OpenShards, close_all
 from .peer_memory import Exchange, PeerMemory, PeerMemoryError
+from .wire import gather_values
 from .zero.layout import Piece
 
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
@@ -205,9 +206,7 @@ class Channel:
         return PeerMemory.connect(self._objects, self.rank, self.size)
 
     def _objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return gather_values(value, self.group)
 
     @property
     def transport(self) -> str:

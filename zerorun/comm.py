@@ -30,6 +30,7 @@ from .errors import OrderError, TopologyError
 from .mapped_shards import MappedShards
 from .peer_memory import PeerEnded, PeerMemory, PeerMemoryError
 from .topology import Topology
+from .wire import gather_values
 from .zero.layout import Piece
 
 # Seconds that an exiting process gives collectives in flight to finish.
@@ -279,18 +280,16 @@ class Communicator:
         return gathered
 
     def control_objects(self, value: Any) -> list[Any]:
-        """All ranks' picklable values, by rank of the world. Set-up and error paths only."""
-        return self._objects(value, self._world, self.topology.world_size)
+        """All ranks' values (see wire.py), by rank of the world. Set-up and error paths only."""
+        return self._objects(value, self._world)
 
     def data_objects(self, value: Any) -> list[Any]:
-        """The data-parallel ranks' picklable values, by rank. Set-up and error paths only."""
-        return [value] if self._data is None else self._objects(value, self._data, self.topology.data_parallel_size)
+        """The data-parallel ranks' values (see wire.py), by rank. Set-up and error paths only."""
+        return [value] if self._data is None else self._objects(value, self._data)
 
-    def _objects(self, value: Any, group: dist.ProcessGroup | None, size: int) -> list[Any]:
-        gathered: list[Any] = [None] * size
+    def _objects(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         self._finish_control(dist.barrier(group=group, async_op=True))
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
+        return gather_values(value, group)
 
     def of_all_stages(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective."""
@@ -299,7 +298,7 @@ class Communicator:
         group = self.topology.group("pipe")
         found: dict[str, torch.Tensor] = {}
         described = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
-        for stage, names in enumerate(self._objects(described, group, self.topology.pipe)):
+        for stage, names in enumerate(self._objects(described, group)):
             for name, (shape, dtype) in names.items():
                 if name in found:
                     continue

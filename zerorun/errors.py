@@ -64,6 +64,10 @@ class OrderError(ZerorunError, RuntimeError):
     """Ranks disagree about which collective comes next. Names the first differing unit and rank."""
 
 
+class MessageError(ZerorunError, RuntimeError):
+    """A value cannot be sent to other ranks, or what came from one cannot be read."""
+
+
 class LossScaleError(ZerorunError, ArithmeticError):
     """fp16 gradients overflow although the loss scale is at its minimum. Training can be saved and inspected."""
 

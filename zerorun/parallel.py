@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .channel import Books, Channel
@@ -28,6 +27,7 @@ from .tensor_parallel.sequence import blocks_of, has_blocks
 from .tensor_parallel.share import Share, partial_of, shares_of
 from .tensor_parallel.styles import HOOKED, Plan
 from .topology import Topology
+from .wire import gather_values
 from .zero.init import part_of, refuse_partitioned
 from .zero.spread import ALONE, Spread
 
@@ -235,8 +235,7 @@ def _spread_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.Para
 
 def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
     """Raise ModelError, on all ranks alike, unless the stages together have every parameter of the model."""
-    found: list[Any] = [None] * topology.world_size
-    dist.all_gather_object(found, [name for name, _ in model.named_parameters(remove_duplicate=False)])
+    found = gather_values([name for name, _ in model.named_parameters(remove_duplicate=False)])
     lost = set(model.parameter_names()).difference(*found)
     if lost:
         raise ModelError(f"no pipeline stage has {', '.join(sorted(lost)[:5])}. This is an error in zerorun.")

@@ -28,6 +28,7 @@ LAYERS = {
     "zero.spread": 1,
     "zero.policy": 1,
     "arguments": 1,
+    "wire": 1,
     "process_topology": 1,
     "topology_picture": 1,
     "topology": 2,

@@ -406,13 +406,16 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 
 # -- what is left ------------------------------------------------------------------------------------------------------
 
+# Until the test ends, that is, however it does. Python ignores SIGINT if it was started so, as shells start what goes into
+# the background: a test run from a script would wait for the answer to a signal that its child never gets.
 WORK_FOR_EVER = """
-import sys, torch
+import os, signal, sys, torch
 from pathlib import Path
 from zerorun.zero.swap import StateFile
 store = StateFile(Path(sys.argv[1]), {key: [1 << 20] for key in range(4)}, 0, buffer_count=2)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("ready", flush=True)
-while True:
+while os.getppid() == int(sys.argv[2]):
     for key in range(4):
         store.prefetch((key + 1) % 4)
         store.open(key)(store.master(key, 0)).add_(1)
@@ -423,10 +426,12 @@ while True:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_a_kill(how: signal.Signals, tmp_path: Path) -> None:
     folder = tmp_path / "states"
-    command = [sys.executable, "-c", WORK_FOR_EVER, str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.send_signal(how)
-    assert process.wait(timeout=60) != 0
-    process.stdout.close()
+    command = [sys.executable, "-c", WORK_FOR_EVER, str(folder), str(os.getpid())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            process.send_signal(how)
+            assert process.wait(timeout=60) != 0
+        finally:
+            process.kill()
     assert not list(folder.iterdir())

@@ -17,14 +17,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, DamagedError
+from ..errors import CheckpointError, DamagedError, MessageError
 from ..log import logger
 from ..topology import Topology
+from ..wire import gather_values
 
 _PATIENCE = timedelta(days=1)
 _MEET_S = 30.0
@@ -46,15 +47,15 @@ class Ranks:
             self._group = None
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's picklable ``value``, by rank."""
+        """Every rank's ``value``, by rank."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            return gather_values(value, self._group)
+        except MessageError as error:
+            raise CheckpointError(str(error)) from error
         except RuntimeError as error:
             raise CheckpointError(f"another rank ended, or gave up, during a checkpoint ({error}).") from error
-        return found
 
     def first(self, make: Callable[[], T]) -> T:
         """What ``make`` gives on rank 0; or its CheckpointError, on all ranks."""

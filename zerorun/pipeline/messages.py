@@ -4,7 +4,8 @@
 A message is a header of two numbers, then the description of the value, if it is another than that of the message before,
 and then the tensors as they lie in memory. In the steady state that is the header and the tensors. Sends never block:
 what is sent is kept until it has left, and no longer, so that a stage keeps no more activations than its schedule says.
-Messages of one sort between the same two ranks arrive in order.
+Messages of one sort between the same two ranks arrive in order. A description is data (see wire.py): containers are named,
+and made only of classes that this rank has, and that torch's pytree knows how to make.
 
 [Note: receiving ahead]
 A message can only travel when the receiver has given it a place. If that came when the value is needed, the stage would
@@ -17,11 +18,11 @@ fills the places with nothing of use before it goes on. NCCL needs no such help:
 from __future__ import annotations
 
 import itertools
-import pickle
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -29,14 +30,16 @@ import torch.distributed as dist
 from torch.utils import _pytree
 
 from ..channel import Channel, Waiter
-from ..errors import PipelineError
+from ..errors import MessageError, PipelineError
+from ..wire import decode, encode, is_namedtuple, loaded_class, path_of
 
 # Apart, because between the same two ranks both may travel either way: there may be no others.
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Key = tuple[int, str]  # the rank at the other end, the sort
 _couriers = itertools.count()  # all ranks make them in the same order
 _SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, Enum)
+_LEAF = _pytree.tree_structure(None)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,18 @@ class _Described:
     shape: torch.Size
     dtype: torch.dtype
     wants_gradient: bool
+
+
+@dataclass(frozen=True)
+class _Description:
+    """All of a value but its tensors' elements. ``leaves``: plain values, and what tensors are like."""
+
+    tree: _pytree.TreeSpec
+    leaves: list[Any]
+
+    def tensors(self) -> list[_Described]:
+        """In the order in which they are sent."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Described)]
 
 
 @dataclass
@@ -74,7 +89,7 @@ class Courier:
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
         self._last_sent: dict[Key, bytes] = {}
         self._sent_alike: set[Key] = set()  # the last message was like the one before it
-        self._last_received: dict[Key, Any] = {}
+        self._last_received: dict[Key, _Description] = {}
         self._received_alike: set[Key] = set()
         self._expected: dict[Key, _Expected] = {}
         self._last_leaving: dict[Key, Future[None]] = {}
@@ -112,7 +127,7 @@ class Courier:
         self._post(torch.tensor([number, len(content)]), key)
         if key in self._sent_alike and not self._channel.nccl:
             self._sent_alike.discard(key)
-            for last in _described_in(pickle.loads(self._last_sent[key])):  # what the receiver has given places
+            for last in read_description(self._last_sent[key]).tensors():  # what the receiver has given places
                 if last.shape.numel():
                     flat = torch.zeros(last.shape.numel(), dtype=last.dtype)
                     self._count(flat, key)
@@ -164,9 +179,10 @@ class Courier:
             content = bytes(self._arrived(self._place(torch.empty(length, dtype=torch.uint8), key), key).numpy())
             if number == _BROKEN:
                 raise PipelineError(content.decode())
-            self._last_received[key] = pickle.loads(content)
+            self._last_received[key] = read_description(content)
         places = iter(self._places(key) if expected.guess is None else expected.guess)
-        return _pytree.tree_map(lambda leaf: self._fill(leaf, places, key), self._last_received[key])
+        described = self._last_received[key]
+        return _pytree.tree_unflatten([self._fill(leaf, places, key) for leaf in described.leaves], described.tree)
 
     def _make_room(self, key: Key) -> _Expected:
         header = self._place(torch.empty(2, dtype=torch.int64), key)
@@ -175,9 +191,8 @@ class Courier:
 
     def _places(self, key: Key) -> list[_Place]:
         """For the tensors of a message like the last one."""
-        leaves = _described_in(self._last_received[key])
-        device = self._channel.device
-        return [self._place(torch.empty(leaf.shape, dtype=leaf.dtype, device=device), key) for leaf in leaves]
+        device, tensors = self._channel.device, self._last_received[key].tensors()
+        return [self._place(torch.empty(like.shape, dtype=like.dtype, device=device), key) for like in tensors]
 
     def _place(self, tensor: torch.Tensor, key: Key) -> _Place:
         """``tensor`` for what comes next of this sort."""
@@ -205,31 +220,79 @@ class Courier:
 
 def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     """(description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent."""
-    tensors: list[torch.Tensor] = []
-
-    def slot(path: Any, leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided:
-                raise _unsendable(path, f"a tensor of layout {leaf.layout}", "send it dense.")
-            tensors.append(leaf)
-            return _describe(leaf)
-        if not isinstance(leaf, _PLAIN):
-            kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-            raise _unsendable(path, f"a {kind}", "send tensors, numbers, strings and None, in dicts, lists and tuples.")
-        return leaf
-
-    return pickle.dumps(_pytree.tree_map_with_path(slot, value)), tensors
+    leaves, tree = _pytree.tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(map(_objection, leaves)):
+        raise _unsendable(value)
+    # a list is a tensor: among leaves there are no others
+    described = [[t.dtype, *t.shape, t.requires_grad] if isinstance(t, torch.Tensor) else t for t in leaves]
+    try:
+        return encode([_told(tree), described]), tensors
+    except MessageError as error:
+        raise PipelineError(f"a layer gives the next stage what cannot be sent: {error}") from error
 
 
-def _described_in(description: Any) -> list[_Described]:
-    return [leaf for leaf in _pytree.tree_leaves(description) if isinstance(leaf, _Described)]
+def read_description(content: bytes) -> _Description:
+    """The description that ``describe`` gave. Raises PipelineError if it is none, or needs a class that is not loaded."""
+    try:
+        tree, leaves = decode(content)
+        described = [_Described(torch.Size(e[1:-1]), e[0], e[-1]) if isinstance(e, list) else e for e in leaves]
+        found = _Description(_tree(tree), described)
+    except (MessageError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise PipelineError(f"a message from another pipeline stage cannot be read: {error}") from error
+    if found.tree.num_leaves != len(leaves):
+        raise PipelineError("a message from another pipeline stage cannot be read: it has too few or too many values.")
+    return found
 
 
-def _describe(tensor: torch.Tensor) -> _Described:
-    return _Described(tensor.shape, tensor.dtype, tensor.requires_grad)
+def _told(tree: _pytree.TreeSpec) -> list[Any]:
+    """[module and name of a container's class, what pytree needs besides its elements to make it, its elements]; [] for
+    a leaf. All classes of named tuples are one kind of container, and which of them it is is what pytree needs."""
+    if tree.type is None:
+        return []
+    given = list(path_of(tree.context)) if tree.type is namedtuple else tree.context
+    return [tree.type.__module__, tree.type.__qualname__, given, [_told(element) for element in tree.children()]]
 
 
-def _unsendable(path: Any, what: str, remedy: str) -> PipelineError:
+def _tree(told: list[Any]) -> _pytree.TreeSpec:
+    if not told:
+        return _LEAF
+    module, name, given, elements = told
+    kind = _known_container(module, name)
+    if kind is namedtuple:
+        given = loaded_class(*given)
+        if not is_namedtuple(given):
+            raise ValueError(f"{given} is no class of named tuples")
+    return _pytree.TreeSpec(kind, given, [_tree(element) for element in elements])
+
+
+def _known_container(module: str, name: str) -> Any:
+    """The class of this module and name among those that pytree makes."""
+    for kind in _pytree.SUPPORTED_NODES:
+        if kind.__qualname__ == name and kind.__module__ == module:
+            return kind
+    raise ValueError(
+        f"it holds a {module}.{name}, which this rank has not imported, or not registered with torch.utils._pytree. "
+        "Remedy: import the same modules on all ranks."
+    )
+
+
+def _objection(leaf: Any) -> tuple[str, str] | None:
+    """(what cannot be sent, the remedy); None for what can."""
+    if isinstance(leaf, torch.Tensor):
+        return None if leaf.layout == torch.strided else (f"a tensor of layout {leaf.layout}", "send it dense.")
+    if isinstance(leaf, _PLAIN):
+        return None
+    remedy = "send tensors, numbers, strings and None, in dicts, lists and tuples"
+    if is_dataclass(leaf):
+        remedy += ", or let torch.export.register_dataclass() know the class on all ranks"
+    return f"a {type(leaf).__module__}.{type(leaf).__qualname__}", f"{remedy}."
+
+
+def _unsendable(value: Any) -> PipelineError:
+    """Names the first part of ``value`` that cannot be sent, and where it is."""
+    path, leaf = next((path, leaf) for path, leaf in _pytree.tree_leaves_with_path(value) if _objection(leaf))
+    what, remedy = _objection(leaf) or ("", "")
     where = _pytree.keystr(path) or "the value itself"
     return PipelineError(f"a layer gives the next stage {what} (at {where}), which cannot be sent. Remedy: {remedy}")
 

@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, product
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerorun.comm import Communicator
 from zerorun.topology import Topology
+from zerorun.wire import gather_values
 from zerorun.zero.layout import build_layout
 
 from .reporter import Reporter
@@ -156,11 +156,10 @@ def _check_objects(reporter: Reporter) -> None:
     with reporter.check("barrier"):
         dist.barrier()
     reporter.say(checked="barrier", wrong=None)
-    with reporter.check("all_gather_object"):
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, {"rank": dist.get_rank()})
+    with reporter.check("gather_values"):
+        found = gather_values({"rank": dist.get_rank()})
     wrong = None if found == [{"rank": rank} for rank in range(size)] else f"it is {str(found)[:200]}"
-    reporter.say(checked="all_gather_object", wrong=wrong)
+    reporter.say(checked="gather_values", wrong=wrong)
 
 
 # -- the engine's own --------------------------------------------------------------------------------------------------
@@ -170,8 +169,7 @@ def _check_engine(reporter: Reporter, device: torch.device) -> None:
     """zerorun's collectives over each topology; with and without peer memory where it is in force."""
     size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     degrees = [size]
-    locals_seen: list[Any] = [None] * size
-    dist.all_gather_object(locals_seen, local)
+    locals_seen = gather_values(local)
     if len(set(locals_seen)) == 1 and 1 < local < size:
         degrees.append(local)
     transport = ""

@@ -38,6 +38,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import init_distributed
 from ..errors import ModelError
+from ..wire import gather_values
 from .order import refuse_different
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
 
@@ -119,19 +120,13 @@ def gather_whole(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     chosen = {number: param for param in params if (number := partition_number(param)) is not None}
     numbers = sorted(chosen)
     if numbers:
-        refuse_different([f"number {n} in Init, of shape {tuple(chosen[n].shape)}" for n in numbers], _of_all_ranks)
+        refuse_different([f"number {n} in Init, of shape {tuple(chosen[n].shape)}" for n in numbers], gather_values)
     whole = [chosen[number] for number in numbers]
     for param in whole:
         value = whole_value(param)
         forget_part(param)
         param.data = value  # type: ignore[assignment]
     return whole
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:

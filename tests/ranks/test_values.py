@@ -1,0 +1,115 @@
+"""Values that ranks tell each other: by rank, of any group; and a rank that gets something else runs nothing of it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+
+from zerorun.channel import Books, Channel
+from zerorun.checkpoint.ranks import Ranks
+from zerorun.comm import Communicator, init_distributed
+from zerorun.errors import CheckpointError, MessageError, PipelineError
+from zerorun.pipeline.messages import ACTIVATIONS, Courier
+from zerorun.topology import Topology
+from zerorun.wire import gather_values
+
+
+class Evil:
+    """Leaves ``trace`` where it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+def tell() -> list[Any]:
+    init_distributed(torch.device("cpu"))
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    found = [gather_values(["x" * rank, torch.full((rank,), rank)])]
+    if rank < 2:
+        found.append(gather_values({rank: "of two"}, pair))
+    return found
+
+
+def test_every_rank_hears_all_in_their_order() -> None:
+    everywhere = run_ranks(3, tell)
+    for rank, found in enumerate(everywhere):
+        assert [text for text, _ in found[0]] == ["", "x", "xx"]
+        assert [tensor.tolist() for _, tensor in found[0]] == [[], [1], [2, 2]]
+        assert found[1:] == ([[{0: "of two"}, {1: "of two"}]] if rank < 2 else [])
+
+
+def tell_what_cannot_be_told() -> list[str]:
+    init_distributed(torch.device("cpu"))
+    mine = object() if dist.get_rank() else 1
+    ranks = Ranks(Topology.create(2, dist.get_rank(), device_type="cpu"))
+    caught = []
+    for tell, kind in ((gather_values, MessageError), (ranks.gather, CheckpointError)):
+        with pytest.raises(kind, match=r"rank 1: a builtins\.object cannot be sent") as error:
+            tell(mine)
+        caught.append(str(error.value))
+    assert gather_values(1) == [1, 1]
+    ranks.close()
+    return caught
+
+
+def test_all_ranks_are_told_who_could_not_tell_its_value() -> None:
+    first, second = run_ranks(2, tell_what_cannot_be_told)
+    assert first == second
+
+
+def tell_bytes(content: bytes, group: dist.ProcessGroup | None) -> None:
+    """What ``gather_values`` sends, and torch.distributed for objects: the length, and the bytes up to the longest one."""
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
+    dist.all_gather([torch.empty_like(padded) for _ in lengths], padded, group=group)
+
+
+def be_attacked(trace: str) -> list[str]:
+    """Rank 1 plays a stranger: it sends pickles wherever rank 0 takes something from it. What rank 0 found."""
+    init_distributed(torch.device("cpu"))
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    topology = Topology.create(2, rank, device_type="cpu")
+    comm, ranks = Communicator(topology, cpu), Ranks(topology)
+    channel = Channel("pipe", dist.group.WORLD, rank, 2, cpu, Books(), reads_peers=False)
+    courier = Courier(channel, lambda message, label: message.result(60))
+    content, found = pickle.dumps(Evil(Path(trace))), []
+    for way, tell in ((comm._world, comm.control_objects), (ranks._group, ranks.gather), (None, channel._objects)):
+        if rank == 1:
+            if tell == comm.control_objects:
+                dist.barrier(group=way)
+            tell_bytes(content, way)
+            continue
+        try:
+            tell(1)
+        except (MessageError, CheckpointError) as error:
+            found.append(str(error))
+    if rank == 1:
+        tag = courier._tags[ACTIVATIONS]
+        for part in (torch.tensor([len(content)] * 2), torch.frombuffer(bytearray(content), dtype=torch.uint8)):
+            dist.group.WORLD.send([part], 0, tag).wait()
+    else:
+        with pytest.raises(PipelineError) as error:
+            courier.receive(1, ACTIVATIONS)
+        found.append(str(error.value))
+    dist.barrier()
+    ranks.close()
+    return found
+
+
+def test_what_a_stranger_sends_is_not_run(tmp_path: Path) -> None:
+    found = run_ranks(2, be_attacked, str(tmp_path / "owned"))[0]
+    assert not (tmp_path / "owned").exists()
+    assert len(found) == 4
+    assert all("cannot be read" in text for text in found)
