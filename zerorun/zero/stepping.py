@@ -60,6 +60,14 @@ class ShardedOptimizer:
         self._segments = [segment for unit in units for segment in unit.trainable]
         self._updates = 0
         self._never_used: set[tuple[int, int]] = set()  # (id of segment, entry): no gradient in any update so far
+        self.tell_overflow(False)
+
+    def tell_overflow(self, overflow: bool) -> None:
+        """Set ``optimizer.overflow``, by which training loops decide whether their own schedules advance.
+
+        True after a step that was skipped. It is there from the start: accelerate looks for it once, before any step.
+        """
+        self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def summarise(
         self, runtime: Runtime, bad_losses: int, weight: float, loss: float = 0.0, wishes: Sequence[bool] = ()
