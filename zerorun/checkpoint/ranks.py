@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError, DamagedError
 from ..log import logger
 from ..topology import Topology
+from ..waits import waiting
 
 _PATIENCE = timedelta(days=1)
 _MEET_S = 30.0
@@ -37,7 +38,8 @@ class Ranks:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.rank, self.size = topology.rank, topology.world_size
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
+        with waiting("checkpoint: a process group"):
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
 
     def close(self) -> None:
         """Give back the process group."""
@@ -51,7 +53,8 @@ class Ranks:
             return [value]
         found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, value, group=self._group)
+            with waiting("checkpoint: what all ranks have to say or to write"):
+                dist.all_gather_object(found, value, group=self._group)
         except RuntimeError as error:
             raise CheckpointError(f"another rank ended, or gave up, during a checkpoint ({error}).") from error
         return found
@@ -89,7 +92,8 @@ class Ranks:
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         """Fill a contiguous CPU tensor with what ``rank`` sends. Not collective."""
         assert self._group is not None
-        self._group.recv([tensor], rank, tag).wait()
+        with waiting("checkpoint: a part of a tensor", lambda: [rank]):
+            self._group.recv([tensor], rank, tag).wait()
 
     def volumes(self, directory: Path) -> list[int]:
         """For each rank, the first rank that has the same ``directory`` as far as its name and its host tell."""

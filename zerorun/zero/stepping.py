@@ -15,6 +15,7 @@ from ..errors import StepError
 from ..log import warn_once
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
+from ..waits import waiting
 from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
 from .runtime import Runtime
@@ -125,7 +126,8 @@ class ShardedOptimizer:
                 continue
             part = segment.local_square_sum()
             total = part + total.to(part.device)
-        return float(total)
+        with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
+            return float(total)
 
     def update(self, coefficient: float, *, unused: bool, order: Sequence[Unit]) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
