@@ -1,7 +1,7 @@
 """Waits: whoever waits for another rank, a disk or a compiler for long says so, once, on stderr.
 
 [Note: one watch for all waits]
-A wait is entered in a table and taken out again, which costs less than a microsecond; there is no thread per wait. One
+A wait is entered in a table and taken out again, which costs about a microsecond; there is no thread per wait. One
 daemon thread per process looks at the table every few seconds, and asks only what is late who has not come.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-# Seconds after which a wait is told of; 0: never.
+# Seconds after which a wait is told of, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
 _DEFAULT_S = 30.0
 _LOOKS = 6  # of the watch in that time
 
@@ -59,7 +59,7 @@ class Watch:
 
 
 class waiting:
-    """In a ``with`` statement around whatever may have to wait. ``what``: the label of a collective, or words.
+    """``with waiting(...)`` around whatever may have to wait. ``what``: the label of a collective, or words.
 
     ``missing``: asked on another thread if it takes long: the ranks of the world that have not come, as far as known.
     """

@@ -27,8 +27,8 @@ LATE_S = 0.9
 
 @contextmanager
 def told(after_s: float = 0.3) -> Iterator[io.StringIO]:
-    before, written, sys.stderr = sys.stderr, io.StringIO(), io.StringIO()
-    written, usual = sys.stderr, waits.watch.after_s  # type: ignore[assignment]
+    before, usual, written = sys.stderr, waits.watch.after_s, io.StringIO()
+    sys.stderr = written
     waits.watch.tell_after(after_s)
     try:
         yield written
