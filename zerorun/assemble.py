@@ -48,6 +48,7 @@ from .plan import Exchange, compute_dtype, make_plan, planned_topology, wire_dty
 from .precision import LossScaler
 from .schedules import build_schedule
 from .topology import Topology
+from .waits import waiting
 from .wire import gather_values
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
@@ -173,7 +174,8 @@ def _agree(check: Callable[[], T]) -> T:
     except ZerorunError as error:
         problem = error
     if dist.get_world_size() > 1:
-        found: list[Any] = gather_values((type(problem).__name__, str(problem)) if problem else None)
+        with waiting("initialize(): whether all ranks agree"):
+            found: list[Any] = gather_values((type(problem).__name__, str(problem)) if problem else None)
         first = next((rank for rank, entry in enumerate(found) if entry is not None), None)
         if first is not None and problem is None:
             kind, text = found[first]

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any
@@ -35,6 +36,7 @@ from .errors import OrderError
 from .mapped_shards import MappedShards
 from .open_shards import OpenShards, close_all
 from .peer_memory import Exchange, PeerMemory, PeerMemoryError
+from .waits import waiting
 from .wire import gather_values
 from .zero.layout import Piece
 
@@ -50,14 +52,29 @@ UNANSWERED = (
 )
 
 
+class Message:
+    """A message between this rank and the rank of the world ``peer``, of the collective ``label``."""
+
+    __slots__ = ("_work", "label", "peer")
+
+    def __init__(self, work: dist.Work, label: str, peer: int) -> None:
+        self._work, self.label, self.peer = work, label, peer
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Return when it is sent, or has come. Raises RuntimeError."""
+        with waiting(self.label, lambda: [self.peer]):
+            self._work.wait(*timeout)
+
+
+Started = dist.Work | Exchange | Message
+
+
 class Pending:
     """One collective in flight. Keeps its buffers alive until ``wait`` has returned."""
 
     __slots__ = ("_finish", "_in_flight", "_works", "done", "label")
 
-    def __init__(
-        self, books: Books, label: str, works: Sequence[dist.Work | Exchange], finish: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, books: Books, label: str, works: Sequence[Started], finish: Callable[[], None] | None) -> None:
         self._in_flight = books.in_flight
         self._works: Sequence[Any] = works
         self._finish = finish
@@ -71,10 +88,9 @@ class Pending:
             return
         try:
             for work in self._works:
-                if timeout_s is None:
-                    work.wait()
-                else:
-                    work.wait(timedelta(seconds=timeout_s))
+                timeout = () if timeout_s is None else (timedelta(seconds=timeout_s),)
+                with waiting(self.label) if isinstance(work, dist.Work) else contextlib.nullcontext():
+                    work.wait(*timeout)
         except RuntimeError as error:
             self.done = True
             self._in_flight.discard(self)
@@ -203,10 +219,16 @@ class Channel:
         _live.add(self)
 
     def _connect(self) -> PeerMemory | None:
-        return PeerMemory.connect(self._objects, self.rank, self.size)
+        return PeerMemory.connect(self._objects, self.rank, self.size, self._names)
+
+    @cached_property
+    def _names(self) -> list[int]:
+        """The ranks of the axis, as they are called in the world."""
+        return dist.get_process_group_ranks(self.group or dist.group.WORLD)
 
     def _objects(self, value: Any) -> list[Any]:
-        return gather_values(value, self.group)
+        with waiting(f"what ranks tell each other before they use the axis {self.axis}"):
+            return gather_values(value, self.group)
 
     @property
     def transport(self) -> str:
@@ -286,7 +308,7 @@ class Channel:
         *,
         accumulate: bool,
         wire_dtype: torch.dtype,
-    ) -> tuple[list[dist.Work | Exchange], Callable[[], None]]:
+    ) -> tuple[list[Started], Callable[[], None]]:
         """Let ``out`` become, or grow by, the sum over ranks of this rank's chunk of ``full``: (works, what then).
 
         Not over NCCL. Both in host memory; ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is
@@ -329,7 +351,8 @@ class Channel:
             sent = 2 * buffer.numel() * (self.size - 1) // self.size
             self.books.count(label, sent * buffer.element_size())
             assert self.group is not None
-            self.group.allreduce([buffer]).wait()
+            with waiting(label):
+                self.group.allreduce([buffer]).wait()
             return
         if buffer.is_cuda:  # two ranks on one GPU: through host memory
             host = buffer.to("cpu")
@@ -366,7 +389,7 @@ class Channel:
         theirs, peer, tag = torch.empty_like(flat), 1 - self.rank, self.books.tag(label)
         assert self.group is not None
         works = [self.group.recv([theirs], peer, tag), self.group.send([flat], peer, tag)] if flat.numel() else []
-        Pending(self.books, label, works, None).wait()
+        Pending(self.books, label, [Message(work, label, self._names[peer]) for work in works], None).wait()
         sum_in_rank_order([flat, theirs] if self.rank == 0 else [theirs, flat], total, accumulate=False)
         return total
 
@@ -375,7 +398,8 @@ class Channel:
         if self.size > 1 and tensor.numel():
             through = tensor.detach().contiguous().to(self.device if self.nccl else "cpu")
             self.books.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
-            dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
+            with waiting(label):
+                dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
             tensor.detach().copy_(through)
 
     def reduce_scatter(self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str) -> None:
@@ -413,7 +437,7 @@ class Channel:
             if target.is_cuda:
                 target.copy_(full)
 
-        works: list[dist.Work | Exchange] = []
+        works: list[Started] = []
         if memory := self.memory:
 
             def take(tables: list[torch.Tensor]) -> None:
@@ -426,8 +450,9 @@ class Channel:
         else:
             group, others = self.group, [peer for peer in range(len(chunks)) if peer != rank]
             assert group is not None
-            works += [group.recv([chunks[peer]], peer, tag) for peer in others if chunks[peer].numel()]
-            works += [group.send([chunks[rank]], peer, tag) for peer in others if chunks[rank].numel()]
+            names = self._names
+            works += [Message(group.recv([chunks[p]], p, tag), label, names[p]) for p in others if chunks[p].numel()]
+            works += [Message(group.send([chunks[rank]], p, tag), label, names[p]) for p in others if chunks[rank].numel()]
         return Pending(self.books, label, works, finish)
 
     def _start_direct_sum(
@@ -440,7 +465,7 @@ class Channel:
         accumulate: bool,
         *,
         until_given: bool = True,
-    ) -> dist.Work | Exchange:
+    ) -> Started:
         """Read and add bit by bit: what was read is added while it is in the processor's cache.
 
         ``parts`` are flat, as are ``offered``, what the others may read of them. ``pieces`` says what of them goes where
@@ -477,11 +502,11 @@ class Channel:
         out: torch.Tensor,
         label: str,
         accumulate: bool,
-    ) -> tuple[list[dist.Work | Exchange], Callable[[], None]]:
+    ) -> tuple[list[Started], Callable[[], None]]:
         """Send every other rank its chunk, receive the others' versions of ours, then add."""
         group, rank, tag, pool = self.group, self.rank, self.books.tag(label), self.books.pool
         assert group is not None
-        works: list[dist.Work | Exchange] = []
+        works: list[Started] = []
         parts: list[torch.Tensor] = []
         for peer, (low, high) in enumerate(pairwise(bounds)):
             if peer == rank:
@@ -490,9 +515,9 @@ class Channel:
             part = pool.take(out.numel(), outgoing.dtype)
             parts.append(part)
             if out.numel():
-                works.append(group.recv([part], peer, tag))
+                works.append(Message(group.recv([part], peer, tag), label, self._names[peer]))
             if high > low:
-                works.append(group.send([outgoing[low:high]], peer, tag))
+                works.append(Message(group.send([outgoing[low:high]], peer, tag), label, self._names[peer]))
 
         def finish() -> None:
             sum_in_rank_order(parts, out, accumulate)

@@ -30,6 +30,7 @@ from .errors import OrderError, TopologyError
 from .mapped_shards import MappedShards
 from .peer_memory import PeerEnded, PeerMemory, PeerMemoryError
 from .topology import Topology
+from .waits import waiting
 from .wire import gather_values
 from .zero.layout import Piece
 
@@ -41,6 +42,7 @@ _LISTEN_RETRY_S = 0.01
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # What this rank has given up waiting for. Threads of gloo may still be at it, with its memory.
 _given_up: list[dist.Work] = []
+_AGREEMENT = "{}: an agreement of ranks, as in step() or a barrier"
 _owns_process_group = False
 
 
@@ -91,7 +93,8 @@ def init_distributed(
         options["init_method"] = f"tcp://{address}"
         if rank:
             _await_listener(address)
-    dist.init_process_group(_backends(device, world_size), **options)
+    with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
+        dist.init_process_group(_backends(device, world_size), **options)
     _owns_process_group = True
 
 
@@ -184,6 +187,7 @@ class Communicator:
         self._shard = self._channel("shard", topology.shard_rank, topology.shard)
         self._replicate = self._channel("replicate", topology.replicate_rank, topology.replicate)
         self.beyond = beyond or {}
+        self._agreements = 0  # so far: what goes through the process group, in the same order on all ranks
         _live.add(self)
 
     def _channel(self, axis: str, rank: int, size: int) -> Channel:
@@ -259,7 +263,7 @@ class Communicator:
         """Sum a small CPU tensor over all ranks of the world, in place. For decisions, not for data."""
         if self.topology.world_size > 1:
             self.books.count(label, values.numel() * values.element_size())
-            self._finish_control(dist.all_reduce(values, group=self._world, async_op=True))
+            self._finish_control(dist.all_reduce(values, group=self._world, async_op=True), label)
         return values
 
     def data_sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -276,7 +280,7 @@ class Communicator:
         gathered = [torch.empty_like(values) for _ in range(self.topology.data_parallel_size)]
         self.books.count("control", values.numel() * values.element_size())
         work = dist.all_gather(gathered, values, group=self._data, async_op=True)
-        self._finish_control(work, timeout_s)
+        self._finish_control(work, timeout_s=timeout_s)
         return gathered
 
     def control_objects(self, value: Any) -> list[Any]:
@@ -289,7 +293,8 @@ class Communicator:
 
     def _objects(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
         self._finish_control(dist.barrier(group=group, async_op=True))
-        return gather_values(value, group)
+        with waiting(_AGREEMENT.format("control")):
+            return gather_values(value, group)
 
     def of_all_stages(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective."""
@@ -317,23 +322,31 @@ class Communicator:
     def finish(self, message: Future[None], label: str) -> None:
         """Wait for a message between two ranks, and meanwhile for nobody to wait for this one. Raises OrderError."""
         try:
-            if memories := self._memories():
-                memories[0].wait_until(message.done)
-            message.result()
+            with waiting(f"pipeline: {label}"):
+                if memories := self._memories():
+                    memories[0].wait_until(message.done)
+                message.result()
         except RuntimeError as error:
             raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
 
-    def _finish_control(self, work: dist.Work, timeout_s: float | None = None) -> None:
+    def _finish_control(self, work: dist.Work, label: str = "control", timeout_s: float | None = None) -> None:
         """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        memory = next(iter(self._memories()), None)
+        self._agreements += 1
+        number, missing = self._agreements, None
+        if memory is not None:
+            memory.note_agreement(number)
+            missing = partial(memory.absent_from_agreement, number)
         try:
-            if memories := self._memories():
-                with contextlib.suppress(PeerEnded):  # it may have done its part
-                    memories[0].wait_until(work.is_completed, timeout)
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
+            with waiting(_AGREEMENT.format(label), missing):
+                if memory is not None:
+                    with contextlib.suppress(PeerEnded):  # it may have done its part
+                        memory.wait_until(work.is_completed, timeout)
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
         except RuntimeError as error:
             _given_up.append(work)
             raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
@@ -356,7 +369,8 @@ class Communicator:
         """Give every data-parallel rank the contiguous ``tensor`` of number ``source`` among them."""
         if self._data is not None and tensor.numel():
             self.books.count(label, tensor.numel() * tensor.element_size())
-            dist.broadcast(tensor, group=self._data, group_src=source)
+            with waiting(label):
+                dist.broadcast(tensor, group=self._data, group_src=source)
 
     def forget_groups(self) -> None:
         """Let go of the process groups. No collective can follow."""

@@ -43,6 +43,8 @@ from .zero.unit import Unit, links_of
 _APART, COMPARED_STEPS = 1e-4, 10
 # After so many steps in a row without finite gradients training in bf16 ends: no loss scale can mend it.
 SKIPS_IN_A_ROW = 3
+# In fp16 so many skipped steps in a row have a line each; after that, one of so many has.
+SKIPS_TOLD, SKIPS_BETWEEN = 10, 100
 
 
 class Engine(LoopQueries):
@@ -307,10 +309,12 @@ class Engine(LoopQueries):
 
     def _update(self, summary: Summary) -> None:
         assert self.sharded is not None
+        self._applied = False
         self._refuse_thawed()
         if self._loss_mode in (None, "mean"):
             self._labels.advise()
         if summary.bad_losses:
+            self.sharded.tell_overflow(True)
             raise NonFiniteError(self._explain("the loss is NaN or infinite", self._bad_losses))
         if summary.apart > _APART:
             raise StepError(
@@ -319,16 +323,16 @@ class Engine(LoopQueries):
                 "engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a group alike."
             )
         unscale = 1.0 / (self._divisor(summary) * self.scaler.scale)
-        self._grad_norm = math.sqrt(summary.square_sum) * unscale if summary.finite else summary.square_sum
         self.global_steps += 1
-        self._applied = summary.finite
+        self.sharded.tell_overflow(not summary.finite)
         if summary.finite:
+            self._grad_norm = math.sqrt(summary.square_sum) * unscale
             limit = self.config.gradient_clipping
             clip = min(1.0, limit / (self._grad_norm + 1e-6)) if limit else 1.0
             with self._stepping():
                 self.sharded.update(unscale * clip, unused=summary.unused, order=self.runtime.forward_order())
             self.runtime.publish()
-            self._skips_in_a_row = 0
+            self._applied, self._skips_in_a_row = True, 0
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         else:
@@ -372,7 +376,6 @@ class Engine(LoopQueries):
         self.skipped_steps += 1
         self._skips_in_a_row += 1
         if self.scaler.dynamic:
-            logger.debug("step %d skipped: gradients are not finite", self.global_steps)
             return
         if self.config.bf16.enabled and self.config.bf16.check_grad_overflow and self._skips_in_a_row < SKIPS_IN_A_ROW:
             if is_rank_zero():
@@ -382,6 +385,7 @@ class Engine(LoopQueries):
         raise NonFiniteError(self._explain("gradients are NaN or infinite", self._empty, not_finite(self.units)))
 
     def _update_scale(self, *, overflow: bool) -> None:
+        before = self.scaler.scale
         try:
             self.scaler.update(overflow)
         except LossScaleError as error:
@@ -399,6 +403,11 @@ class Engine(LoopQueries):
                 f"{self._hint_of_placeholders()} Remedy: train in bf16, or lower the learning rate; fp16 rarely works for "
                 "weights made in bf16."
             ) from None
+        count = self._skips_in_a_row
+        told = count <= SKIPS_TOLD or count % SKIPS_BETWEEN == 0
+        if overflow and self.scaler.dynamic and told and is_rank_zero():
+            what = "step %d skipped (%d in a row): gradients overflow in fp16; loss scale %.10g -> %.10g"
+            logger.warning(what, self.global_steps, count, before, self.scaler.scale)
 
     def _inspect(self, unit: Unit) -> None:
         """Note non-finite gradients of one backward. On while the loss scale is at its minimum, before the last chance."""
@@ -604,7 +613,10 @@ class Engine(LoopQueries):
         return self.scaler.scale
 
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of the last step's averaged, unclipped gradient; the same on all ranks. None before a step."""
+        """The 2-norm of the averaged, unclipped gradient of the last step that was applied; the same on all ranks.
+
+        A skipped step leaves it as it was. None before the first.
+        """
         return self._grad_norm
 
     def was_step_applied(self) -> bool:

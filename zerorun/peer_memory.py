@@ -10,6 +10,7 @@ Each rank of a group keeps a *board* in its own memory, which only it writes and
     entries   [slot] -> (number, tag, address, count)   offer number n, in slot n % SLOTS: "at this address is a table of
                                                         the addresses of my ``count`` tensors"
     taken     [peer, slot] -> number                    "I have read offer n of that peer"
+    agreements             -> number                    "I have come to agreement n", for messages about long waits
 
 A collective is one offer and the reading of the others' offers of the same number. A rank that comes late finds the
 others' offers and reads them at once; a rank that comes early reads when it needs the result. So nobody waits for a
@@ -45,6 +46,8 @@ from functools import cache
 from typing import Any
 
 import torch
+
+from .waits import waiting
 
 SLOTS = 4096  # offers that may wait to be read
 _ENTRY = 4  # int64 of an entry
@@ -110,16 +113,20 @@ class Exchange:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the others' parts are taken; with ``until_given``, when they have taken this rank's, too."""
-        self._memory.wait_until(lambda: self.progress() and (not self._until_given or self.given()), timeout)
+        if not (self.progress() and (not self._until_given or self.given())):
+            with waiting(self._label, lambda: self._memory.absent(self._number, until_given=self._until_given)):
+                self._memory.wait_until(lambda: self.progress() and (not self._until_given or self.given()), timeout)
         self._memory.forget_finished()
 
 
 class PeerMemory:
     """The boards of one group. ``connect`` makes one, or says that this group must use the network."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, names: Sequence[int] | None = None) -> None:
         self.rank, self._size = rank, size
-        self._board = (ctypes.c_int64 * (SLOTS * (_ENTRY + size)))()
+        self._names = range(size) if names is None else names  # of its ranks, in the world
+        self._agreements = SLOTS * (_ENTRY + size)  # where on the board
+        self._board = (ctypes.c_int64 * (self._agreements + 1))()
         self._token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._boards: dict[int, tuple[int, int]] = {}  # peer -> (process, address)
@@ -132,12 +139,14 @@ class PeerMemory:
         self._word = (ctypes.c_int64 * _ENTRY)()
 
     @classmethod
-    def connect(cls, gather: Callable[[Any], list[Any]], rank: int, size: int) -> PeerMemory | None:
+    def connect(
+        cls, gather: Callable[[Any], list[Any]], rank: int, size: int, names: Sequence[int] | None = None
+    ) -> PeerMemory | None:
         """Boards of a group if all its ranks can read one another, else None. All its ranks must call it.
 
-        ``gather`` gives every rank's value to all of them.
+        ``gather`` gives every rank's value to all of them. ``names``: the ranks as they are called in messages.
         """
-        memory, card = cls(rank, size), None
+        memory, card = cls(rank, size, names), None
         lines = gather(ancestors() if can_be_used() else None)
         if not all(line is not None for line in lines):
             return None
@@ -210,7 +219,10 @@ class PeerMemory:
             serve()
             return not self._reading and not self._offered
 
-        self.wait_until(finished, timeout)
+        if not finished():
+            last = self._number - 1
+            with waiting("others to read what this rank offers", lambda: self.absent(last, until_given=True)):
+                self.wait_until(finished, timeout)
 
     def forget_finished(self) -> None:
         """Let go of the buffers of what is taken and given."""
@@ -274,6 +286,29 @@ class PeerMemory:
             if rank != self.rank:
                 self.read_tensor(rank, found[rank], tables[rank])
         return tables
+
+    def absent(self, number: int, *, until_given: bool) -> list[int]:
+        """The ranks, by name, that have not offered their part of ``number``; ``until_given``: or not read this one's.
+
+        For messages: another thread may ask.
+        """
+        slot = number % SLOTS
+        offered, taken = slot * _ENTRY, SLOTS * (_ENTRY + self.rank) + slot
+        fields = [offered, taken] if until_given else [offered]
+        return [self._names[peer] for peer in self._peers if any(self._peek(peer, f) < number + 1 for f in fields)]
+
+    def note_agreement(self, number: int) -> None:
+        """Tell all others that this rank has come to agreement ``number``, which goes through the process group."""
+        self._board[self._agreements] = number
+
+    def absent_from_agreement(self, number: int) -> list[int]:
+        """The ranks, by name, that have not come to agreement ``number``. For messages: another thread may ask."""
+        return [self._names[peer] for peer in self._peers if self._peek(peer, self._agreements) < number]
+
+    def _peek(self, peer: int, index: int) -> int:
+        word = ctypes.c_int64()
+        self.read(peer, self._boards[peer][1] + index * _ITEM, ctypes.addressof(word), _ITEM)
+        return word.value
 
     def confirm(self, number: int) -> None:
         """Tell all others that this rank has read their offers ``number``."""

@@ -26,6 +26,7 @@ from .errors import ConfigError, TopologyError
 from .log import warn_once
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
 from .topology_picture import draw
+from .waits import waiting
 
 AXES = ("pipe", "replicate", "shard", "tensor")
 _MEMBERS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
@@ -286,7 +287,8 @@ class Topology:
                 "Remedy: make it for all ranks of the job."
             )
         names = tuple(axis for axis in AXES if self.size(axis) > 1) or ("shard",)
-        return replace(self, mesh=init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names))
+        with waiting("the process groups of the topology"):
+            return replace(self, mesh=init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names))
 
 
 def _world() -> dist.ProcessGroup:

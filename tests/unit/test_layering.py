@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = {
     "errors": 0,
     "log": 0,
+    "waits": 0,
     "batch": 1,
     "config": 1,
     "config_fields": 1,

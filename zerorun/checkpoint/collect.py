@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..waits import waiting
 from .cuts import put
 from .plan import Plan, Source, Task
 from .ranks import Ranks
@@ -80,7 +81,8 @@ class Collector:
     def finish(self) -> None:
         """Return when everything that this rank had to send is on its way."""
         for send in self._sends:
-            send.wait()  # type: ignore[attr-defined]
+            with waiting("checkpoint: a part of a tensor that another rank takes"):
+                send.wait()  # type: ignore[attr-defined]
         self._sends = []
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError, DamagedError, MessageError
 from ..log import logger
 from ..topology import Topology
+from ..waits import waiting
 from ..wire import gather_values
 
 _PATIENCE = timedelta(days=1)
@@ -38,7 +39,8 @@ class Ranks:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.rank, self.size = topology.rank, topology.world_size
-        self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
+        with waiting("checkpoint: a process group"):
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
 
     def close(self) -> None:
         """Give back the process group."""
@@ -51,7 +53,8 @@ class Ranks:
         if self._group is None:
             return [value]
         try:
-            return gather_values(value, self._group)
+            with waiting("checkpoint: what all ranks have to say or to write"):
+                return gather_values(value, self._group)
         except MessageError as error:
             raise CheckpointError(str(error)) from error
         except RuntimeError as error:
@@ -90,7 +93,8 @@ class Ranks:
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         """Fill a contiguous CPU tensor with what ``rank`` sends. Not collective."""
         assert self._group is not None
-        self._group.recv([tensor], rank, tag).wait()
+        with waiting("checkpoint: a part of a tensor", lambda: [rank]):
+            self._group.recv([tensor], rank, tag).wait()
 
     def volumes(self, directory: Path) -> list[int]:
         """For each rank, the first rank that has the same ``directory`` as far as its name and its host tell."""

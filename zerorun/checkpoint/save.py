@@ -26,6 +26,7 @@ import torch
 
 from ..errors import CheckpointError, DamagedError
 from ..log import logger
+from ..waits import waiting
 from .collect import Collector, PeerReader
 from .inventory import Part
 from .manifest import Manifest
@@ -94,7 +95,8 @@ class Saver:
     def wait(self) -> None:
         """Return when no asynchronous save is going on. Raises the CheckpointError of the last one, once."""
         if self._thread is not None:
-            self._thread.join()
+            with waiting("checkpoint: the asynchronous save before"):
+                self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -111,7 +113,8 @@ class Saver:
     def _tell_by_exit_code(self) -> None:
         """The process ends, and no call came that the failure of the last save could have been raised by."""
         if self._thread is not None:
-            self._thread.join()
+            with waiting("checkpoint: the last asynchronous save"):
+                self._thread.join()
         if self._failure is not None:
             atexit.unregister(self._tell_by_exit_code)
             atexit._run_exitfuncs()  # what others have to do at the end

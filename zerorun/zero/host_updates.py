@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..ops.single_pass import SinglePassOptimizer, Where
+from ..waits import waiting
 from .pieces import OptimizerPiece
 from .placement import Arrival, HostLink
 from .swap import StateFile
@@ -74,8 +75,9 @@ class _Job:
 
 
 def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
-    for arrival in begun():
-        arrival.wait()
+    with waiting("the update of a unit in host memory"):
+        for arrival in begun():
+            arrival.wait()
 
 
 def _update_on_disk(

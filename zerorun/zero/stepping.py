@@ -15,6 +15,7 @@ from ..errors import StepError
 from ..log import warn_once
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
+from ..waits import waiting
 from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
 from .runtime import Runtime
@@ -60,6 +61,14 @@ class ShardedOptimizer:
         self._segments = [segment for unit in units for segment in unit.trainable]
         self._updates = 0
         self._never_used: set[tuple[int, int]] = set()  # (id of segment, entry): no gradient in any update so far
+        self.tell_overflow(False)
+
+    def tell_overflow(self, overflow: bool) -> None:
+        """Set ``optimizer.overflow``, by which training loops decide whether their own schedules advance.
+
+        True after a step that was skipped. It is there from the start: accelerate looks for it once, before any step.
+        """
+        self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def summarise(
         self, runtime: Runtime, bad_losses: int, weight: float, loss: float = 0.0, wishes: Sequence[bool] = ()
@@ -117,7 +126,8 @@ class ShardedOptimizer:
                 continue
             part = segment.local_square_sum()
             total = part + total.to(part.device)
-        return float(total)
+        with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
+            return float(total)
 
     def update(self, coefficient: float, *, unused: bool, order: Sequence[Unit]) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.

@@ -29,6 +29,7 @@ import torch
 
 from ..errors import SwapError
 from ..ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
+from ..waits import waiting
 from .layout import aligned_bytes
 
 _ITEM = torch.float32.itemsize
@@ -349,7 +350,8 @@ class StateFile:
         buffer.ticket, buffer.key, buffer.phase = None, None, _Phase.IDLE
         if ticket is not None:
             try:
-                ticket.wait()
+                with waiting(f"{'writing' if writing else 'reading'} optimizer states of unit {key} on disk"):
+                    ticket.wait()
             except OSError as error:
                 raise self._fail(key, error, writing=writing) from error
 

@@ -1,0 +1,117 @@
+"""Whoever waits for long says so, once: for what, since when, and for whom."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from training import make_config
+
+import zerorun
+from zerorun import waits
+
+LATE_S = 0.9
+
+
+@contextmanager
+def told(after_s: float = 0.3) -> Iterator[io.StringIO]:
+    before, usual, written = sys.stderr, waits.watch.after_s, io.StringIO()
+    sys.stderr = written
+    waits.watch.tell_after(after_s)
+    try:
+        yield written
+    finally:
+        sys.stderr = before
+        waits.watch.tell_after(usual)
+
+
+def late(stage: int, place: str) -> str:
+    """What this rank has on stderr when the last rank comes late to ``place`` of a step."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), make_config(stage))
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()  # the order is agreed on
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with told() as written, tempfile.TemporaryDirectory() as folder:
+        if last and place == "step":
+            time.sleep(LATE_S)
+        loss = engine(torch.ones(2, 4)).sum()
+        engine.backward(loss)
+        if last and place == "control":
+            time.sleep(LATE_S)
+        engine.step()
+        if last and place == "checkpoint":
+            time.sleep(LATE_S)
+        if place == "checkpoint":
+            shared = engine.comm.control_objects(folder)[0]
+            engine.save_checkpoint(Path(shared))
+        engine.comm.barrier()
+        found = written.getvalue()
+    engine.destroy()
+    return found
+
+
+LINE = re.compile(
+    r"\[zerorun rank (\d)\] has been waiting for \d+ s, since \d\d:\d\d:\d\d: (.+?)\.( Ranks? [\d, ]+ ha\w+ not come\.)?"
+)
+
+
+# 2 ranks read each other's memory; 3 send messages (harness.py).
+@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("place", ("step", "control"))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_one_line_names_the_collective_and_who_has_not_come(stage: int, place: str, ranks: int) -> None:
+    *waited, slow = run_ranks(ranks, late, stage, place)
+    assert slow == ""
+    for rank, text in enumerate(waited):
+        (line,) = text.splitlines()
+        found = LINE.fullmatch(line)
+        assert found is not None, line
+        assert int(found[1]) == rank
+        known = ranks == 2 or "control" not in found[2]
+        if known:
+            assert f"Rank {ranks - 1} has not come." in line
+
+
+def test_a_save_says_so_too() -> None:
+    first, slow = run_ranks(2, late, 1, "checkpoint")
+    assert (len(first.splitlines()), slow) == (1, "")
+
+
+def lines_of(wait: Callable[[], None], after_s: float) -> list[str]:
+    with told(after_s) as written:
+        wait()
+        return written.getvalue().splitlines()
+
+
+def test_short_waits_are_silent_and_0_switches_the_watch_off() -> None:
+    def short() -> None:
+        for _ in range(20):
+            with waits.waiting("nothing"):
+                time.sleep(0.01)
+
+    def long() -> None:
+        with waits.waiting("nothing"):
+            time.sleep(0.3)
+
+    assert lines_of(short, 0.1) == []
+    assert lines_of(long, 0) == []
+    assert len(lines_of(long, 0.1)) == 1
+
+
+def test_waits_of_any_number_have_one_thread() -> None:
+    with waits.waiting("first"), waits.waiting("second"):
+        assert sum(thread.name == "zerorun waits" for thread in threading.enumerate()) == 1
+    assert not waits.watch.open
