@@ -33,6 +33,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 
+from .escapes import plain
 from .facts import bound_socket, describe_host, probe
 from .line import Line, Message, encode
 from .loop import dispatch
@@ -99,6 +100,9 @@ class Agent:
                 self._obey(message)
             except LaunchError as error:
                 self._line.send({"is": "trouble", "text": str(error)})
+            except (LookupError, TypeError, ValueError):  # nothing that a launcher would say
+                self._lose()
+                return
 
     # -- what the launcher says --------------------------------------------------------------------------------------
 
@@ -121,7 +125,7 @@ class Agent:
                 if self._node is not None:
                     self._node.terminate(self._grace)
             case "refuse":
-                print(f"zerorun: error: {message['text']}", file=sys.stderr)
+                print(f"zerorun: error: {plain(message['text'])}", file=sys.stderr)
                 self._status = 2
             case order if self._node is not None:
                 self._signal(self._node, order, message)

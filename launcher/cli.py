@@ -116,7 +116,9 @@ def by_hand(args: argparse.Namespace) -> bool:
 
 
 def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:
-    from .by_hand import LeadingJob, join
+    from .by_hand import JOIN_SECONDS, LeadingJob, join
+    from .job import Job
+    from .secret import guests_secret, leaders_secret
 
     address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")
     address, port = args.master_addr or address, args.master_port or int(port_text or 29500)
@@ -126,9 +128,29 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
         count = args.num_nodes or 1
         raise LaunchError(f"--node-rank {args.node_rank}: there are {count} nodes, counted from 0. Remedy: see --nnodes.")
     leads = args.node_rank == 0 or (args.node_rank is None and _is_own(address))
+    if leads and (args.num_nodes or 1) == 1:
+        return Job(request, replace(options, master_addr=address)).run()  # nobody else comes
     if leads:
-        return LeadingJob(request, replace(options, master_addr=address), args.num_nodes or 1, port, args.rdzv_id).run()
-    return join(replace(request, terminal_columns=None), args.log_dir, address, port, args.node_rank, args.rdzv_id)
+        secret, shown = leaders_secret(args.secret_file, os.environ, terminal=_stderr_is_terminal())
+        names: dict[str, Any] = {"job_id": args.rdzv_id, "secret": secret, "invitation": _invitation(args, secret, shown)}
+        return LeadingJob(request, replace(options, master_addr=address), args.num_nodes, port, **names).run()
+    secret = guests_secret(args.secret_file, os.environ, seconds=JOIN_SECONDS)
+    own = replace(request, terminal_columns=None)
+    return join(own, args.log_dir, address, port, args.node_rank, job_id=args.rdzv_id, secret=secret)
+
+
+def _invitation(args: argparse.Namespace, secret: str, shown: bool) -> str:
+    """How the other hosts get the secret; where it was made up here, the command to type there."""
+    from .plan import JOB_SECRET
+
+    if not shown:
+        return f"with {f'the secret in {args.secret_file}' if args.secret_file else f'the same {JOB_SECRET}'}"
+    own = args.words[: len(args.words) - len(args.command)]
+    own = [word for word in own if word.partition("=")[0].replace("_", "-") != "--node-rank"]
+    rank = [] if args.node_rank is None else ["--node-rank=1"]
+    more = ", then 2 and so on" if rank and args.num_nodes > 2 else ""
+    # With a blank in front, most shells keep the line out of their history.
+    return f"by this command{more}:\n  {JOB_SECRET}={secret} {shlex.join(['zerorun', *own, *rank, *args.command])}"
 
 
 def _is_own(address: str) -> bool:
@@ -210,6 +232,9 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun or mpirun")
     _add(parser, "--node-rank", type=_count, metavar="K",
          help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is")
+    _add(parser, "--secret-file", type=Path, metavar="FILE",
+         help="with --node-rank: holds what hosts must know to join; mode 0600, on all hosts. Node 0 makes it if it is not "
+         "there. Without it: ZERORUN_JOB_SECRET, or node 0 shows one on its terminal")
     _add(parser, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")
     _add(parser, "--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
     _add(parser, "--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")

@@ -258,19 +258,17 @@ class Job:
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Tell agents about the job, and have them check what can be checked before anything is started."""
-        request, options = self._request, self._options
         remote = [node for node in nodes if isinstance(node, RemoteNode)]
         for node in remote:
-            node.ask(
-                "job",
-                "ready",
-                cwd=os.getcwd(),
-                env=dict(request.exports),
-                script=request.target if request.kind is Target.SCRIPT else None,
-                log_dir=None if options.log_dir is None else str(options.log_dir),
-                grace=options.grace,
-            )
+            node.ask("job", "ready", grace=self._options.grace, **self._place())
         self._await(remote, "ready")
+
+    def _place(self) -> dict[str, Any]:
+        """Where and with which variables agents run the workers."""
+        request, log_dir = self._request, self._options.log_dir
+        script = request.target if request.kind is Target.SCRIPT else None
+        logs = None if log_dir is None else str(log_dir)
+        return {"cwd": os.getcwd(), "env": dict(request.exports), "script": script, "log_dir": logs}
 
     def _await(self, nodes: Sequence[RemoteNode], answer: str) -> None:
         """Wait until each node has given ``answer``. Raises LaunchError with the troubles of those that have not."""

@@ -16,6 +16,7 @@ from enum import Enum
 from .hosts import Host
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
+JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it
 # Variables that go to other hosts because they configure the libraries that a worker uses. --export adds more.
 EXPORTED_PREFIXES = (
     "CUBLAS_", "CUDA_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_",
@@ -23,7 +24,7 @@ EXPORTED_PREFIXES = (
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 # The same devices are not visible everywhere.
-NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", DROPPED_PREFIX)
+NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
@@ -217,7 +218,8 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of ``worker`` when that of its host is ``base``."""
-    kept = {name: value for name, value in base.items() if not name.startswith(DROPPED_PREFIX)}
+    dropped = (DROPPED_PREFIX, JOB_SECRET)
+    kept = {name: value for name, value in base.items() if not name.startswith(dropped)}
     return {**kept, **worker.env}
 
 
