@@ -97,7 +97,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
     from .facts import reserve_port, usable_cores
-    from .plan import Rendezvous, build_plan, render_json, render_text
+    from .plan import Rendezvous, build_plan, on_one_host, render_json, render_text
 
     render = render_json if args.dry_run == "json" else render_text
     name = request.hosts[0].name
@@ -105,7 +105,7 @@ def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping
         plan = build_plan(request, Rendezvous(args.master_addr or name, args.master_port or "(a free one)"))
         return render(plan, carriers)
     with reserve_port(args.master_port) as port:
-        meeting = Rendezvous(args.master_addr or "127.0.0.1", port)
+        meeting = on_one_host(name, args.master_addr, port)
         return render(build_plan(request, meeting, cores={name: usable_cores()}))
 
 
@@ -466,13 +466,14 @@ def make_request(
     args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
-    from .plan import LaunchRequest, Target, exported
+    from .plan import INTERFACE_NAMES, LaunchRequest, Target, exported
 
     inherited = environment.get("OMP_NUM_THREADS", "")
     named = own_names() if launcher in ("local", "ssh") else set()
     local = tuple(host.name for host in hosts if host.name.lower() in named)
     several = len(local) < len(hosts)
     exports = read_exports(args.export, environment, files=several)
+    here = {name: environment[name] for name in INTERFACE_NAMES if name in environment}
     return LaunchRequest(
         target=args.target,
         target_args=tuple(args.target_args),
@@ -484,7 +485,7 @@ def make_request(
         terminal_columns=shutil.get_terminal_size().columns if _stderr_is_terminal() else None,
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         core_list=args.bind_core_list,
-        exports={**exported(environment), **exports} if several else exports,
+        exports={**(exported(environment) if several else here), **exports},
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         local_names=local,
         restarts=args.max_restarts,

@@ -33,7 +33,7 @@ from .facts import bound_socket, describe_host, interface_of
 from .hosts import Host
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .node import STREAMS, LocalNode, log_file, make_log_dir
-from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan
+from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan, on_one_host
 from .remote import RemoteNode
 from .report import HostEnd, WorkerEnd, exit_status, failure_report, host_report
 from .sbatch import REQUEUE_STATUS
@@ -292,7 +292,7 @@ class Job:
         """Choose an address and a free port of the first host, and let every host try to reach it."""
         first, options = self._nodes[0], self._options
         if len(self._nodes) == 1:
-            return Rendezvous(options.master_addr or "127.0.0.1", self._reserve(first))
+            return on_one_host(first.name, options.master_addr, self._reserve(first))
         address = options.master_addr or self._address_of(first)
         port = self._reserve(first, listen=True)
         remote = [node for node in self._nodes if isinstance(node, RemoteNode)]
@@ -321,7 +321,7 @@ class Job:
     def _reserve(self, first: Node, *, listen: bool = False) -> int:
         self._release()
         if isinstance(first, RemoteNode):
-            first.ask("reserve", "reserved", port=self._options.master_port)
+            first.ask("reserve", "reserved", port=self._options.master_port, listen=listen)
             self._await([first], "reserved")
             return int(first.answers["reserved"]["port"])
         self._holder = bound_socket(self._options.master_port)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
+from .facts import LOOPBACK, LOOPBACK_INTERFACE
 from .hosts import Host
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
@@ -23,6 +24,7 @@ EXPORTED_PREFIXES = (
     "TORCH", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME", "ZERORUN_",
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
 # The same devices are not visible everywhere.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
@@ -43,6 +45,12 @@ class Rendezvous:
     address: str
     port: int | str
     interfaces: Mapping[str, str] = field(default_factory=dict)
+
+
+def on_one_host(host: str, address: str | None, port: int | str) -> Rendezvous:
+    """The rendezvous of a job that has one host: nothing of it is to be reached from another."""
+    interfaces = {host: LOOPBACK_INTERFACE} if LOOPBACK_INTERFACE else {}
+    return Rendezvous(address or LOOPBACK, port, interfaces)
 
 
 @dataclass(frozen=True)
@@ -183,10 +191,9 @@ def _worker_variables(
     }
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if place.host.name in rendezvous.interfaces:
-        for library in ("GLOO", "NCCL"):
-            if f"{library}_SOCKET_IFNAME" not in request.exports:
-                variables[f"{library}_SOCKET_IFNAME"] = rendezvous.interfaces[place.host.name]
+    for name in INTERFACE_NAMES:
+        if place.host.name in rendezvous.interfaces and name not in request.exports:
+            variables[name] = rendezvous.interfaces[place.host.name]
     devices = _visible_devices(request, place.host)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = devices

@@ -307,15 +307,29 @@ def greeted(**facts: object) -> tuple[RemoteNode, socket.socket, selectors.BaseS
 @pytest.mark.parametrize(
     "message",
     [
-        {"is": "probed"}, {"is": "probed", "interface": 5}, {"is": "reserved", "port": "x"}, {"is": "reserved", "port": 70000},
-        {"is": "output", "rank": 0, "stream": "stdout", "data": "eA=="}, {"is": "output", "rank": 1, "stream": "x", "data": ""},
-        {"is": "output", "rank": [1], "stream": "stdout", "data": ""}, {"is": "end", "rank": 0, "code": 0, "at": 0, "asked": True},
+        {"is": "probed"},
+        {"is": "probed", "interface": 5},
+        {"is": "reserved", "port": "x"},
+        {"is": "reserved", "port": 70000},
+        {"is": "output", "rank": 0, "stream": "stdout", "data": "eA=="},
+        {"is": "output", "rank": 1, "stream": "x", "data": ""},
+        {"is": "output", "rank": [1], "stream": "stdout", "data": ""},
+        {"is": "end", "rank": 0, "code": 0, "at": 0, "asked": True},
         {"is": "end", "rank": 1, "code": "x", "at": 0, "asked": True},
-        {"is": "end", "rank": 1, "code": 1, "at": float("nan"), "asked": False}, {"is": "empty", "unkillable": 5, "oom_kills": 0},
-        {"is": "note"}, {"is": "note", "text": 5}, {"is": "pong", "t": "x", "now": 1}, {"is": "signal", "number": 9},
-        {"is": "trouble"}, {"is": "unheard of"}, {"is": None}, {"is": [1]}, {}, HELLO,
+        {"is": "end", "rank": 1, "code": 1, "at": float("nan"), "asked": False},
+        {"is": "empty", "unkillable": 5, "oom_kills": 0},
+        {"is": "note"},
+        {"is": "note", "text": 5},
+        {"is": "pong", "t": "x", "now": 1},
+        {"is": "signal", "number": 9},
+        {"is": "trouble"},
+        {"is": "unheard of"},
+        {"is": None},
+        {"is": [1]},
+        {},
+        HELLO,
     ],
-)  # fmt: skip
+)
 def test_an_answer_that_cannot_be_meant_loses_the_host(message: dict[str, object]) -> None:
     node, theirs, _ = greeted()
     say(theirs, **message)
