@@ -167,7 +167,7 @@ def _is_own(address: str) -> bool:
 def _submit(args: argparse.Namespace) -> int:
     from .sbatch import batch_script, submit
 
-    own = _without_sbatch(args.words[: len(args.words) - len(args.command)])
+    own = _by_name(_without_sbatch(args.words[: len(args.words) - len(args.command)]))
     stem = Path(args.target).stem
     command = [sys.executable, "-m", "zerorun.launcher.cli", *own, *args.command]
     options = shlex.split(args.sbatch_args)
@@ -175,8 +175,14 @@ def _submit(args: argparse.Namespace) -> int:
     if args.dry_run is not None:
         print(script, end="")
         return 0
-    print(submit(script, Path(f"{stem}.sbatch")))
+    values = {name: value for name, value in args.export if value is not None}
+    print(submit(script, Path(f"{stem}.sbatch"), {**os.environ, **values}))
     return 0
+
+
+def _by_name(words: Sequence[str]) -> list[str]:
+    """The launcher's own options with no value of a variable in them: SLURM hands the submitter's variables on."""
+    return ["=".join(word.split("=")[:2]) if word.startswith("--export=") else word for word in words]
 
 
 def _without_sbatch(words: Sequence[str]) -> list[str]:
@@ -385,7 +391,7 @@ def _node_counts(text: str) -> tuple[int | None, int]:
 def _export(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     if not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is not the name of a variable")
+        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a variable")  # the value may be a secret
     return name, value if equals else None
 
 

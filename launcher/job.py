@@ -8,6 +8,7 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
   it failed because of it.
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* It is passed on once; another Ctrl-C kills at once. SIGUSR1 and SIGUSR2
   are passed to the workers and end nothing here.
+* *A worker ends well while others go on*: nothing, but after EARLY_SECONDS the user hears of it once.
 * *The launcher is killed.* Its own workers: see bootstrap.py. The lines to other hosts break, and agents end theirs.
 
 A job that failed starts again, as a whole and on a new port, while restarts are left; hosts that are lost are tried again,
@@ -35,7 +36,7 @@ from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .node import STREAMS, LocalNode, log_file, make_log_dir
 from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan, on_one_host
 from .remote import RemoteNode
-from .report import HostEnd, WorkerEnd, exit_status, failure_report, host_report
+from .report import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
 from .sbatch import REQUEUE_STATUS
 from .screen import Forwarder, Tail, open_screens
 
@@ -45,6 +46,7 @@ ANSWER_SECONDS = 20.0  # until a host has answered a question
 FAN_OUT = 64  # carriers that connect at a time
 HOST_LOST_STATUS = 69  # EX_UNAVAILABLE
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
+EARLY_SECONDS = 30.0  # after a worker has ended well while others go on, until the user hears of it
 _FLUSH_SECONDS = 1.0
 
 
@@ -99,6 +101,7 @@ class _Round:
     by_signal: int | None = None
     settle_until: float | None = None
     terminated: bool = False
+    early_said: bool = False  # that some have ended well and others have not
     unkillable: list[int] = field(default_factory=list)
     oom_kills: int = 0
 
@@ -375,6 +378,18 @@ class Job:
             current.terminated = True
             for node in self._nodes:
                 node.terminate(self._options.grace)
+        self._say_who_ended_early(current, now)
+
+    def _say_who_ended_early(self, current: _Round, now: float) -> None:
+        """Once. It may be right (rank 0 writes a file), or the others wait in a collective for half an hour."""
+        ended = [end for end in current.ends.values() if end.returncode == 0]
+        if current.early_said or current.stopping or not ended:
+            return
+        ago = now - current.start - min(end.seconds for end in ended)
+        running = [worker.rank for worker in current.plan.workers if worker.rank not in current.ends]
+        if running and ago >= EARLY_SECONDS:
+            current.early_said = True
+            self.say(f"[zerorun] {early_end_note(ended, running, ago)}")
 
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         if self._round is None:

@@ -8,6 +8,7 @@ turns what the user typed and what the machine has into a :class:`LaunchRequest`
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,7 +28,10 @@ EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
 # The same devices are not visible everywhere.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
-_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|_PWD|(?:^|_)(?:DSN|SIG)$", re.IGNORECASE)
+_USER_INFORMATION = re.compile(r"(?<=://)[^\s/?#@]*(?:@[^\s/?#@]*)*(?=@)")  # name:password of a URL; either may hold an @
+_URL_FIELD = re.compile(r"(?<=[?&;])([\w.-]+)=[^&;#\s]+")
+HIDDEN = "(hidden)"
 
 
 class Target(Enum):
@@ -240,24 +244,39 @@ def render_text(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None)
     where = f"{len(plan.nodes)} hosts" if carriers else "this machine"
     lines = [f"{count} {noun} on {where}, rendezvous at {plan.master_addr}:{plan.master_port}"]
     if carriers:
-        hidden = {name: "(hidden)" if is_secret(name) else value for name, value in plan.exports.items()}
+        hidden = shown_values(plan.exports)
         lines += ["exported to each host:", *(f"  {name}={shlex.quote(value)}" for name, value in hidden.items())]
     for node in plan.nodes:
         if carriers:
             lines.append(f"host {node.host} (node {node.node_rank}):")
-            lines.append("  by " + (shlex.join(carriers[node.host]) if node.host in carriers else "this launcher"))
+            lines.append("  by " + (shlex.join(map(shown, carriers[node.host])) if node.host in carriers else "this launcher"))
         for worker in node.workers:
             lines.append(f"rank {worker.rank}:")
             lines += [f"  {name}={shlex.quote(value)}" for name, value in worker.env.items()]
             if worker.cores:
                 lines.append(f"  on cores {', '.join(map(str, worker.cores))}")
-            lines.append(f"  {shlex.join(worker.argv)}")
+            lines.append(f"  {shlex.join(map(shown, worker.argv))}")
     return "\n".join(lines)
 
 
 def is_secret(name: str) -> bool:
     """True if a variable of this name should not be shown."""
-    return any(word in name.upper() for word in _SECRET_WORDS)
+    return _SECRET_NAME.search(name) is not None
+
+
+def shown(text: str, name: str = "") -> str:
+    """``text``, the value of ``name``, as it may be printed: no secret, and no name, password or key in a URL."""
+    if is_secret(name):
+        return HIDDEN
+
+    def field_of(match: re.Match[str]) -> str:
+        return f"{match[1]}={HIDDEN}" if is_secret(match[1]) else match[0]
+
+    return _URL_FIELD.sub(field_of, _USER_INFORMATION.sub(HIDDEN, text))
+
+
+def shown_values(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: shown(value, name) for name, value in values.items()}
 
 
 def render_json(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -265,8 +284,10 @@ def render_json(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None)
     import json  # here, so that --help does not pay for it
 
     data = asdict(plan)
-    data["exports"] = {name: "(hidden)" if is_secret(name) else value for name, value in plan.exports.items()}
-    data["carriers"] = {name: list(command) for name, command in (carriers or {}).items()}
+    data["exports"] = shown_values(plan.exports)
+    data["carriers"] = {name: list(map(shown, command)) for name, command in (carriers or {}).items()}
+    for worker in (worker for node in data["nodes"] for worker in node["workers"]):
+        worker["argv"] = list(map(shown, worker["argv"]))
     return json.dumps(data, indent=2)
 
 

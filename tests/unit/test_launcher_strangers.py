@@ -1,4 +1,4 @@
-"""Hosts that join by themselves, played against strangers: without the job's secret nobody joins, reads, stops or steers."""
+"""Hosts that join by themselves, played against strangers: who has no secret cannot join, read, stop or steer."""
 
 from __future__ import annotations
 
