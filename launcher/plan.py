@@ -249,7 +249,8 @@ def render_text(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None)
     for node in plan.nodes:
         if carriers:
             lines.append(f"host {node.host} (node {node.node_rank}):")
-            lines.append("  by " + (shlex.join(map(shown, carriers[node.host])) if node.host in carriers else "this launcher"))
+            carrier = shlex.join(map(shown, carriers[node.host])) if node.host in carriers else "this launcher"
+            lines.append(f"  by {carrier}")
         for worker in node.workers:
             lines.append(f"rank {worker.rank}:")
             lines += [f"  {name}={shlex.quote(value)}" for name, value in worker.env.items()]
