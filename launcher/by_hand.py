@@ -44,7 +44,7 @@ GREETING_SECONDS = 10.0  # for a host that has connected to prove itself and say
 MOST_PENDING = 32  # hosts that have not done so yet
 _LONGEST_PROOF = 4096  # bytes
 _LONGEST_ORDER = 1 << 24  # bytes of what the leader may say at a time
-_MOST_WARNINGS = 8
+_MOST_WARNINGS = 8  # about hosts with another secret
 
 
 class GuestNode(RemoteNode):
@@ -99,6 +99,10 @@ class GuestNode(RemoteNode):
 
     def _proof(self, role: str, theirs: str) -> str:
         return proof(self._secret, role, self._nonce, theirs)
+
+    def pause(self, paused: bool) -> None:
+        if self.facts:  # before that nothing may come between question and answer
+            super().pause(paused)
 
     def _told(self, worker: WorkerCommand) -> Message:
         """Not the leader's command: a guest has its own."""
