@@ -177,7 +177,8 @@ def test_a_stranger_on_the_network_gets_nothing(
         f"for message in ({hello!r}, {{'is': 'ready'}}, {{'is': 'signal', 'number': 15}}):\n"
         "    peer.sendall(json.dumps(message).encode() + b'\\n')\n"
         "peer.settimeout(5)\n"
-        "while chunk := peer.recv(65536): sys.stdout.write(chunk.decode())\n"
+        "end = time.monotonic() + 5\n"
+        "while time.monotonic() < end and (chunk := peer.recv(65536)): sys.stdout.write(chunk.decode())\n"
     )
     stranger = cluster[3].command([sys.executable, "-c", attack])
     heard = subprocess.run(stranger, capture_output=True, text=True, timeout=30, check=False).stdout
