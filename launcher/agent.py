@@ -7,7 +7,7 @@ The launcher asks (``do``), the agent tells (``is``):
 | do        | with                        | the agent then                                                       |
 |-----------|-----------------------------|----------------------------------------------------------------------|
 | job       | cwd, env, log_dir, grace    | changes folder, checks it, answers ``ready``                         |
-| reserve   | port or null                | holds a port of this host, listens for probes, answers ``reserved``  |
+| reserve   | port or null, listen        | holds a port of this host, listens for probes, answers ``reserved``  |
 | probe     | address, port               | connects there, answers ``probed`` with the interface                |
 | start     | workers                     | starts them; tells ``output``, ``end`` and at last ``empty``         |
 | interrupt, terminate, kill, pass | signal, grace | see node.py                                                 |
@@ -22,6 +22,7 @@ dead: its host may be gone without a word, and the kernel would wait for many mi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -33,6 +34,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 
+from .escapes import plain
 from .facts import bound_socket, describe_host, probe
 from .line import Line, Message, encode
 from .loop import dispatch
@@ -99,6 +101,9 @@ class Agent:
                 self._obey(message)
             except LaunchError as error:
                 self._line.send({"is": "trouble", "text": str(error)})
+            except (LookupError, TypeError, ValueError):  # nothing that a launcher would say
+                self._lose()
+                return
 
     # -- what the launcher says --------------------------------------------------------------------------------------
 
@@ -107,7 +112,7 @@ class Agent:
             case "job":
                 self._prepare(message)
             case "reserve":
-                self._reserve(message["port"])
+                self._reserve(message["port"], listen=message["listen"])
             case "probe":
                 self._line.send({"is": "probed", "interface": probe(message["address"], message["port"])})
             case "start":
@@ -121,7 +126,7 @@ class Agent:
                 if self._node is not None:
                     self._node.terminate(self._grace)
             case "refuse":
-                print(f"zerorun: error: {message['text']}", file=sys.stderr)
+                print(f"zerorun: error: {plain(message['text'])}", file=sys.stderr)
                 self._status = 2
             case order if self._node is not None:
                 self._signal(self._node, order, message)
@@ -154,10 +159,11 @@ class Agent:
         self._node = LocalNode(self._selector, self, base=base, grace=self._grace, log_dir=log_dir)
         self._line.send({"is": "ready"})
 
-    def _reserve(self, port: int | None) -> None:
+    def _reserve(self, port: int | None, *, listen: bool) -> None:
         self._release()
         self._holder = bound_socket(port)
-        self._holder.listen(1024)
+        if listen:
+            self._holder.listen(1024)
         self._line.send({"is": "reserved", "port": self._holder.getsockname()[1]})
 
     def _release(self) -> None:
@@ -168,7 +174,8 @@ class Agent:
     def _start(self, workers: list[dict[str, Any]]) -> None:
         assert self._node is not None
         if self._holder is not None:
-            self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
+            with contextlib.suppress(OSError):  # it does not listen where there is one host only
+                self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
         self._node.start([self._command(worker) for worker in workers])
 
     def _command(self, worker: dict[str, Any]) -> WorkerCommand:

@@ -1,25 +1,31 @@
 """Hosts that join by themselves: the same command is typed on each of them, with ``--node-rank``, and no ssh is needed.
 
-Node 0 leads: it listens on the master port, and is the launcher. The others connect to it and serve as agents do, with two
-differences. They run the command that was typed there, in their own folder and environment, and take from the leader only
-the variables that a worker needs to find its place: whoever can connect to a port must not be able to run programs.
+Node 0 leads: it listens on the master port, and is the launcher. The others connect to it, prove that they know the job's
+secret and see that node 0 does (see secret.py), and then serve as agents do, with two differences. They run the command
+that was typed there, in their own folder and environment, and take from the leader only the variables that a worker needs
+to find its place: whoever can connect to a port must not be able to run programs. And they are told nothing else.
+
+A stranger can only knock. He is heard for GREETING_SECONDS, and when many knock, the one who has waited longest goes.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import selectors
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from zerorun.errors import LaunchError
 
-from .agent import Agent
+from .agent import SILENT_SECONDS, Agent
+from .escapes import plain
 from .facts import bound_socket
 from .hosts import Host
 from .job import Job, JobOptions, Node
@@ -27,24 +33,107 @@ from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
 from .plan import LaunchRequest, Rendezvous, WorkerCommand, build_plan
-from .remote import RemoteNode
+from .remote import LONGEST_MESSAGE, RemoteNode
+from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 
 JOIN_SECONDS = 300.0  # the commands are typed one after the other
 RETURN_SECONDS = 30.0  # for a host to join again before a restart
 _RETRY_SECONDS = 0.5
 _MOST_SLOTS = 4096
+GREETING_SECONDS = 10.0  # for a host that has connected to prove itself and say what it is
+MOST_PENDING = 32  # hosts that have not done so yet
+_LONGEST_PROOF = 4096  # bytes
+_LONGEST_ORDER = 1 << 24  # bytes of what the leader may say at a time
+_MOST_WARNINGS = 8  # about hosts with another secret
+
+
+class GuestNode(RemoteNode):
+    """A host that has connected by itself. Nothing is taken from it until it has proved that it knows the secret."""
+
+    def __init__(
+        self, address: str, connection: socket.socket, secret: str, selector: selectors.BaseSelector, job: LeadingJob
+    ) -> None:
+        super().__init__(f"guest {address}", selector, job, job.say)
+        self.address = address
+        self._secret, self._job = secret, job
+        self._nonce = new_nonce()
+        self._proved = False
+        self._greet_until = time.monotonic() + GREETING_SECONDS
+        self.attach(Line(connection.detach()))
+        assert self.line is not None
+        self.line.longest = _LONGEST_PROOF
+        self.send("challenge", nonce=self._nonce)
+
+    @property
+    def pending(self) -> bool:
+        return not self.facts and self.lost is None
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        if self.pending and now > self._greet_until:
+            self.lose(f"did not say who it is within {GREETING_SECONDS:.0f} s")
+
+    def _read(self) -> None:
+        if self._proved or self.line is None:
+            super()._read()
+            return
+        messages = self.line.receive()
+        if len(messages) == 1 and not self.line.ended:
+            self._prove(messages[0])
+        elif messages or self.line.stray or self.line.ended:
+            self.lose("it speaks another language")
+
+    def _prove(self, message: Message) -> None:
+        assert self.line is not None
+        theirs = message.get("nonce")
+        if not is_nonce(theirs) or not proves(message.get("proof"), self._proof(GUEST, str(theirs))):
+            self.send("refuse", text="this host has another secret than node 0. Remedy: give both the same.")
+            self.lose("it does not know the job's secret")
+            self._job.warn_of_stranger(self.address)
+            return
+        self.send("welcome", proof=self._proof(LEADER, str(theirs)))
+        marks = (Seal(self._proof(role, str(theirs))).mark for role in (LEADER_WRITES, GUEST_WRITES))
+        self.line.seal(*marks)
+        self._proved = True
+        self.line.longest = LONGEST_MESSAGE
+
+    def _proof(self, role: str, theirs: str) -> str:
+        return proof(self._secret, role, self._nonce, theirs)
+
+    def pause(self, paused: bool) -> None:
+        if self.facts:  # before that nothing may come between question and answer
+            super().pause(paused)
+
+    def _told(self, worker: WorkerCommand) -> Message:
+        """Not the leader's command: a guest has its own."""
+        return {**asdict(worker), "argv": []}
 
 
 class LeadingJob(Job):
-    """The job of node 0. ``job_id`` keeps hosts of another job out."""
+    """The job of node 0. ``secret`` keeps strangers out, ``job_id`` the user's own hosts of another job.
+
+    ``invitation``: tells the user how the others get the secret.
+    """
 
     _may_share_machines = True  # somebody tries it out
 
-    def __init__(self, request: LaunchRequest, options: JobOptions, node_count: int, port: int, job_id: str) -> None:
+    def __init__(
+        self,
+        request: LaunchRequest,
+        options: JobOptions,
+        node_count: int,
+        port: int,
+        *,
+        job_id: str,
+        secret: str,
+        invitation: str,
+    ) -> None:
         super().__init__(request, replace(options, master_port=None))
         self._names = [request.hosts[0].name, *(f"node {index}" for index in range(1, node_count))]
-        self._job_id = job_id
+        self._job_id, self._secret, self._invitation = job_id, secret, invitation
+        self._strangers: set[str] = set()
         self._listener = bound_socket(port)
+        self._listener.setblocking(False)
         self._listener.listen(1024)
         self._port = port
 
@@ -55,7 +144,8 @@ class LeadingJob(Job):
     def _connect(self, hosts: Sequence[Host]) -> None:
         missing = [Host(name) for name in self._names[1:]]
         if missing:
-            self.say(f"[zerorun] port {self._port} is open: waiting for {len(missing)} more hosts to join")
+            more = f"{len(missing)} more {'host' if len(missing) == 1 else 'hosts'}"
+            self.say(f"[zerorun] port {self._port} is open: waiting for {more} to join, {self._invitation}")
         super()._connect([*hosts, *missing])
         guests = [node for node in self._nodes if isinstance(node, RemoteNode)]
         joined = [Host(guest.name, tuple(range(guest.facts["slots"]))) for guest in guests]
@@ -88,8 +178,20 @@ class LeadingJob(Job):
         return node
 
     def _accept(self, wanted: Sequence[str], joined: Callable[[], Mapping[str, Node]]) -> None:
-        connection, address = self._listener.accept()
-        guest = RemoteNode(f"guest {address[0]}", self._selector, self, self.say)
+        self._nodes = [node for node in self._nodes if node.lost is None or node.name in self._names]
+        pending = [node for node in self._nodes if isinstance(node, GuestNode) and node.pending]
+        if len(pending) >= MOST_PENDING:
+            pending.pop(0).lose("others wait, too")
+        try:
+            connection, address = self._listener.accept()
+        except OSError as error:  # it has left again, or there are no descriptors left
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                if pending:
+                    pending[0].lose("too many have connected")
+                else:
+                    time.sleep(_RETRY_SECONDS)
+            return
+        guest = GuestNode(str(address[0]).removeprefix("::ffff:"), connection, self._secret, self._selector, self)
         self._nodes.append(guest)  # so that it is looked after
 
         def greeted() -> None:
@@ -104,7 +206,16 @@ class LeadingJob(Job):
             guest.name = name
 
         guest.on_hello = greeted
-        guest.attach(Line(connection.detach()))
+
+    def warn_of_stranger(self, address: str) -> None:
+        """Tell the user of a host with a wrong secret: it may be one of the job's own."""
+        if address not in self._strangers and len(self._strangers) < _MOST_WARNINGS:
+            self._strangers.add(address)
+            self.say(f"[zerorun] {address} does not know this job's secret and was sent away")
+
+    def _place(self) -> dict[str, Any]:
+        """Nothing: a guest has a folder and variables of its own, and must not learn those of the leader."""
+        return {}
 
     def _close(self, status: int) -> None:
         self._listener.close()
@@ -149,27 +260,75 @@ class Guest(Agent):
 
 
 def join(
-    request: LaunchRequest, log_dir: Path | None, address: str, port: int, node_rank: int | None, job_id: str
+    request: LaunchRequest,
+    log_dir: Path | None,
+    address: str,
+    port: int,
+    node_rank: int | None,
+    *,
+    job_id: str,
+    secret: str,
 ) -> int:
     """Serve the leader at ``address``, and return the exit status that it gives. Raises LaunchError."""
-    connection = _connect(address, port)
+    line = _enter(address, port, secret)
     slots = len(request.hosts[0].slots or ())
     hello = {"node_rank": node_rank, "job_id": job_id, "slots": slots}
     with signals_as_bytes(may_sleep=True) as wakeup:
-        guest = Guest(Line(connection.detach()), request, log_dir, hello)
+        guest = Guest(line, request, log_dir, hello)
         guest.hear(wakeup)
         return guest.run()
 
 
-def _connect(address: str, port: int) -> socket.socket:
-    """The leader may be started later than the others."""
-    deadline = time.monotonic() + JOIN_SECONDS
+def _enter(address: str, port: int, secret: str) -> Line:
+    """A sealed line to the leader, which may be started later than the others."""
+    deadline, was_there = time.monotonic() + JOIN_SECONDS, False
     while True:
         try:
-            return socket.create_connection((address, port), timeout=5.0)
+            connection = socket.create_connection((address, port), timeout=5.0)
+            was_there = True
+            line = Line(connection.detach())
+            line.longest = _LONGEST_ORDER
+            _shake_hands(line, secret, f"{address} port {port}")
+            return line
         except OSError as error:
+            if was_there and isinstance(error, ConnectionRefusedError):
+                raise LaunchError(f"the job at {address} port {port} has ended without this host.") from None
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"no leader at {address} port {port}: {error}. Remedy: start the command with --node-rank 0 there."
                 ) from None
         time.sleep(_RETRY_SECONDS)
+
+
+def _shake_hands(line: Line, secret: str, place: str) -> None:
+    """Prove to the leader that this host knows the secret, and see that it does. Raises LaunchError, ConnectionError."""
+    theirs, own = _hear(line, "challenge", place).get("nonce"), new_nonce()
+    if not is_nonce(theirs):
+        raise LaunchError(f"{place}: it is no leader of this version. Remedy: install the same zerorun everywhere.")
+
+    def proof_of(role: str) -> str:
+        return proof(secret, role, str(theirs), own)
+
+    line.send({"is": "proof", "nonce": own, "proof": proof_of(GUEST)})
+    if not proves(_hear(line, "welcome", place).get("proof"), proof_of(LEADER)):
+        line.close()
+        raise LaunchError(f"{place}: it does not know this job's secret, so it is not node 0. Remedy: see --master-addr.")
+    line.seal(Seal(proof_of(GUEST_WRITES)).mark, Seal(proof_of(LEADER_WRITES)).mark)
+
+
+def _hear(line: Line, order: str, place: str) -> Message:
+    """The one message that must come next."""
+    deadline = time.monotonic() + SILENT_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        line.flush()
+        if not select.select([line.reader], [], [], left)[0]:
+            break
+        for message in line.receive():
+            if message.get("do") == order:
+                return message
+            if message.get("do") == "refuse":
+                raise LaunchError(f"{place}: {plain(str(message.get('text')))}")
+        if line.ended:
+            line.close()
+            raise ConnectionResetError("it has hung up")
+    raise LaunchError(f"{place}: no answer within {SILENT_SECONDS:.0f} s. Remedy: see whether its job runs already.")

@@ -97,7 +97,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
     from .facts import reserve_port, usable_cores
-    from .plan import Rendezvous, build_plan, render_json, render_text
+    from .plan import Rendezvous, build_plan, on_one_host, render_json, render_text
 
     render = render_json if args.dry_run == "json" else render_text
     name = request.hosts[0].name
@@ -105,7 +105,7 @@ def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping
         plan = build_plan(request, Rendezvous(args.master_addr or name, args.master_port or "(a free one)"))
         return render(plan, carriers)
     with reserve_port(args.master_port) as port:
-        meeting = Rendezvous(args.master_addr or "127.0.0.1", port)
+        meeting = on_one_host(name, args.master_addr, port)
         return render(build_plan(request, meeting, cores={name: usable_cores()}))
 
 
@@ -116,7 +116,9 @@ def by_hand(args: argparse.Namespace) -> bool:
 
 
 def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:
-    from .by_hand import LeadingJob, join
+    from .by_hand import JOIN_SECONDS, LeadingJob, join
+    from .job import Job
+    from .secret import guests_secret, leaders_secret
 
     address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")
     address, port = args.master_addr or address, args.master_port or int(port_text or 29500)
@@ -126,9 +128,29 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
         count = args.num_nodes or 1
         raise LaunchError(f"--node-rank {args.node_rank}: there are {count} nodes, counted from 0. Remedy: see --nnodes.")
     leads = args.node_rank == 0 or (args.node_rank is None and _is_own(address))
+    if leads and (args.num_nodes or 1) == 1:
+        return Job(request, replace(options, master_addr=address)).run()  # nobody else comes
     if leads:
-        return LeadingJob(request, replace(options, master_addr=address), args.num_nodes or 1, port, args.rdzv_id).run()
-    return join(replace(request, terminal_columns=None), args.log_dir, address, port, args.node_rank, args.rdzv_id)
+        secret, shown = leaders_secret(args.secret_file, os.environ, terminal=_stderr_is_terminal())
+        names: dict[str, Any] = {"job_id": args.rdzv_id, "secret": secret, "invitation": _invitation(args, secret, shown)}
+        return LeadingJob(request, replace(options, master_addr=address), args.num_nodes, port, **names).run()
+    secret = guests_secret(args.secret_file, os.environ, seconds=JOIN_SECONDS)
+    own = replace(request, terminal_columns=None)
+    return join(own, args.log_dir, address, port, args.node_rank, job_id=args.rdzv_id, secret=secret)
+
+
+def _invitation(args: argparse.Namespace, secret: str, shown: bool) -> str:
+    """How the other hosts get the secret; where it was made up here, the command to type there."""
+    from .plan import JOB_SECRET
+
+    if not shown:
+        return f"with {f'the secret in {args.secret_file}' if args.secret_file else f'the same {JOB_SECRET}'}"
+    own = args.words[: len(args.words) - len(args.command)]
+    own = [word for word in own if word.partition("=")[0].replace("_", "-") != "--node-rank"]
+    rank = [] if args.node_rank is None else ["--node-rank=1"]
+    more = ", then 2 and so on" if rank and args.num_nodes > 2 else ""
+    # With a blank in front, most shells keep the line out of their history.
+    return f"by this command{more}:\n  {JOB_SECRET}={secret} {shlex.join(['zerorun', *own, *rank, *args.command])}"
 
 
 def _is_own(address: str) -> bool:
@@ -145,7 +167,7 @@ def _is_own(address: str) -> bool:
 def _submit(args: argparse.Namespace) -> int:
     from .sbatch import batch_script, submit
 
-    own = _without_sbatch(args.words[: len(args.words) - len(args.command)])
+    own = _by_name(_without_sbatch(args.words[: len(args.words) - len(args.command)]))
     stem = Path(args.target).stem
     command = [sys.executable, "-m", "zerorun.launcher.cli", *own, *args.command]
     options = shlex.split(args.sbatch_args)
@@ -153,8 +175,14 @@ def _submit(args: argparse.Namespace) -> int:
     if args.dry_run is not None:
         print(script, end="")
         return 0
-    print(submit(script, Path(f"{stem}.sbatch")))
+    values = {name: value for name, value in args.export if value is not None}
+    print(submit(script, Path(f"{stem}.sbatch"), {**os.environ, **values}))
     return 0
+
+
+def _by_name(words: Sequence[str]) -> list[str]:
+    """The launcher's own options with no value of a variable in them: SLURM hands the submitter's variables on."""
+    return ["=".join(word.split("=")[:2]) if word.startswith("--export=") else word for word in words]
 
 
 def _without_sbatch(words: Sequence[str]) -> list[str]:
@@ -210,6 +238,9 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun or mpirun")
     _add(parser, "--node-rank", type=_count, metavar="K",
          help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is")
+    _add(parser, "--secret-file", type=Path, metavar="FILE",
+         help="with --node-rank: holds what hosts must know to join; mode 0600, on all hosts. Node 0 makes it if it is not "
+         "there. Without it: ZERORUN_JOB_SECRET, or node 0 shows one on its terminal")
     _add(parser, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")
     _add(parser, "--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
     _add(parser, "--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")
@@ -360,7 +391,7 @@ def _node_counts(text: str) -> tuple[int | None, int]:
 def _export(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     if not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is not the name of a variable")
+        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a variable")  # the value may be a secret
     return name, value if equals else None
 
 
@@ -441,13 +472,14 @@ def make_request(
     args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
-    from .plan import LaunchRequest, Target, exported
+    from .plan import INTERFACE_NAMES, LaunchRequest, Target, exported
 
     inherited = environment.get("OMP_NUM_THREADS", "")
     named = own_names() if launcher in ("local", "ssh") else set()
     local = tuple(host.name for host in hosts if host.name.lower() in named)
     several = len(local) < len(hosts)
     exports = read_exports(args.export, environment, files=several)
+    here = {name: environment[name] for name in INTERFACE_NAMES if name in environment}
     return LaunchRequest(
         target=args.target,
         target_args=tuple(args.target_args),
@@ -459,7 +491,7 @@ def make_request(
         terminal_columns=shutil.get_terminal_size().columns if _stderr_is_terminal() else None,
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         core_list=args.bind_core_list,
-        exports={**exported(environment), **exports} if several else exports,
+        exports={**(exported(environment) if several else here), **exports},
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         local_names=local,
         restarts=args.max_restarts,

@@ -8,6 +8,7 @@ import glob
 import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import zerorun
 from zerorun.errors import LaunchError
 
 _PROBE_SECONDS = 5.0
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else ""
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 

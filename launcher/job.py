@@ -8,6 +8,7 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
   it failed because of it.
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* It is passed on once; another Ctrl-C kills at once. SIGUSR1 and SIGUSR2
   are passed to the workers and end nothing here.
+* *A worker ends well while others go on*: nothing, but after EARLY_SECONDS the user hears of it once.
 * *The launcher is killed.* Its own workers: see bootstrap.py. The lines to other hosts break, and agents end theirs.
 
 A job that failed starts again, as a whole and on a new port, while restarts are left; hosts that are lost are tried again,
@@ -33,9 +34,9 @@ from .facts import bound_socket, describe_host, interface_of
 from .hosts import Host
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .node import STREAMS, LocalNode, log_file, make_log_dir
-from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan
+from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan, on_one_host
 from .remote import RemoteNode
-from .report import HostEnd, WorkerEnd, exit_status, failure_report, host_report
+from .report import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
 from .sbatch import REQUEUE_STATUS
 from .screen import Forwarder, Tail, open_screens
 
@@ -45,6 +46,7 @@ ANSWER_SECONDS = 20.0  # until a host has answered a question
 FAN_OUT = 64  # carriers that connect at a time
 HOST_LOST_STATUS = 69  # EX_UNAVAILABLE
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
+EARLY_SECONDS = 30.0  # after a worker has ended well while others go on, until the user hears of it
 _FLUSH_SECONDS = 1.0
 
 
@@ -99,6 +101,7 @@ class _Round:
     by_signal: int | None = None
     settle_until: float | None = None
     terminated: bool = False
+    early_said: bool = False  # that some have ended well and others have not
     unkillable: list[int] = field(default_factory=list)
     oom_kills: int = 0
 
@@ -258,19 +261,17 @@ class Job:
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Tell agents about the job, and have them check what can be checked before anything is started."""
-        request, options = self._request, self._options
         remote = [node for node in nodes if isinstance(node, RemoteNode)]
         for node in remote:
-            node.ask(
-                "job",
-                "ready",
-                cwd=os.getcwd(),
-                env=dict(request.exports),
-                script=request.target if request.kind is Target.SCRIPT else None,
-                log_dir=None if options.log_dir is None else str(options.log_dir),
-                grace=options.grace,
-            )
+            node.ask("job", "ready", grace=self._options.grace, **self._place())
         self._await(remote, "ready")
+
+    def _place(self) -> dict[str, Any]:
+        """Where and with which variables agents run the workers."""
+        request, log_dir = self._request, self._options.log_dir
+        script = request.target if request.kind is Target.SCRIPT else None
+        logs = None if log_dir is None else str(log_dir)
+        return {"cwd": os.getcwd(), "env": dict(request.exports), "script": script, "log_dir": logs}
 
     def _await(self, nodes: Sequence[RemoteNode], answer: str) -> None:
         """Wait until each node has given ``answer``. Raises LaunchError with the troubles of those that have not."""
@@ -294,7 +295,7 @@ class Job:
         """Choose an address and a free port of the first host, and let every host try to reach it."""
         first, options = self._nodes[0], self._options
         if len(self._nodes) == 1:
-            return Rendezvous(options.master_addr or "127.0.0.1", self._reserve(first))
+            return on_one_host(first.name, options.master_addr, self._reserve(first))
         address = options.master_addr or self._address_of(first)
         port = self._reserve(first, listen=True)
         remote = [node for node in self._nodes if isinstance(node, RemoteNode)]
@@ -323,7 +324,7 @@ class Job:
     def _reserve(self, first: Node, *, listen: bool = False) -> int:
         self._release()
         if isinstance(first, RemoteNode):
-            first.ask("reserve", "reserved", port=self._options.master_port)
+            first.ask("reserve", "reserved", port=self._options.master_port, listen=listen)
             self._await([first], "reserved")
             return int(first.answers["reserved"]["port"])
         self._holder = bound_socket(self._options.master_port)
@@ -377,6 +378,18 @@ class Job:
             current.terminated = True
             for node in self._nodes:
                 node.terminate(self._options.grace)
+        self._say_who_ended_early(current, now)
+
+    def _say_who_ended_early(self, current: _Round, now: float) -> None:
+        """Once. It may be right (rank 0 writes a file), or the others wait in a collective for half an hour."""
+        ended = [end for end in current.ends.values() if end.returncode == 0]
+        if current.early_said or current.stopping or not ended:
+            return
+        ago = now - current.start - min(end.seconds for end in ended)
+        running = [worker.rank for worker in current.plan.workers if worker.rank not in current.ends]
+        if running and ago >= EARLY_SECONDS:
+            current.early_said = True
+            self.say(f"[zerorun] {early_end_note(ended, running, ago)}")
 
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         if self._round is None:

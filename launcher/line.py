@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import hmac
 import json
 import os
 import select
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
+Mark = Callable[[bytes], bytes]  # of the next line; see secret.py
 
 _CHUNK = 1 << 16
 _MOST_STRAY_LINES = 50
@@ -30,6 +33,8 @@ class Line:
         self.stray: list[str] = []  # lines that are no messages
         self.ended = False  # nothing more will come, or nobody listens
         self.longest: int | None = None  # bytes of a message; a longer one ends the line
+        self._own_mark: Mark | None = None
+        self._their_mark: Mark | None = None
         self._incoming = b""
         self._outgoing = bytearray()
         self._later: deque[bytes] = deque()  # goes out when nothing else does
@@ -43,20 +48,28 @@ class Line:
         """Queue ``message`` and write what can be written now. ``later``: after all others; these keep their order."""
         if self.ended:
             return
-        data = json.dumps(message).encode("ascii") + b"\n"
+        data = json.dumps(message).encode("ascii")
         if later:
             self._later.append(data)
             self._later_bytes += len(data)
         else:
-            self._outgoing += data
+            self._put(data)
         self.flush()
+
+    def seal(self, own_mark: Mark, their_mark: Mark) -> None:
+        """From here on each line begins with its mark; one that comes with another mark ends the line."""
+        self._own_mark, self._their_mark = own_mark, their_mark
+
+    def _put(self, data: bytes) -> None:
+        self._outgoing += data + b"\n" if self._own_mark is None else self._own_mark(data) + b" " + data + b"\n"
 
     def flush(self) -> None:
         """Write what can be written now. To be called often while ``waiting``."""
         while self.waiting and not self.ended and self._poll.poll(0):
             if not self._outgoing:
-                self._outgoing += self._later.popleft()
-                self._later_bytes -= len(self._outgoing)
+                data = self._later.popleft()
+                self._later_bytes -= len(data)
+                self._put(data)
             try:
                 written = os.write(self.writer, self._outgoing[:_CHUNK])
             except BlockingIOError:
@@ -86,12 +99,17 @@ class Line:
             self.ended = True
             return []
         *lines, self._incoming = (self._incoming + chunk).split(b"\n")
-        if self.longest is not None and len(self._incoming) > self.longest:
+        if self.longest is not None and max(map(len, (*lines, self._incoming))) > self.longest:
             self.ended = True
             return []
         return [message for line in lines if (message := self._parse(line)) is not None]
 
     def _parse(self, line: bytes) -> Message | None:
+        if self._their_mark is not None:
+            mark, _, line = line.partition(b" ")
+            if self.ended or not hmac.compare_digest(mark, self._their_mark(line)):
+                self.ended = True
+                return None
         if line.startswith(b"{"):
             with contextlib.suppress(ValueError, RecursionError):
                 message = json.loads(line)

@@ -16,9 +16,11 @@ be given to anybody else, so a signal to the group never hits a stranger. If thi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -375,9 +377,10 @@ class Log:
 
     def __init__(self, folder: Path | None, rank: int, stream: str, note: Callable[[str], None]) -> None:
         self._rank, self._note = rank, note
+        self._path = None if folder is None else log_file(folder, rank, stream)
         self._file: BinaryIO | None = None
-        if folder is not None:
-            self._file = open(log_file(folder, rank, stream), "ab", buffering=0)  # noqa: SIM115
+        if self._path is not None:
+            self._file = open(_open_log(self._path), "ab", buffering=0)  # noqa: SIM115
 
     def write(self, chunk: bytes) -> None:
         if self._file is None:
@@ -385,13 +388,30 @@ class Log:
         try:
             self._file.write(chunk)
         except OSError as error:  # a full disk must not end the training
-            self._note(f"{self._file.name}: {error.strerror}; rank {self._rank} is no longer logged there")
+            self._note(f"{self._path}: {error.strerror}; rank {self._rank} is no longer logged there")
             self.close()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _open_log(path: Path) -> int:
+    """Opened for appending. In a folder that others can write it may lead elsewhere, or be a pipe that nobody reads."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        fd = None
+    if fd is not None and stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    if fd is not None:
+        os.close(fd)
+    what = "a symbolic link" if path.is_symlink() else "no regular file"
+    raise LaunchError(f"--log-dir: {path} is {what}. Remedy: remove it, or choose a folder that only you can write.")
 
 
 def log_file(folder: Path, rank: int, stream: str) -> Path:

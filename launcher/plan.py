@@ -8,23 +8,30 @@ turns what the user typed and what the machine has into a :class:`LaunchRequest`
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
+from .facts import LOOPBACK, LOOPBACK_INTERFACE
 from .hosts import Host
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
+JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it
 # Variables that go to other hosts because they configure the libraries that a worker uses. --export adds more.
 EXPORTED_PREFIXES = (
     "CUBLAS_", "CUDA_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_",
     "TORCH", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME", "ZERORUN_",
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
 # The same devices are not visible everywhere.
-NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", DROPPED_PREFIX)
-_SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|_PWD|(?:^|_)(?:DSN|SIG)$", re.IGNORECASE)
+_USER_INFORMATION = re.compile(r"(?<=://)[^\s/?#@]*(?:@[^\s/?#@]*)*(?=@)")  # name:password of a URL; either may hold an @
+_URL_FIELD = re.compile(r"(?<=[?&;])([\w.-]+)=[^&;#\s]+")
+HIDDEN = "(hidden)"
 
 
 class Target(Enum):
@@ -42,6 +49,12 @@ class Rendezvous:
     address: str
     port: int | str
     interfaces: Mapping[str, str] = field(default_factory=dict)
+
+
+def on_one_host(host: str, address: str | None, port: int | str) -> Rendezvous:
+    """The rendezvous of a job that has one host: nothing of it is to be reached from another."""
+    interfaces = {host: LOOPBACK_INTERFACE} if LOOPBACK_INTERFACE else {}
+    return Rendezvous(address or LOOPBACK, port, interfaces)
 
 
 @dataclass(frozen=True)
@@ -182,10 +195,9 @@ def _worker_variables(
     }
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
-    if place.host.name in rendezvous.interfaces:
-        for library in ("GLOO", "NCCL"):
-            if f"{library}_SOCKET_IFNAME" not in request.exports:
-                variables[f"{library}_SOCKET_IFNAME"] = rendezvous.interfaces[place.host.name]
+    for name in INTERFACE_NAMES:
+        if place.host.name in rendezvous.interfaces and name not in request.exports:
+            variables[name] = rendezvous.interfaces[place.host.name]
     devices = _visible_devices(request, place.host)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = devices
@@ -217,7 +229,8 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str, str]:
     """The whole environment of ``worker`` when that of its host is ``base``."""
-    kept = {name: value for name, value in base.items() if not name.startswith(DROPPED_PREFIX)}
+    dropped = (DROPPED_PREFIX, JOB_SECRET)
+    kept = {name: value for name, value in base.items() if not name.startswith(dropped)}
     return {**kept, **worker.env}
 
 
@@ -231,24 +244,40 @@ def render_text(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None)
     where = f"{len(plan.nodes)} hosts" if carriers else "this machine"
     lines = [f"{count} {noun} on {where}, rendezvous at {plan.master_addr}:{plan.master_port}"]
     if carriers:
-        hidden = {name: "(hidden)" if is_secret(name) else value for name, value in plan.exports.items()}
+        hidden = shown_values(plan.exports)
         lines += ["exported to each host:", *(f"  {name}={shlex.quote(value)}" for name, value in hidden.items())]
     for node in plan.nodes:
         if carriers:
             lines.append(f"host {node.host} (node {node.node_rank}):")
-            lines.append("  by " + (shlex.join(carriers[node.host]) if node.host in carriers else "this launcher"))
+            carrier = shlex.join(map(shown, carriers[node.host])) if node.host in carriers else "this launcher"
+            lines.append(f"  by {carrier}")
         for worker in node.workers:
             lines.append(f"rank {worker.rank}:")
             lines += [f"  {name}={shlex.quote(value)}" for name, value in worker.env.items()]
             if worker.cores:
                 lines.append(f"  on cores {', '.join(map(str, worker.cores))}")
-            lines.append(f"  {shlex.join(worker.argv)}")
+            lines.append(f"  {shlex.join(map(shown, worker.argv))}")
     return "\n".join(lines)
 
 
 def is_secret(name: str) -> bool:
     """True if a variable of this name should not be shown."""
-    return any(word in name.upper() for word in _SECRET_WORDS)
+    return _SECRET_NAME.search(name) is not None
+
+
+def shown(text: str, name: str = "") -> str:
+    """``text``, the value of ``name``, as it may be printed: no secret, and no name, password or key in a URL."""
+    if is_secret(name):
+        return HIDDEN
+
+    def field_of(match: re.Match[str]) -> str:
+        return f"{match[1]}={HIDDEN}" if is_secret(match[1]) else match[0]
+
+    return _URL_FIELD.sub(field_of, _USER_INFORMATION.sub(HIDDEN, text))
+
+
+def shown_values(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: shown(value, name) for name, value in values.items()}
 
 
 def render_json(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
@@ -256,8 +285,10 @@ def render_json(plan: Plan, carriers: Mapping[str, Sequence[str]] | None = None)
     import json  # here, so that --help does not pay for it
 
     data = asdict(plan)
-    data["exports"] = {name: "(hidden)" if is_secret(name) else value for name, value in plan.exports.items()}
-    data["carriers"] = {name: list(command) for name, command in (carriers or {}).items()}
+    data["exports"] = shown_values(plan.exports)
+    data["carriers"] = {name: list(map(shown, command)) for name, command in (carriers or {}).items()}
+    for worker in (worker for node in data["nodes"] for worker in node["workers"]):
+        worker["argv"] = list(map(shown, worker["argv"]))
     return json.dumps(data, indent=2)
 
 

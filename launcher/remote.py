@@ -3,28 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
 from .bootstrap import die_with_parent
+from .escapes import Cleaner, plain
 from .line import Line, Message, decode
-from .node import Listener, own_child
+from .loop import PASSED_SIGNALS, STOP_SIGNALS
+from .node import STREAMS, Listener, own_child
 from .plan import WorkerCommand
 
 _MOST_LINES = 20
-_LONGEST_GREETING = 1 << 20  # bytes
-_HELLO = {"version": str, "machine": str, "hostname": str, "cores": list}  # what a greeting must have
+LONGEST_MESSAGE = 1 << 20  # bytes; workers' output comes in chunks of 64 KiB
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_whole, value))
+
+
+# What an agent may say, and what must be in it.
+_ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
+    "hello": {"version": _text, "machine": _text, "hostname": _text, "cores": _numbers},
+    "ready": {},
+    "reserved": {"port": lambda port: _whole(port) and 0 < port < 1 << 16},
+    "probed": {"interface": lambda name: name is None or _text(name)},
+    "output": {"rank": _whole, "stream": STREAMS.__contains__, "data": _text},
+    "end": {"rank": _whole, "code": _whole, "at": _number, "asked": lambda asked: isinstance(asked, bool)},
+    "empty": {"unkillable": _numbers, "oom_kills": _whole},
+    "note": {"text": _text},
+    "pong": {"t": _number, "now": _number},
+    "trouble": {"text": _text},
+    "signal": {"number": lambda number: number in (*STOP_SIGNALS, *PASSED_SIGNALS)},
+}
 
 
 class RemoteNode:
-    """An agent reached through ``carrier``. After ``lost`` is set nothing more comes from it."""
+    """An agent reached through a carrier. After ``lost`` is set nothing more comes from it.
+
+    What it says is checked, and taken only if it is about its own workers; no text of it can steer a terminal.
+    """
 
     def __init__(self, name: str, selector: selectors.BaseSelector, listener: Listener, say: Callable[[str], None]) -> None:
         self.name = name
@@ -39,6 +76,8 @@ class RemoteNode:
         self.clock = 0.0  # its monotonic clock minus ours
         self._best_trip = float("inf")
         self._heard = self._pinged = time.monotonic()
+        self._ranks: frozenset[int] = frozenset()  # of its workers
+        self._cleaners: dict[tuple[int, str], Cleaner] = {}  # of their streams
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: list[str] = []  # last lines of the carrier's stderr
         self._error_rest = b""
@@ -69,7 +108,7 @@ class RemoteNode:
 
     def attach(self, line: Line) -> None:
         self.line = line
-        line.longest = _LONGEST_GREETING
+        line.longest = LONGEST_MESSAGE
         self._heard = time.monotonic()
         self._selector.register(line.reader, selectors.EVENT_READ, self._read)
 
@@ -103,7 +142,7 @@ class RemoteNode:
         if not chunk:
             self._selector.unregister(fd)
             lines, self._error_rest = [self._error_rest], b""
-        for text in (line.decode(errors="replace").rstrip() for line in lines):
+        for text in (plain(line.decode(errors="replace")).rstrip() for line in lines):
             if text:
                 self._errors = [*self._errors[-_MOST_LINES + 1 :], text]
                 if self.facts:
@@ -113,9 +152,20 @@ class RemoteNode:
         kind = message.get("is")
         if (kind == "hello") != (not self.facts):  # a greeting comes first, and once
             raise ValueError(kind)
+        message = plain(message)
+        if not all(is_right(message[name]) for name, is_right in _ANSWERS[str(kind)].items()):
+            raise ValueError(kind)
+        if kind in ("output", "end") and message["rank"] not in self._ranks:
+            raise ValueError(message["rank"])
         match kind:
             case "output":
-                self._listener.on_output(message["rank"], message["stream"], decode(message["data"]))
+                rank, stream = message["rank"], message["stream"]
+                chunk = decode(message["data"])
+                clean = self._cleaners.setdefault((rank, stream), Cleaner()).feed(chunk)
+                if clean:
+                    self._listener.on_output(rank, stream, clean)
+                if not chunk:
+                    self._listener.on_output(rank, stream, b"")
             case "end":
                 at = message["at"] - self.clock
                 self._listener.on_end(message["rank"], message["code"], at, message["asked"])
@@ -137,10 +187,7 @@ class RemoteNode:
                 self.answers[str(kind)] = message
 
     def _greet(self, message: Message) -> None:
-        assert self.line is not None
-        if not all(isinstance(message.get(name), kind) for name, kind in _HELLO.items()):
-            raise ValueError("hello")
-        self.facts, self.line.longest = message, None
+        self.facts = message
         self._ping(time.monotonic())  # whose failure was first is told by the clocks
         self.on_hello()
 
@@ -189,7 +236,7 @@ class RemoteNode:
         if self._process.stderr is not None and not self._process.stderr.closed:
             with contextlib.suppress(KeyError, ValueError):
                 self._read_errors(self._process.stderr.fileno())
-        said = [*(self.line.stray if self.line and not self.facts else []), *self._errors]
+        said = [*(plain(self.line.stray) if self.line and not self.facts else []), *self._errors]
         words = "; ".join(line.strip() for line in said[-4:])
         code = self._process.returncode
         program = str(self._process.args[0]) if isinstance(self._process.args, (list, tuple)) else "the carrier"
@@ -237,7 +284,12 @@ class RemoteNode:
 
     def start(self, workers: Sequence[WorkerCommand]) -> None:
         self.busy = self.lost is None
-        self.send("start", workers=[asdict(worker) for worker in workers])
+        self._ranks, self._cleaners = frozenset(worker.rank for worker in workers), {}
+        self.send("start", workers=[self._told(worker) for worker in workers])
+
+    def _told(self, worker: WorkerCommand) -> Message:
+        """What the agent needs to know of ``worker``."""
+        return asdict(worker)
 
     def pause(self, paused: bool) -> None:
         if paused != self._paused:

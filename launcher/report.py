@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,16 @@ from pathlib import Path
 
 _TRACEBACK = "Traceback (most recent call last):"
 _RULE = "=" * 80
+# What gloo, NCCL, torch and zerorun say when a peer has gone.
+_PEER_GONE = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|time[d ]*out|another rank|remote process exited|DistBackendError"
+    r"|DistNetworkError|nccl\w*error",
+    re.IGNORECASE,
+)
+SAME_BATCHES = (
+    "Remedy: give all ranks the same number of batches (DistributedSampler and drop_last=True do), and leave the loop on "
+    "all of them at the same step."
+)
 
 _SIGNAL_HINTS = {
     "SIGKILL": "probably out of host memory, or killed by hand or by the scheduler",
@@ -105,14 +116,20 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     ``oom_kills`` is how many processes the kernel's out-of-memory killer ended here during the job.
     """
     traceback = last_traceback(first.stderr_tail)
-    lines = [_RULE, f"zerorun: {first.where} failed first, {first.seconds:.1f} s after the start"]
+    early = ended_early(first, others)
+    lines = [_RULE]
+    if early is not None:
+        when = f"{early.seconds:.1f} s after the start"
+        lines.append(f"zerorun: {early.where} ended with exit code 0, {when}; others waited for it")
+        lines += [f"  {SAME_BATCHES}", "", f"{first.where} failed of it first, {first.seconds:.1f} s after the start"]
+    else:
+        lines.append(f"zerorun: {first.where} failed first, {first.seconds:.1f} s after the start")
     lines.append(f"  {first.how}")
     if oom_kills:
         lines.append(f"  the kernel's out-of-memory killer ended {oom_kills} process(es) during this job")
     if traceback:
         lines += ["", *traceback]
-    elif any(line.strip() for line in first.stderr_tail):
-        shown = list(first.stderr_tail)[-20:]
+    elif shown := [line for line in first.stderr_tail if line.strip()][-20:]:  # blank lines would not be counted by anybody
         lines += ["", f"the last {len(shown)} lines of its stderr:" if len(shown) > 1 else "its stderr:"]
         lines += [f"  {line}" for line in shown]
     else:
@@ -124,11 +141,30 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     return "\n".join(lines)
 
 
+def ended_early(first: WorkerEnd, others: Sequence[WorkerEnd]) -> WorkerEnd | None:
+    """The rank that left with exit code 0 before all others, if those failed only because it was not there any more."""
+    left = [end for end in others if end.returncode == 0 and not end.asked_to_stop]
+    if not left or not all(_PEER_GONE.search("\n".join(end.stderr_tail)) for end in (first, *_failed(others))):
+        return None
+    return min(left, key=lambda end: end.seconds)
+
+
+def early_end_note(ended: Sequence[WorkerEnd], running: Sequence[int], seconds: float) -> str:
+    """For a job of which some ranks have ``ended`` well, the first ``seconds`` ago, while others go on."""
+    first = min(ended, key=lambda end: end.seconds)
+    rest = [end.rank for end in ended if end is not first]
+    then = f", and then {ranks_in_words(rest)}" if rest else ""
+    return (
+        f"{first.where} ended with exit code 0 {seconds:.0f} s ago{then}; {ranks_in_words(running)} still "
+        f"{'runs' if len(running) == 1 else 'run'}, and will fail if waiting for it. {SAME_BATCHES}"
+    )
+
+
 def host_report(lost: Sequence[HostEnd], others: Sequence[WorkerEnd]) -> str:
     """The one report when the first thing to fail was a host."""
     first = lost[0]
     lines = [_RULE, f"zerorun: host {first.host} failed first, {first.seconds:.1f} s after the start", f"  {first.reason}"]
-    lines += ["", f"{_ranks(first.ranks)} of the job ran there"]
+    lines += ["", f"{ranks_in_words(first.ranks)} of the job ran there"]
     lines += [f"later, host {end.host}: {end.reason}" for end in lost[1:]]
     lines += _later(_failed(others), "failed") + _stopped(others)
     return "\n".join([*lines, _RULE])
@@ -141,7 +177,7 @@ def _others(first: WorkerEnd, others: Sequence[WorkerEnd]) -> list[str]:
     lines = []
     if alike:
         noun = "other" if len(alike) == 1 else "others"
-        lines.append(f"{len(alike)} {noun} alike: {_ranks([end.rank for end in alike])}")
+        lines.append(f"{len(alike)} {noun} alike: {ranks_in_words([end.rank for end in alike])}")
     return lines + _later(different, "in other ways") + _stopped(others)
 
 
@@ -154,16 +190,16 @@ def _later(ends: Sequence[WorkerEnd], how: str) -> list[str]:
     """The first few in words, the rest as a number; ``how`` says what these did."""
     lines = [f"later, {end.where}: {end.how}: {failure_line(end)}" for end in ends[:4]]
     if len(ends) > 4:
-        lines.append(f"later, {len(ends) - 4} more {how}: {_ranks([end.rank for end in ends[4:]])}")
+        lines.append(f"later, {len(ends) - 4} more {how}: {ranks_in_words([end.rank for end in ends[4:]])}")
     return lines
 
 
 def _stopped(ends: Sequence[WorkerEnd]) -> list[str]:
     stopped = [end.rank for end in ends if end.asked_to_stop]
-    return [f"stopped by zerorun because of this: {_ranks(stopped)}"] if stopped else []
+    return [f"stopped by zerorun because of this: {ranks_in_words(stopped)}"] if stopped else []
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
     """``rank 3`` or ``ranks 0, 2-7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,30 +14,57 @@ from zerorun.errors import LaunchError
 
 # EX_TEMPFAIL of sysexits.h: a worker that has saved its state and wants to go on later ends with it.
 REQUEUE_STATUS = 75
+_MARK = "# Written by zerorun --sbatch, which replaces it."
 
 
 def batch_script(command: Sequence[str], *, name: str, nodes: int, options: Sequence[str]) -> str:
     """A script that runs ``command`` once, on the first node; ``options`` are of sbatch and win over what stands before.
 
-    exec: signals that SLURM sends to the batch script (``--signal=B:...``) must reach the launcher.
+    exec: signals that SLURM sends to the batch script (``--signal=B:...``) must reach the launcher. Raises LaunchError.
     """
-    fixed = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
+    # SLURM ends an option at the line feed, quoted or not, and the shell would run what follows.
+    if any(not option.isprintable() for option in options):
+        raise LaunchError("--sbatch-args: a line feed or another control character in it. Remedy: leave it out.")
+    plain_name = re.sub(r"[^\w.+-]", "_", name)
+    fixed = [f"--job-name={plain_name}", f"--nodes={nodes}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
     asked = [f"#SBATCH {shlex.join(options)}"] if options else []
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in fixed), *asked, f"exec {shlex.join(command)}", ""]
+    lines = ["#!/bin/bash", _MARK, *(f"#SBATCH {option}" for option in fixed), *asked, f"exec {shlex.join(command)}", ""]
     return "\n".join(lines)
 
 
-def submit(script: str, path: Path) -> str:
-    """Write ``script`` to ``path`` and submit it; what sbatch said. Raises LaunchError."""
+def submit(script: str, path: Path, environment: Mapping[str, str]) -> str:
+    """Write ``script`` to ``path``, for the user, and submit it in ``environment``; what sbatch said. Raises LaunchError.
+
+    sbatch reads the script from its stdin: the file could be another one by then, where others can write the folder.
+    """
     try:
-        path.write_text(script)
-        done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, check=False)
+        _write(script, path)
+        done = subprocess.run(["sbatch"], input=script, env=environment, capture_output=True, text=True, check=False)
     except OSError as error:
         what = error.filename or "sbatch"
         raise LaunchError(f"--sbatch: {what}: {error.strerror}. Remedy: run it where SLURM is.") from None
     if done.returncode:
         raise LaunchError(f"sbatch refused {path}: {done.stderr.strip()}. Remedy: see --sbatch-args.")
     return done.stdout.strip()
+
+
+def _write(script: str, path: Path) -> None:
+    """A new file that only this user can read, in place of one that zerorun has written before. Raises LaunchError."""
+    if os.path.lexists(path):
+        if not _is_own(path):
+            raise LaunchError(f"--sbatch: {path} is there, and zerorun has not written it. Remedy: rename or remove it.")
+        path.unlink()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "w") as file:
+        file.write(script)
+
+
+def _is_own(path: Path) -> bool:
+    info = path.lstat()
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+        return False
+    with open(path, errors="replace") as file:
+        return _MARK in file.read(200).splitlines()
 
 
 def requeue(environment: Mapping[str, str]) -> str | None:

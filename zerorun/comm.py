@@ -39,6 +39,8 @@ _EXIT_TIMEOUT_S = 10
 # Seconds to look out for rank 0's rendezvous, and between two looks.
 _LISTEN_TIMEOUT_S = 5.0
 _LISTEN_RETRY_S = 0.01
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 2048  # ranks that may connect at once
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 # What this rank has given up waiting for. Threads of gloo may still be at it, with its memory.
 _given_up: list[dist.Work] = []
@@ -86,9 +88,16 @@ def init_distributed(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank, world_size, address = _rendezvous()
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s or 1800)}
+    limit = timedelta(seconds=timeout_s or 1800)
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": limit}
+    local = _is_one_host(world_size, address)
+    if local and sys.platform == "linux":
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     if address is None:
         options["store"] = dist.HashStore()
+    elif local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        options["store"] = _loopback_store(rank, world_size, int(address.rpartition(":")[2]), limit)
     else:
         options["init_method"] = f"tcp://{address}"
         if rank:
@@ -96,6 +105,27 @@ def init_distributed(
     with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
         dist.init_process_group(_backends(device, world_size), **options)
     _owns_process_group = True
+
+
+def _is_one_host(world_size: int, address: str | None) -> bool:
+    """True if all ranks are certainly on this host, so that nothing has to listen for others."""
+    if address is None or address.startswith(("127.", "localhost:", "::1:", "[::1]:")):
+        return True
+    env = os.environ
+    if "WORLD_SIZE" in env:
+        return env.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
+
+
+def _loopback_store(rank: int, world_size: int, port: int, timeout: timedelta) -> dist.Store:
+    """Where ranks of one host meet. torch itself would listen on every interface of the host."""
+    if rank:
+        _await_listener(f"{_LOOPBACK}:{port}")
+        return dist.TCPStore(_LOOPBACK, port, world_size, False, timeout)
+    listener = None
+    with contextlib.suppress(OSError):  # an earlier group of this process has it, and shares it; else torch says why not
+        listener = socket.create_server((_LOOPBACK, port), backlog=_BACKLOG).detach()
+    return dist.TCPStore(_LOOPBACK, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=listener)
 
 
 def _await_listener(address: str) -> None:

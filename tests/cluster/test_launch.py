@@ -18,6 +18,8 @@ import pytest
 from jobs import PRELUDE, Job, assert_nothing_left
 from testbed import ROOT, Cluster, wait_for
 
+import zerorun
+
 HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\", "--", "-m", "; touch injected", "ключ"]
 ZERORUN = (sys.executable, "-m", "zerorun.launcher.cli")
 
@@ -131,7 +133,8 @@ def typed(cluster: Cluster, tmp_path: Path) -> Iterator[list[subprocess.Popen[st
 
 def type_on(cluster: Cluster, folder: Path, index: int, *words: str) -> subprocess.Popen[str]:
     common = [*ZERORUN, "--nnodes=3", "--nproc-per-node=2", f"--master-addr={cluster[0].address}", "--master-port=29400"]
-    command = cluster[index].command([*common, f"--node-rank={index}", "train.py", *words], folder)
+    command = ["env", "ZERORUN_JOB_SECRET=known to these hosts", *common, f"--node-rank={index}", "train.py", *words]
+    command = cluster[index].command(command, folder)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -142,6 +145,63 @@ def test_hosts_join_by_hand(cluster: Cluster, tmp_path: Path, typed: list[subpro
     lines = sorted(line.rpartition("] ")[2] for line in results[1][0].splitlines())
     assert lines == [f"{rank} 6 node{rank // 2}" for rank in range(6)]
     assert "joined; all output appears where node 0 is" in results[0][1]
+
+
+def test_hosts_that_start_at_once_find_the_secret_in_a_file(
+    cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]
+) -> None:
+    """As srun would start them: nobody copies anything, and the folder is shared."""
+    command = [*ZERORUN, "--nnodes=3", "--nproc-per-node=2", f"--master-addr={cluster[0].address}"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    for index in (2, 1, 0):
+        words = cluster[index].command([*command, "--secret-file=job.secret", f"--node-rank={index}", "train.py"], tmp_path)
+        typed.append(subprocess.Popen(words, **pipes))  # type: ignore[call-overload]
+    results = [job.communicate(timeout=60) for job in typed]
+    assert [job.returncode for job in typed] == [0, 0, 0], results
+    assert len(results[2][0].splitlines()) == 6 and (tmp_path / "job.secret").stat().st_mode & 0o777 == 0o600
+    assert not any((tmp_path / "job.secret").read_text().strip() in text for result in results for text in result)
+
+
+def test_a_stranger_on_the_network_gets_nothing(
+    cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]
+) -> None:
+    """He answers as a host of this version would, faster than the real one, and tries to end the job."""
+    typed += [type_on(cluster, tmp_path, 0)]
+    hello = {"is": "hello", "version": zerorun.__version__, "machine": "m", "hostname": "h", "cores": [0], "slots": 2,
+             "node_rank": 1, "job_id": "none"}  # fmt: skip
+    attack = (
+        "import json, socket, sys, time\n"
+        "while True:\n"
+        f"    try: peer = socket.create_connection(({cluster[0].address!r}, 29400)); break\n"
+        "    except OSError: time.sleep(0.02)\n"
+        f"for message in ({hello!r}, {{'is': 'ready'}}, {{'is': 'signal', 'number': 15}}):\n"
+        "    peer.sendall(json.dumps(message).encode() + b'\\n')\n"
+        "peer.settimeout(5)\n"
+        "end = time.monotonic() + 5\n"
+        "while time.monotonic() < end and (chunk := peer.recv(65536)): sys.stdout.write(chunk.decode())\n"
+    )
+    stranger = cluster[3].command([sys.executable, "-c", attack])
+    heard = subprocess.run(stranger, capture_output=True, text=True, timeout=30, check=False).stdout
+    typed += [type_on(cluster, tmp_path, 1), type_on(cluster, tmp_path, 2)]
+    out, err = typed[0].communicate(timeout=30)
+    assert typed[0].returncode == 0 and len(out.splitlines()) == 6, err
+    assert [json.loads(line)["do"] for line in heard.splitlines()] == ["challenge"]
+
+
+def test_one_host_with_a_network_listens_on_loopback_only(cluster: Cluster, tmp_path: Path) -> None:
+    """Its name leads to an address that others reach, where gloo would listen by itself."""
+    (tmp_path / "train.py").write_text(
+        "import zerorun, torch, torch.distributed as dist\n"
+        "zerorun.init_distributed()\n"
+        "dist.all_reduce(torch.ones(1), group=dist.new_group())\n"
+        "lines = [line.split() for name in ('tcp', 'tcp6') for line in open(f'/proc/net/{name}').readlines()[1:]]\n"
+        "print(*(words[1] for words in lines if words[3] == '0A' and not words[1].endswith(':0016')), flush=True)\n"
+        "dist.barrier()\n"
+    )
+    command = [*ZERORUN, "--nproc=2", "train.py"]
+    done = subprocess.run(cluster[0].command(command, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    found = [address for address in done.stdout.split() if ":" in address]
+    assert len(found) >= 4 and all(address.startswith("0100007F:") for address in found), (done.stdout, done.stderr)
 
 
 def test_failure_reaches_all_that_joined(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:

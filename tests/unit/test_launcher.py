@@ -276,6 +276,35 @@ def test_report_counts_those_who_failed_alike() -> None:
     assert "stopped by zerorun because of this: rank 2\n" in text
 
 
+GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:7582"
+
+
+def test_a_rank_that_ended_with_0_is_named_as_the_cause() -> None:
+    text = report.failure_report(end(0, tail=[GLOO]), [end(1, code=0), end(2, tail=[GLOO]), end(3, stopped=True)])
+    lines = text.splitlines()
+    assert lines[1] == "zerorun: rank 1 ended with exit code 0, 2.3 s after the start; others waited for it"
+    assert "Remedy: give all ranks the same number of batches" in lines[2]
+    assert "rank 0 failed of it first, 2.3 s after the start" in text and "1 other alike: rank 2" in text
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [end(1, code=0, stopped=True)],  # it did as it was told
+        [end(1, code=0), end(2, tail=["ValueError: bad data"])],  # there is another cause
+        [end(1, code=3, tail=[GLOO])],
+    ],
+)
+def test_no_rank_is_blamed_without_need(others: list[report.WorkerEnd]) -> None:
+    assert "rank 0 failed first" in report.failure_report(end(0, tail=[GLOO]), others)
+    assert "rank 0 failed first" in report.failure_report(end(0, tail=["ValueError: disk full"]), [end(1, code=0)])
+
+
+def test_the_last_four_lines_are_four() -> None:
+    text = report.failure_report(end(0, tail=["", "a", "", "b", " ", "c", "d", ""]), [])
+    assert "the last 4 lines of its stderr:\n  a\n  b\n  c\n  d\n" in text
+
+
 def test_last_traceback_skips_the_progress_bar_in_front() -> None:
     lines = ["old", *TRACE, "", "During handling of ...", "", " 10%|#   | 1/10" + TRACE[0], *TRACE[1:3], "KeyError: 1"]
     assert report.last_traceback(lines) == [*TRACE[:3], "KeyError: 1"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,18 @@ from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.line import Line, decode, encode
-from zerorun.launcher.plan import Plan, Rendezvous, build_plan, exported, is_secret, render_text, split_cores
+from zerorun.launcher.plan import (
+    NodePlan,
+    Plan,
+    Rendezvous,
+    build_plan,
+    exported,
+    is_secret,
+    render_json,
+    render_text,
+    shown,
+    split_cores,
+)
 from zerorun.launcher.sbatch import batch_script
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
@@ -132,6 +145,36 @@ def test_the_plan_shows_no_secret(folder: Path) -> None:
     assert is_secret("my_password") and not is_secret("NCCL_DEBUG")
 
 
+@pytest.mark.parametrize("name", ("SLACK_AUTH", "DB_PASS", "MY_CREDS", "GIT_COOKIE", "SENTRY_DSN", "PG_PWD", "AZURE_SIG"))
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name) and shown("value", name) == "(hidden)"
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("postgres://ann:hunter2@db:5432/runs", "postgres://(hidden)@db:5432/runs"),
+        ("https://ghp_token@host/x?a=1", "https://(hidden)@host/x?a=1"),
+        ("redis://:p@ss@host,redis://b:c@host2", "redis://(hidden)@host,redis://(hidden)@host2"),
+        ("https://s3/x?X-Signature=abc&part=2&token=t#top", "https://s3/x?X-Signature=(hidden)&part=2&token=(hidden)#top"),
+        ("https://host/path@2/x", "https://host/path@2/x"),
+        ("ann@host", "ann@host"),
+        ("eth0", "eth0"),
+    ],
+)
+def test_urls_are_shown_without_passwords(text: str, printed: str) -> None:
+    assert shown(text, "DB_URL") == printed
+
+
+def test_no_plan_shows_the_password_of_a_url(folder: Path) -> None:
+    url = "postgres://ann:hunter2@db/runs"
+    found = plan("-H", "hosts", "--export", f"DB_URL={url}")
+    worker = dataclasses.replace(found.workers[0], argv=("train.py", "--db", url))
+    request = Plan("n1", 1, (NodePlan("n1", 0, (worker,)),), found.exports)
+    for text in (render_text(request, {"n1": ["ssh", "n1"]}), render_json(request, {"n1": ["ssh", "n1"]})):
+        assert "hunter2" not in text and text.count("postgres://(hidden)@db/runs") == 2
+
+
 # -- cores -------------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +267,58 @@ def test_batch_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].startswith(f"exec {sys.executable} -m zerorun.launcher.cli ")
     assert lines[-1].endswith(" --nnodes=4 train.py 'a b' --sbatch")
     assert batch_script(["x", "$HOME"], name="n", nodes=1, options=[]).endswith("exec x '$HOME'\n")
+
+
+@pytest.fixture
+def sbatch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A SLURM that keeps what it is given in this folder."""
+    kept = folder / "slurm"
+    kept.mkdir()
+    program = kept / "sbatch"
+    program.write_text(f'#!/bin/sh\ncat "$@" > {kept}/script\nenv > {kept}/env\necho "$@" > {kept}/args\necho Submitted\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{kept}:{os.environ['PATH']}")
+    monkeypatch.setenv("API_KEY", "k3y")
+    return kept
+
+
+def test_values_of_variables_are_in_no_batch_script(folder: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--sbatch", "--export", "HF_TOKEN=s3cret=1", "--export=API_KEY"]
+    assert cli.main([*options, "train.py"]) == 0
+    written = folder / "train.sbatch"
+    assert stat.S_IMODE(written.stat().st_mode) == 0o600
+    for text in (written.read_text(), (sbatch / "script").read_text()):
+        assert "s3cret" not in text and "k3y" not in text and "--export=HF_TOKEN --export=API_KEY train.py" in text
+    assert "HF_TOKEN=s3cret=1\n" in (sbatch / "env").read_text() and "s3cret" not in (sbatch / "args").read_text()
+    assert cli.main([*options, "--dry-run", "train.py"]) == 0
+    assert "s3cret" not in capsys.readouterr().out
+
+
+def test_a_script_of_the_user_is_not_overwritten(
+    folder: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, thesis = folder / "train.sbatch", folder / "thesis.txt"
+    assert [cli.main(["--sbatch", "train.py"]), cli.main(["--sbatch", "train.py", "again"])] == [0, 0]
+    assert "train.py again" in written.read_text()  # its own it replaces
+    written.write_text("#!/bin/bash\n# mine\n")
+    assert cli.main(["--sbatch", "train.py"]) == 2
+    assert written.read_text() == "#!/bin/bash\n# mine\n"
+    written.unlink()
+    thesis.write_text("chapter 1")
+    written.symlink_to(thesis)
+    assert cli.main(["--sbatch", "train.py"]) == 2 and thesis.read_text() == "chapter 1" and written.is_symlink()
+    assert capsys.readouterr().err.count("train.sbatch is there, and zerorun has not written it. Remedy") == 2
+
+
+def test_a_name_adds_no_command_to_a_batch_script(folder: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\ntouch injected\n#$(id).py"
+    (folder / name).write_text("")
+    assert cli.main(["--sbatch", name]) == 0
+    lines = (sbatch / "script").read_text().splitlines()
+    assert "touch injected" not in lines[: [line.startswith("exec ") for line in lines].index(True)]
+    assert "#SBATCH --job-name=a_touch_injected____id_" in lines
+    assert cli.main(["--sbatch", "--sbatch-args", "--comment='a\ntouch injected'", "train.py"]) == 2
+    assert "--sbatch-args: a line feed or another control character" in capsys.readouterr().err
 
 
 def test_restart_on_one_host(folder: Path) -> None:

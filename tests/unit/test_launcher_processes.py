@@ -442,6 +442,21 @@ def test_log_that_cannot_be_opened(start: Start, tmp_path: Path) -> None:
     assert code == 2 and "cannot start workers: [Errno 21] Is a directory" in err
 
 
+@pytest.mark.parametrize("planted", ("link", "fifo"))
+def test_log_that_somebody_has_planted_is_not_followed(start: Start, tmp_path: Path, planted: str) -> None:
+    (tmp_path / "logs").mkdir()
+    log, thesis = tmp_path / "logs" / "rank0.stdout.log", tmp_path / "thesis.txt"
+    thesis.write_text("chapter 1\n")
+    if planted == "link":
+        log.symlink_to(thesis)
+    else:
+        os.mkfifo(log)
+    code, _, err = start("print('overwritten')", "--log-dir=logs").finish(10)
+    words = "a symbolic link" if planted == "link" else "no regular file"
+    assert code == 2 and f"--log-dir: logs/rank0.stdout.log is {words}. Remedy: " in err
+    assert thesis.read_text() == "chapter 1\n" and not (tmp_path / "pids").exists()
+
+
 def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> None:
     master, slave = pty.openpty()
     script = "for _ in range(3000): os.write(1, b'x' * 99 + b'\\n')\nnote(1)\nmeet(0, 1)\nsys.exit(3 * rank)\n"
@@ -452,3 +467,23 @@ def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> 
     assert job.process.wait(15) in (3, 143)
     os.close(master)
     os.close(slave)
+
+
+# Workers that end well before the others
+
+
+def test_a_worker_that_ended_well_while_others_go_on_is_named_once(tmp_path: Path) -> None:
+    script = "if rank in (0, 2): time.sleep(2.5)\nif rank == 2: sys.exit('Broken pipe')\n"
+    (tmp_path / "train.py").write_text(PRELUDE + script)
+    hurried = "import sys; from zerorun.launcher import cli, job; job.EARLY_SECONDS = 0.3; sys.exit(cli.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", hurried, "--nproc=3", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 1
+    note = r"\[zerorun\] rank 1 ended with exit code 0 \d s ago; ranks 0, 2 still run, and will fail if waiting for it\. "
+    assert len(re.findall(note, done.stderr)) == 1, done.stderr
+    assert re.search(r"zerorun: rank 1 ended with exit code 0, .* s after the start; others waited for it\n", done.stderr)
+    assert "rank 2 failed of it first" in done.stderr
+
+
+def test_workers_that_end_well_one_after_the_other_are_left_alone(start: Start) -> None:
+    assert start("time.sleep(0.5 * rank)", "--nproc=2").finish() == (0, "", "")

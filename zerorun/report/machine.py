@@ -18,7 +18,7 @@ from typing import Any
 
 import zerorun
 from zerorun.launcher.facts import CGROUPS, OWN_CGROUP, cgroups, machine_id, usable_cores, visible_gpus
-from zerorun.launcher.plan import is_secret
+from zerorun.launcher.plan import shown_values
 
 PROGRAM_SECONDS = 8.0  # for git and nvidia-smi, which hangs with its driver
 SHARED_MEMORY = "/dev/shm"  # where data loaders and NCCL put what their processes share
@@ -205,8 +205,7 @@ def _own_name_addresses() -> list[str]:
 
 
 def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    told = {name: value for name, value in sorted(environment.items()) if name.startswith(_TOLD_VARIABLES)}
-    return {name: "(hidden)" if is_secret(name) else value for name, value in told.items()}
+    return shown_values({name: value for name, value in sorted(environment.items()) if name.startswith(_TOLD_VARIABLES)})
 
 
 # -- GPUs, as the driver sees them -------------------------------------------------------------------------------------
