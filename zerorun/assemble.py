@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,7 +52,7 @@ from .waits import waiting
 from .wire import gather_values
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
-from .zero.init import partition_number, partitioned, refuse_overwritten, settle
+from .zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime, refuse_managed
@@ -95,7 +95,7 @@ def initialize(
     _agree(lambda: refuse_managed(model) if isinstance(model, nn.Module) else None)
     given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
     wanted, raw = _agree(lambda: take_in(model, config, args, *given))
-    _compare_ranks(model, wanted, raw, topology)
+    _compare_ranks(model, wanted, topology, raw.group_of)
     _agree(lambda: refuse_overwritten(model))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
     settings = wanted.zero_optimization
@@ -195,45 +195,47 @@ def _same_error(name: str, text: str) -> ZerorunError:
     return kind(text)
 
 
-def _compare_ranks(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology | None) -> None:
-    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model or other parameter
-    groups than it should: their order decides what lies where, and what is sent when.
+def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
+    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
 
-    A model that is whole must be the same on all ranks; a part, the same on those with the same part.
+    A model that is whole must be the same on all ranks; a part, the same on those with the same part. So must the parameter
+    groups, and the order in which ``Init`` made the parameters: it is that in which values were sent.
     """
     if dist.get_world_size() == 1:
         return
     degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
     planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
     first = planned.ranks_along("data")[0] if is_part(model) else 0
-    params = list(model.named_parameters())
-    described = [f"{n} {tuple(p.shape)} {p.dtype} {p.requires_grad}{_partitioned_as(p)}" for n, p in params]
-    described += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in model.named_buffers()]
-    groups = [f"{name} in group {raw.group_of[id(p)]}" for name, p in params if id(p) in raw.group_of]
-    digests = [hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (described, groups)]
-    found: list[Any] = gather_values((config.fingerprint(), first, *digests))
-    for rank, (fingerprint, reference, model_digest, groups_digest) in enumerate(found):
-        if fingerprint != found[0][0]:
+    described = [*_described(model, group_of)]
+    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
+    found: list[Any] = gather_values(mine)
+    for rank, theirs in enumerate(found):
+        if theirs[0] != found[0][0]:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
-        if model_digest != found[reference][2]:
-            _explain_difference(described, rank, reference, "model")
-        if groups_digest != found[reference][3]:
-            _explain_difference(groups, rank, reference, "optimizer")
+        if theirs[1] != found[theirs[2]][1]:
+            _explain_difference(described, rank, theirs[2], "model")
 
 
-def _partitioned_as(param: nn.Parameter) -> str:
-    """Where in the order of ``Init`` the values were spread over the ranks, of a parameter that it partitioned."""
-    number = partition_number(param)
-    return "" if number is None else f" number {number} in Init"
+def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
+    for name, param in model.named_parameters():
+        group = f", group {group_of[id(param)]} of the optimizer" if id(param) in group_of else ""
+        number = partitioned_as(param)
+        made = f", number {number} in zerorun.zero.Init" if number is not None else ""
+        yield f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}{group}{made}"
+    for name, buffer in sorted(model.named_buffers(remove_duplicate=False)):
+        yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
 
 
 def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
     found = gather_values(lines)
     pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
     ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    remedy = f"build the same {what} on every rank"
+    if what == "model":
+        remedy += ", in the same order, which that of a set is not, and let its optimizer have the same groups"
     text = (
         f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
-        f"Remedy: build the same {what} on every rank, in the same order; a set has another one on each."
+        f"Remedy: {remedy}."
     )
     raise _same_error("ConfigError", text) if what == "configuration" else ModelError(text)
 
@@ -277,7 +279,7 @@ def _check_memory(model: nn.Module, config: Config, raw: RawOptimizer, comm: Com
 def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:
     """Buffers go to the device with rank 0's values, and keep their dtype: a rotary table is not rounded."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in sorted(module._buffers.items()):  # which ranks may have registered in any order
             if buffer is not None:
                 moved = buffer.to(device)
                 if moved.numel() and not moved.is_meta:

@@ -313,6 +313,18 @@ class Communicator:
         self._finish_control(work, timeout_s=timeout_s)
         return gathered
 
+    def stage_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The small CPU tensors of all ranks of this pipeline stage: data-parallel ranks one after the other, for each
+        tensor rank."""
+        found, channel = self.data_gather(values), self.beyond.get("tensor")
+        if channel is None or channel.size == 1:
+            return found
+        mine = torch.cat(found).to(channel.device)
+        table = torch.empty(mine.numel() * channel.size, dtype=mine.dtype, device=mine.device)
+        bounds = range(0, table.numel() + 1, mine.numel())
+        channel.all_gather(table, bounds, "control", mine, until_given=True).wait()
+        return list(table.cpu().split(values.numel()))
+
     def control_objects(self, value: Any) -> list[Any]:
         """All ranks' values (see wire.py), by rank of the world. Set-up and error paths only."""
         return self._objects(value, self._world)

@@ -294,7 +294,7 @@ def _with_copies(inner: Callable[[nn.Parameter], Spread], copies: Copies) -> Cal
 def _take_rank_zeros(model: nn.Module, axis: ChannelAxis) -> None:
     """What every tensor rank of a model made of divided layers has whole is tensor rank 0's."""
     shares = shares_of(model)
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
         if id(tensor) not in shares and not tensor.is_meta:
             axis.broadcast(tensor.data, "tensor: whole weights")
 

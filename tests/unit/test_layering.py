@@ -102,6 +102,7 @@ LAYERS = {
     "zero.placement": 3,
     "zero.report": 3,
     "zero.runtime": 3,
+    "zero.same_request": 1,
     "zero.swap": 3,
     "zero.stepping": 3,
     "zero.unit": 3,

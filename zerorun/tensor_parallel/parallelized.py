@@ -99,6 +99,6 @@ def carry_out(
 
 
 def _take_rank_zeros(model: nn.Module, region: Region) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
+    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
         if not tensor.is_meta and part_of(tensor) is None:
             region.axis.broadcast(tensor.data, "tensor: whole weights")

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, groupby
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
-from .init import Init, gather_whole, release
-from .order import refuse_different
+from .init import Held, Init, divide_again, hold
 from .pieces import owned_runs
 from .runtime import MADE_BY, Runtime
+from .same_request import compare
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit
+
+_numbers = count()
 
 
 @dataclass
@@ -31,6 +32,15 @@ class Home:
     unit: Unit
     segment: Segment
     entry: int
+
+    @property
+    def name(self) -> str:
+        return self.segment.names[self.entry]
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The same on all ranks that have this part of the model, and another for every parameter."""
+        return self.unit.index, self.unit.segments.index(self.segment), self.entry
 
 
 class Parts(Protocol):
@@ -61,7 +71,7 @@ class Registry:
     unscale: Callable[[], float]
     parts: Parts
     homes: dict[int, Home] = field(default_factory=dict)
-    number: int = field(default_factory=lambda: next(_registered))  # the same on all ranks, which make engines alike
+    number: int = field(default_factory=lambda: next(_numbers))  # of the engine, the same on all ranks
 
     def __post_init__(self) -> None:
         for unit in self.runtime.units:
@@ -71,7 +81,6 @@ class Registry:
         _registries.add(self)
 
 
-_registered: itertools.count[int] = itertools.count()
 _registries: weakref.WeakSet[Registry] = weakref.WeakSet()
 
 
@@ -88,6 +97,12 @@ def registry_of(module: nn.Module) -> Registry | None:
     """The registry of the engine that manages ``module``; None if none does."""
     found = next((find(param) for param in module.parameters()), None)
     return found[0] if found is not None else None
+
+
+def compare_request(registry: Registry, function: str, wanted: Sequence[str]) -> None:
+    """Raise OrderError, on all ranks of this pipeline stage alike, unless they all call ``function`` for ``wanted``."""
+    comm, problem = registry.runtime.comm, f"{function}(...) was called for different parameters on different ranks"
+    compare(problem, [f"a call of {function}", *wanted], comm.stage_gather, comm.data_objects)
 
 
 def gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
@@ -271,11 +286,11 @@ class GatheredParameters:
 
     So have those that are divided over tensor-parallel ranks; layers cannot run with them.
 
-    ``params``: one parameter or an iterable, the same on all ranks and in any order; those that neither an engine nor
-    ``Init`` has taken are left alone. Raises OrderError, on all ranks alike, if they are given others. With
-    ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without, the block is for
-    reading: raises ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises ModelError if
-    another pipeline stage has the parameter, too, or ``modifier_rank`` is on one that has not.
+    ``params``: one parameter or an iterable, in any order; those that neither an engine nor ``Init`` has taken are left
+    alone. With ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without, the
+    block is for reading: raises ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises
+    OrderError, on all ranks alike, if they were given different parameters, and ModelError if another pipeline stage has
+    the parameter, too, or ``modifier_rank`` is on one that has not.
     """
 
     def __init__(
@@ -285,18 +300,22 @@ class GatheredParameters:
         self._params = chosen if enabled else []
         self._modifier_rank = modifier_rank
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
-        self._unsettled: list[tuple[torch.Tensor, tuple[float, float]]] = []  # of Init, which no engine has yet
+        self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # of Init, which no engine has yet
 
     def __enter__(self) -> None:
         if not Init.open:  # there they are whole when they are needed
-            self._unsettled = [(param, _checksum(param)) for param in gather_whole(self._params)]
-        found = _in_agreed_order(self._params, changing=self._modifier_rank is not None)
+            self._unsettled = [(held, _checksum(held.param)) for held in hold(self._params)]
+        found = self._managed()
         if self._modifier_rank is not None:
-            for registry, home in found.values():
+            for registry, home in found:
                 _refuse_copies(home)
                 _refuse_other_stage(registry, home, self._modifier_rank)
+        for registry, members in groupby(found, lambda pair: pair[0]):
+            exchanges = registry.runtime.shares_params or bool(registry.parts.shares) or self._modifier_rank is not None
+            if exchanges:
+                compare_request(registry, "GatheredParameters", [repr(home.name) for _, home in members])
         flats: dict[int, torch.Tensor] = {}
-        for registry, home in found.values():
+        for registry, home in found:
             managed = home.segment.params[home.entry]
             key = id(home.segment)
             if key not in flats:
@@ -309,13 +328,18 @@ class GatheredParameters:
             registry.runtime.held.add(id(managed))
             self._held.append((registry, home, managed, value, _checksum(value)))
 
+    def _managed(self) -> list[tuple[Registry, Home]]:
+        """Where those are that an engine has and no block holds: each once, in the order of the engine's units."""
+        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.held}
+        return sorted(found.values(), key=lambda pair: (pair[0].number, pair[1].place))
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        edited, reshaped = self._release_unsettled(keep=kind is None), []
+        edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
         for registry, home, param, value, checksum in self._held:
             registry.runtime.held.discard(id(param))
-            name, now = home.segment.names[home.entry], _value_now(home, param, value)
-            if kind is None and now.shape != value.shape:
-                reshaped.append(f"{name!r} from {tuple(value.shape)} to {tuple(now.shape)}")
+            name, now = home.name, _value_now(home, param, value)
+            if reshaped:
+                pass  # nothing is kept
             elif kind is None and self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
                 _take_from(registry, self._modifier_rank, fresh)
@@ -335,44 +359,32 @@ class GatheredParameters:
                 "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
             )
 
+    def _reshaped(self) -> list[str]:
+        """What the block has given other shapes; with ``modifier_rank``, on any rank, as its values would be sent."""
+        found: list[str] = []
+        for registry, members in groupby(self._held, lambda held: held[0]):
+            changed = [
+                f"{home.name!r} from {tuple(value.shape)} to {tuple(now.shape)}"
+                for _, home, param, value, _ in members
+                if (now := _value_now(home, param, value)).shape != value.shape
+            ]
+            if self._modifier_rank is not None:
+                anywhere = any(map(int, registry.runtime.comm.stage_gather(torch.tensor([len(changed)]))))
+                changed = changed or ["those of other ranks"] * anywhere
+            found += changed
+        return found
+
     def _release_unsettled(self, *, keep: bool) -> list[str]:
         """Partition again what an engine does not have yet; returns what was changed without ``modifier_rank``."""
-        edited = []
-        for param, checksum in self._unsettled:
-            if keep and self._modifier_rank is not None and dist.get_world_size() > 1:
-                param.data = param.data.contiguous()
-                dist.broadcast(param.data, self._modifier_rank)
-            elif keep and self._modifier_rank is None and _checksum(param) != checksum:
-                edited.append(f"of shape {tuple(param.shape)}")
-            with torch.no_grad():
-                release(param)
-        self._unsettled = []
+        unsettled, self._unsettled = self._unsettled, []
+        if keep and self._modifier_rank is not None:
+            divide_again([held for held, _ in unsettled], self._modifier_rank)
+            return []
+        changed = [held for held, checksum in unsettled if keep and _checksum(held.param) != checksum]
+        edited = [f"of shape {tuple(held.param.shape)}" for held in changed]
+        for held, _ in unsettled:
+            held.put_back()
         return edited
-
-
-def _in_agreed_order(params: Iterable[torch.Tensor], *, changing: bool) -> dict[int, tuple[Registry, Home]]:
-    """id(parameter) -> where it lives, in the order of the model, of those that no block around this one holds.
-
-    Raises OrderError, on all ranks alike, if ranks have to exchange values and were given other parameters.
-    """
-    found = {id(p): where for p in params if (where := find(p)) and id(p) not in where[0].runtime.held}
-    placed = sorted(found.items(), key=lambda item: _place(*item[1]))
-    for registry in dict.fromkeys(registry for _, (registry, _) in placed):
-        homes = [home for _, (owner, home) in placed if owner is registry]
-        if changing or not all(home.unit.resident for home in homes):
-            _refuse_different(registry, homes)
-    return dict(placed)
-
-
-def _place(registry: Registry, home: Home) -> tuple[int, int, int, int]:
-    """Where a parameter is among all that engines have: the same on all ranks."""
-    return registry.number, home.unit.index, home.unit.segments.index(home.segment), home.entry
-
-
-def _refuse_different(registry: Registry, homes: Sequence[Home]) -> None:
-    """Raise OrderError, on all data-parallel ranks alike, if another of them asks for others than ``homes``."""
-    comm = registry.runtime.comm
-    refuse_different([home.segment.names[home.entry] for home in homes], comm.data_objects)
 
 
 def _value_now(home: Home, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
@@ -397,7 +409,7 @@ def _refuse_other_stage(registry: Registry, home: Home, rank: int) -> None:
     topology = registry.runtime.comm.topology
     if topology.coordinate(rank).pipe != topology.pipe_rank:
         raise ModelError(
-            f"modifier_rank = {rank} has no {home.segment.names[home.entry]!r}, which is on pipeline stage "
+            f"modifier_rank = {rank} has no {home.name!r}, which is on pipeline stage "
             f"{topology.pipe_rank}. Remedy: give a rank of that stage, {topology.filter_match(pipe=topology.pipe_rank)[0]} "
             "for one, and change the parameter there."
         )
@@ -407,7 +419,7 @@ def _refuse_copies(home: Home) -> None:
     """Raise ModelError for a parameter that several pipeline stages have: they would get different values."""
     if any(axis != "tensor" for axis in home.segment.spread.sums):
         raise ModelError(
-            f"{home.segment.names[home.entry]!r} is tied to a parameter of another pipeline stage, which would not change "
+            f"{home.name!r} is tied to a parameter of another pipeline stage, which would not change "
             "with it. Remedy: change it before initialize(), or in a checkpoint."
         )
 
@@ -428,8 +440,10 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
         return None
     registry, home = found
     master = home.segment.master
-    _refuse_different(registry, [home])
-    part = entry_view(home, gathered(registry, home.segment, master, home.unit.name)).clone()  # type: ignore[arg-type]
+    assert master is not None
+    if master.numel() != home.segment.layout.numel or registry.parts.shares:
+        compare_request(registry, "safe_get_full_fp32_param", [repr(home.name)])
+    part = entry_view(home, gathered(registry, home.segment, master, home.unit.name)).clone()
     return registry.parts.whole(param, part)
 
 
@@ -449,8 +463,8 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
     if found is None or found[0].sharded is None or found[1].segment.master is None:
         return None
     registry, home = found
+    compare_request(registry, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
     flat, known = _owned_state(registry, home.segment, key)
-    _refuse_different(registry, [home])
     if not any(registry.runtime.comm.data_objects(known)):
         return None
     part = entry_view(home, gathered(registry, home.segment, flat, home.unit.name)).clone()

@@ -13,21 +13,20 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, OrderError
-from .access import Home, Registry, entry_view, find, gathered, owned_part, registry_of
+from .access import Home, Registry, compare_request, entry_view, find, gathered, owned_part, registry_of
 from .norm import square_sum
-from .order import refuse_different
 from .pieces import owned_gradient, owned_runs, owns_everything
 from .runtime import ORDER_TIMEOUT_S
+from .same_request import fingerprint
 from .unit import Segment, Unit, links_of
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The full gradient of ``param``, in its shape; None if no engine optimizes it. One all-gather of its unit."""
-    found = _settled(param)
+    found = _settled(param, "safe_get_full_grad")
     if found is None:
         return None
     registry, home = found
-    refuse_different([home.segment.names[home.entry]], registry.runtime.comm.data_objects)
     return _whole(registry, home, _gathered(registry, home.unit, home.segment), registry.unscale())
 
 
@@ -36,7 +35,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
     The parts of the ranks of a shard group are the gradient, end to end; at stage 0 every rank has all of it.
     """
-    found = _settled(param)
+    found = _settled(param, "safe_get_local_grad")
     if found is None:
         return None
     registry, home = found
@@ -49,7 +48,7 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises ModelError if no engine manages ``module``.
     """
     registry = _registry(module)
-    _settle(registry)
+    _settle(registry, "full_gradients")
     factor = registry.unscale()  # once: ranks may have to add up the weights of their losses for it
     for unit in registry.runtime.units:
         for segment in unit.trainable:
@@ -77,7 +76,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     Raises ModelError if no engine manages ``module``.
     """
     registry = _registry(module)
-    _settle(registry)
+    _settle(registry, "gradient_norms")
     comm, topology = registry.runtime.comm, registry.runtime.comm.topology
     segments = [segment for unit in registry.runtime.units for segment in unit.trainable if segment.reduced]
     names = [name for segment in segments for name in segment.names]
@@ -126,26 +125,29 @@ def _registry(module: nn.Module) -> Registry:
     return registry
 
 
-def _settled(param: torch.Tensor) -> tuple[Registry, Home] | None:
+def _settled(param: torch.Tensor, function: str) -> tuple[Registry, Home] | None:
     """Where ``param`` is, with its reduced gradient there; None if it has none."""
     found = find(param)
     if found is None or found[1].segment.grad_shard is None:
         return None
-    _settle(found[0])
+    _settle(found[0], function, repr(found[1].name))
     return found if found[1].segment.reduced else None
 
 
-def _settle(registry: Registry) -> None:
-    """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for them."""
+def _settle(registry: Registry, function: str, *wanted: str) -> None:
+    """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for it."""
     runtime = registry.runtime
+    asked = torch.cat([torch.tensor([len(runtime.late)]), fingerprint([function, *wanted])])
     try:
-        late = runtime.comm.data_gather(torch.tensor([len(runtime.late)]), ORDER_TIMEOUT_S)
+        answers = runtime.comm.data_gather(asked, ORDER_TIMEOUT_S)
     except OrderError as error:
         raise OrderError(
             f"gradients were asked for on rank {runtime.comm.topology.rank}, and not on all other ranks within "
             f"{ORDER_TIMEOUT_S:.0f} s. Remedy: call the functions of zerorun.zero on all ranks, and use the result on one."
         ) from error
-    if any(int(count) for count in late):
+    if len({int(theirs) for _, theirs in answers}) > 1:
+        compare_request(registry, function, wanted)
+    if any(int(late) for late, _ in answers):
         runtime.settle()
     runtime.finish_reductions()
     for link in links_of(runtime.units):

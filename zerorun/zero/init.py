@@ -37,15 +37,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import init_distributed
-from ..errors import ModelError
+from ..errors import ModelError, OrderError
 from ..wire import gather_values
-from .order import refuse_different
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
+from .same_request import SAME, compare
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
 _ALIGNMENT = 16  # bytes; of every dtype
-_order = count()
+_OTHER_CODE = "ranks run different code inside zerorun.zero.Init"
+_SAME_CODE = "run the same code on all ranks, and go through no set in it: its order differs from process to process"
+_numbers = count()  # of partitioned parameters
 
 
 class _Memory:
@@ -75,7 +77,7 @@ class _Part:
     low: int = 0
     high: int = 0
     stride: tuple[int, ...] | None = None
-    order: int = field(default_factory=lambda: next(_order))  # of partitioning: the same on all ranks
+    order: int = field(default_factory=lambda: next(_numbers))  # of partitioning: the same on all ranks
 
 
 @dataclass(eq=False)
@@ -94,6 +96,86 @@ _shown: WeakValueDictionary[int, _Shown] = WeakValueDictionary()
 _memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 
 
+class Held:
+    """A partitioned parameter that has its full value for a while. Made by ``hold``."""
+
+    def __init__(self, param: torch.Tensor, part: _Part) -> None:
+        self.param, self._part = param, part
+        whole = _whole(part)
+        forget_part(param)
+        param.data = whole
+
+    def put_back(self) -> None:
+        """Let it be partitioned as it was before: what the full value has become is forgotten."""
+        self.param.data = placeholder(self._part.shard.new_empty(()).expand(self._part.shape))
+        _keep(self.param, self._part)
+
+    def divide(self, source: int) -> None:
+        """Partition the full value that rank ``source`` has now. All ranks must call it."""
+        with torch.no_grad():
+            if dist.get_world_size() > 1:
+                self.param.data = self.param.data.contiguous()
+                dist.broadcast(self.param.data, source)
+            release(self.param)
+
+
+def hold(params: Iterable[torch.Tensor]) -> list[Held]:
+    """Give those of ``params`` that ``Init`` partitioned their full values, and return them. All ranks must call it.
+
+    They are taken in the order of their partitioning, which is the same on all ranks: that of ``params`` need not be.
+    Raises OrderError on all ranks alike if they are not the same parameters.
+    """
+    found = {id(param): (param, part) for param in params if (part := _partitioned.get(param)) is not None}
+    chosen = sorted(found.values(), key=lambda pair: pair[1].order)
+    problem = "GatheredParameters(...) was given different parameters on different ranks"
+    _compare(problem, [_described(part) for _, part in chosen])
+    return [Held(param, part) for param, part in chosen]
+
+
+def partitioned_as(param: torch.Tensor) -> int | None:
+    """The number under which ``Init`` partitioned ``param``, the same on all ranks; None if it did not."""
+    part = _partitioned.get(param)
+    return part.order if part is not None else None
+
+
+def divide_again(held: Sequence[Held], source: int) -> None:
+    """Partition the full values that rank ``source`` has now. All ranks must call it, for what ``hold`` gave.
+
+    Raises OrderError on all ranks alike, with the parameters as before, if their shapes or dtypes differ.
+    """
+    now = [f"a parameter of shape {tuple(one.param.shape)} and {one.param.dtype}" for one in held]
+    try:
+        _compare("parameters were given different shapes or dtypes on different ranks", now, "change them on all ranks")
+    except OrderError:
+        for one in held:
+            one.put_back()
+        raise
+    for one in held:
+        one.divide(source)
+
+
+def _number_alike() -> None:
+    """Count on from one number on all ranks. It may differ after an error that only some had."""
+    global _numbers
+    if dist.get_world_size() > 1:
+        _numbers = count(max(map(int, _of_all(torch.tensor([next(_numbers)], device="cpu")))))
+
+
+def _described(part: _Part) -> str:
+    return f"the parameter of shape {tuple(part.shape)} that zerorun.zero.Init partitioned as number {part.order}"
+
+
+def _compare(problem: str, wanted: Sequence[str], remedy: str = SAME) -> None:
+    if dist.get_world_size() > 1 and wanted:
+        compare(problem, wanted, _of_all, gather_values, remedy)
+
+
+def _of_all(mine: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return found
+
+
 def whole_value(param: torch.Tensor) -> torch.Tensor | None:
     """The full value of a parameter that ``Init`` partitioned; None for any other. All ranks must call it."""
     part = _partitioned.get(param)
@@ -104,29 +186,6 @@ def part_of(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part [ceil(numel / ranks)] of a parameter that ``Init`` partitioned, in place; None for any other."""
     part = _partitioned.get(param)
     return part.shard if part is not None else None
-
-
-def partition_number(param: torch.Tensor) -> int | None:
-    """The place of ``param`` among all that ``Init`` has partitioned, the same on all ranks; None for any other."""
-    part = _partitioned.get(param)
-    return part.order if part is not None else None
-
-
-def gather_whole(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give those of ``params`` that ``Init`` partitioned their full values; returns them, each once.
-
-    All ranks must call it with the same parameters, in any order. Raises OrderError, on all of them alike, if they do not.
-    """
-    chosen = {number: param for param in params if (number := partition_number(param)) is not None}
-    numbers = sorted(chosen)
-    if numbers:
-        refuse_different([f"number {n} in Init, of shape {tuple(chosen[n].shape)}" for n in numbers], gather_values)
-    whole = [chosen[number] for number in numbers]
-    for param in whole:
-        value = whole_value(param)
-        forget_part(param)
-        param.data = value  # type: ignore[assignment]
-    return whole
 
 
 def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:
@@ -253,6 +312,11 @@ def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
     return _overlapping(memory, *_extent(tensor)) if memory is not None else []
 
 
+def _number_behind(tensor: torch.Tensor) -> int:
+    """The order in which what ``tensor`` needs is made whole, whatever that in a function's arguments is."""
+    return min((part.order for part in _parts_behind(tensor)), default=-1)
+
+
 def _overlapping(memory: _Memory, low: int, high: int) -> list[_Part]:
     """The parts of ``memory`` from byte ``low`` to ``high``, those that overlap with them, and so on."""
     found: list[_Part] = []
@@ -361,9 +425,11 @@ class Init(TorchFunctionMode):
         if module is not None and enabled:
             init_distributed()
             with torch._C.DisableTorchFunction():
-                for param in module.parameters():
-                    if param not in _partitioned and not param.is_meta:
-                        release(param)
+                _number_alike()
+                found = [(n, p) for n, p in module.named_parameters() if p not in _partitioned and not p.is_meta]
+                _compare(_OTHER_CODE, [f"{name!r}, {tuple(p.shape)}, {p.dtype}" for name, p in found], _SAME_CODE)
+                for _, param in found:
+                    release(param)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -371,6 +437,7 @@ class Init(TorchFunctionMode):
             self._outermost = not Init.open  # which does the work of those within, too
             Init.open += 1
             if self._outermost:
+                _number_alike()
                 self._hook = nn.modules.module.register_module_parameter_registration_hook(self._created)
                 super().__enter__()
         return self
@@ -407,7 +474,7 @@ class Init(TorchFunctionMode):
         """Make whole what a function needs to work on ``tensors``, all of it at once."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             given = list(tensors)
-            for tensor in filter(_has_new_values, given):
+            for tensor in sorted(filter(_has_new_values, given), key=_number_behind):
                 _partitioned.pop(tensor)
                 self._now_whole([tensor])
             copies = [(tensor, param) for tensor in given if (param := _shown_in(tensor)) is not None]
@@ -416,13 +483,14 @@ class Init(TorchFunctionMode):
             needed += [param for tensor in given for part in _parts_behind(tensor) if (param := part.param()) is not None]
             if needed:
                 self._make_room([self._owner_of(param) for param in needed])
-                for tensor in given:
+                for tensor in sorted(given, key=_number_behind):
                     self._make_whole(_parts_behind(tensor))  # now: there may be more in this memory, to make room
             for copy, param in copies:
                 _share_memory(copy, param)
 
     def _make_whole(self, parts: Sequence[_Part]) -> None:
         if parts:
+            _compare(_OTHER_CODE, [f"to read {_described(part)}" for part in parts], _SAME_CODE)
             self._now_whole(_make_whole(parts, parts[0].memory))
 
     def _now_whole(self, params: Sequence[torch.Tensor]) -> None:
@@ -447,8 +515,10 @@ class Init(TorchFunctionMode):
 
     def _partition_all(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            for param in self._whole_now:
-                if param not in _partitioned:  # by Init(module)
-                    release(param)
-                self._alive[id(param)] = param
+            new = {id(param): param for param in self._whole_now}
+            waiting = [param for param in new.values() if param not in _partitioned]  # the others: by Init(module)
+            _compare(_OTHER_CODE, [f"made a parameter of shape {tuple(p.shape)}, {p.dtype}" for p in waiting], _SAME_CODE)
+            for param in waiting:
+                release(param)
+            self._alive.update(new)
         self._whole_now.clear()

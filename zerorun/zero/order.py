@@ -16,13 +16,9 @@ pass, and a rank that needs a unit walks along the list up to it, taking part in
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
-
-from ..errors import OrderError
 
 
 @dataclass
@@ -114,20 +110,3 @@ def gathers(visits: Sequence[int], slot_of: Sequence[int], occupants: list[int |
             occupants[slot] = unit
             needed.append(unit)
     return needed
-
-
-def refuse_different(asked: Sequence[str], exchange: Callable[[Any], list[Any]]) -> None:
-    """Raise OrderError, on all ranks alike, if another rank asks for the full values of other parameters than ``asked``.
-
-    ``exchange``: gives all ranks' values, by rank. The full list goes over the wire only if ranks differ.
-    """
-    if len(set(exchange(hashlib.sha256("\n".join(asked).encode()).hexdigest()))) == 1:
-        return
-    found = [set(names) for names in exchange(list(asked))]
-    ranks = range(len(found))
-    rank, other = next((rank, other) for rank in ranks for other in ranks if found[rank] - found[other])
-    name = min(found[rank] - found[other])
-    raise OrderError(
-        f"ranks asked for the full values of different parameters: rank {rank} for {name!r}, and rank {other} not. "
-        "Remedy: give the same parameters on all ranks; their order does not matter."
-    )
