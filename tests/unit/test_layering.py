@@ -101,6 +101,7 @@ LAYERS = {
     "zero.swap": 3,
     "zero.stepping": 3,
     "zero.unit": 3,
+    "zero.weights": 3,
     "pipeline": 1,
     "pipeline.actions": 1,
     "pipeline.cli": 5,

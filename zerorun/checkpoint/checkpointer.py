@@ -18,7 +18,7 @@ from . import directory as folder
 from . import random_state
 from .inventory import Inventory, Part, Subject
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
-from .manifest import Manifest
+from .manifest import Manifest, never_cast
 from .plain import decode, encode
 from .plan import CAST, MASTER, MODEL
 from .ranks import Ranks, attempt, leads_stage, speaking_up
@@ -109,7 +109,9 @@ class Checkpointer:
         captured = self._capture(path.name, {}, trainable_only=False)
         captured.weights_only = True
         kept = [part for part in captured.parts if part.set in (MODEL, MASTER)]
-        captured.parts = [changed for part in kept if (changed := _exported(part, dtype)) is not None]
+        as_it_is = never_cast(self.expected)
+        exported = (part if as_it_is(part.name) else _exported(part, dtype) for part in kept)
+        captured.parts = [part for part in exported if part is not None]
         if self.subject.topology.rank == 0:
             captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
         target = Target(path.parent, folder.check_tag(path.name), latest=False, prune=False, check=self.check_point)
@@ -141,7 +143,7 @@ class Checkpointer:
         tensors: dict[str, torch.Tensor] = {}
         captured = Captured(
             parts=[*parts, *inventory.buffer_parts(buffers), *states],
-            order=[*inventory.homes, *buffers],
+            order=[*inventory.describe(), *buffers],
             scalars={k: {n: scalar(v, f"optimizer.{k}") for n, v in values.items()} for k, values in raw.items()},
             groups=inventory.groups(),
             manifest=self._manifest(tag, client_state, extra, tensors),

@@ -146,7 +146,8 @@ class ModelLoader:
         if base is None:
             return
         parts = [p for name in base if (h := self.inventory.homes.get(name)) for p in frozen_parts(name, h)]
-        live = frozen_sums(parts, list(self.inventory.homes), ranks, read_peer)
+        parts += [part for part in self.inventory.parts_apart() if part.name in base]
+        live = frozen_sums(parts, list(self.inventory.describe()), ranks, read_peer)
         wrong = [repr(n) for n, kept in base.items() if n in live and live[n]["dtype"] == kept["dtype"] and live[n] != kept]
         if wrong:
             remedy = "load the base model's weights that the checkpoint was trained with before initialize()."
@@ -165,7 +166,7 @@ class ModelLoader:
         reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
         buffers, _ = self.inventory.buffers()
         copies = []
-        for name, buffer in buffers.items():
+        for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
             stored = self.find(name)
             if stored is not None:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype)

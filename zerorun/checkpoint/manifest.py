@@ -18,7 +18,8 @@ spaces. The content:
     counters         global_steps, micro_steps, skipped_steps
     layout           how it was saved: world_size, stage, shard, replicate, dtype, and the degrees pipe and tensor if
                      they are not 1. For people; only rng and data, which are by rank, depend on it
-    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized)
+    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized), packed (if so: its
+                     bytes are no values of that dtype)
     aliases          other names of a tied tensor -> the name that it is stored by
     optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
                      states: the keys that have sets
@@ -34,6 +35,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,3 +127,10 @@ def read_manifest(directory: Path) -> Manifest:
             f"{directory} is no complete checkpoint: {MANIFEST} cannot be read: {error.strerror}."
         ) from error
     return Manifest.from_text(text, path)
+
+
+def never_cast(parameters: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bool]:
+    """Tells by its name whether a tensor is packed, or what the layer of a packed parameter has beside: its scales."""
+    packed = {name for name, entry in parameters.items() if entry.get("packed")}
+    layers = tuple(f"{name.rpartition('.')[0]}." for name in packed)
+    return lambda name: name in packed or (name not in parameters and name.startswith(layers))

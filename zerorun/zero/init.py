@@ -40,6 +40,7 @@ from ..comm import init_distributed
 from ..errors import ModelError
 from .runtime import tensors_in
 from .unit import is_loud, placeholder
+from .weights import stays_apart
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
@@ -346,7 +347,7 @@ class Init(TorchFunctionMode):
             init_distributed()
             with torch._C.DisableTorchFunction():
                 for param in module.parameters():
-                    if param not in _partitioned and not param.is_meta:
+                    if not (param in _partitioned or param.is_meta or stays_apart(param)):
                         release(param)
 
     def __enter__(self) -> Init:
@@ -378,6 +379,8 @@ class Init(TorchFunctionMode):
 
     def _created(self, module: nn.Module, name: str, param: Any) -> None:
         if not isinstance(param, nn.Parameter) or is_lazy(param) or param in self._owner or param.is_meta:
+            return
+        if stays_apart(param):
             return
         self._use([param])
         with torch._C.DisableTorchFunction():
