@@ -50,6 +50,7 @@ from .topology import Topology
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
 from .zero.init import partitioned, refuse_overwritten, settle
+from .zero.outside_step import OutsideStep
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime, refuse_managed
@@ -129,6 +130,8 @@ def initialize(
     runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
     runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
+    if sharded is not None and raw.optimizer is not None:
+        runtime._handles.append(OutsideStep(sharded, runtime))
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
     runtime._handles += [*_guards(model, runtime, divided), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)

@@ -70,7 +70,7 @@ def test_frozen_quantised_weights_train_as_without_zerorun(kind: str, precision:
 
 
 def save_and_load(folder: str, kind: str, trainable_only: bool) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Go on from a checkpoint of stage 3 at stage 1, with other frozen values until it is loaded unless they are left out."""
+    """Go on from a checkpoint of stage 3 at stage 1, which went another way before."""
     engine = engine_of(kind, 3, "bf16")
     losses_of(engine, kind, 2)
     engine.save_checkpoint(folder, trainable_only=trainable_only)
@@ -195,8 +195,8 @@ def test_the_ledger_counts_the_bytes_that_are_stored(kind: str) -> None:
     whole, sharded = run_ranks(2, ledgers, kind)[0]
     plain = sum(p.numel() * 2 for n, p in build(kind).named_parameters() if not n.endswith("base.weight"))
     padding = 16 * 2 * len(list(build(kind).parameters()))
-    for held, estimated, packed in (whole, sharded):
-        assert held == estimated
+    packed = whole[2]
+    assert (whole[0], sharded[0]) == (whole[1], sharded[1])
     assert plain + packed <= whole[0] <= plain + packed + padding
     kept = packed // 2 if kind in SHARDED else packed
     assert plain // 2 + kept <= sharded[0] <= plain // 2 + kept + padding

@@ -93,6 +93,7 @@ LAYERS = {
     "zero.init": 3,
     "zero.host_updates": 3,
     "zero.norm": 3,
+    "zero.outside_step": 3,
     "zero.partition": 3,
     "zero.pieces": 3,
     "zero.placement": 3,

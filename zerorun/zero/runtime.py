@@ -254,9 +254,9 @@ class Runtime:
         for name, param in unit.replaced():
             if repacking(param) and id(param) not in self.held:
                 raise ModelError(
-                    f"the layer of parameter {name!r}, a {type(param).__name__}, gave it another tensor in its forward, which "
-                    f"would be lost, and may have changed its scales to fit: {repacking(param)}. Remedy: set that before "
-                    "initialize(), and build the model anew."
+                    f"the layer of parameter {name!r}, a {type(param).__name__}, gave it another tensor in its forward, "
+                    f"which would be lost, and may have changed its scales to fit: {repacking(param)}. Remedy: set that "
+                    "before initialize(), and build the model anew."
                 )
 
     def _begin_pass(self, entry: Unit) -> None:

@@ -31,7 +31,7 @@ _PACKED = {
 }
 # What to do instead of training a wrapper, by the name of its class.
 _INSTEAD = {
-    "WeightWithDynamicFloat8CastTensor": "use Float8LinearConfig(enable_fsdp_float8_all_gather=False), whose weights are plain",
+    "WeightWithDynamicFloat8CastTensor": "use Float8LinearConfig(enable_fsdp_float8_all_gather=False): plain weights",
     "DTensor": "give initialize() the model before fully_shard() or parallelize_module(), in whose place zerorun works",
 }
 _TENSOR_METHODS = ("to", "__torch_function__")  # a class that has its own reads, moves or casts its values in its own way
@@ -85,8 +85,8 @@ def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:
         instead = _INSTEAD.get(found.__name__)
         if trains and param.requires_grad:
             raise ModelError(
-                f"{shown} and requires a gradient, but zerorun trains only weights whose memory holds their values: it would "
-                f"not change. Remedy: {instead or 'freeze it with requires_grad_(False), or train a plain weight'}."
+                f"{shown} and requires a gradient, but zerorun trains only weights whose memory holds their values: it "
+                f"would not change. Remedy: {instead or 'freeze it with requires_grad_(False), or train a plain weight'}."
             )
         if found.__name__ == "DTensor":
             raise ModelError(f"{shown}, of which other ranks have other parts. Remedy: {instead}.")
