@@ -120,22 +120,32 @@ def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) ->
         tried[group, shape].grad = torch.ones_like(tried[group, shape])
         members[group].append(tried[group, shape])
     if raw.optimizer is not None:
-        optimizer = copy_over(raw.optimizer, members)
+        optimizer = _copy_over(raw.optimizer, members)
     else:
         groups = [{**group, "params": params} for group, params in zip(raw.groups, members, strict=True)]
         optimizer = build_optimizer(raw.name, raw.params, groups)
-    step_once(optimizer)
+    _step_once(optimizer)
     return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}
 
 
-def step_once(optimizer: torch.optim.Optimizer) -> None:
+def _step_once(optimizer: torch.optim.Optimizer) -> None:
     """A step that is compiled by nobody: one would take longer than what it is for."""
     compiles = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
         optimizer.step()
 
 
-def copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
+def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor) -> dict[str, Any]:
+    """What ``optimizer`` keeps for a parameter like ``tensor`` in its ``group``, after a step of a copy of it on zeros."""
+    members: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+    members[group].append(torch.zeros_like(tensor))
+    members[group][0].grad = torch.zeros_like(tensor)
+    stepped = _copy_over(optimizer, members)
+    _step_once(stepped)
+    return stepped.state[members[group][0]]
+
+
+def _copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
     """A copy of ``optimizer`` with its settings, over other parameters, without its hooks and what schedulers put on it."""
     made: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():

@@ -259,7 +259,8 @@ class Inventory:
             members = [(names[id(piece.segment), run.entry], run) for run in piece.runs]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    parts += _state_parts(f"{OPTIMIZER}{key}", value, piece, members, self.homes)
+                    for path, inner in inner_tensors(value):
+                        parts += _state_parts(f"{OPTIMIZER}{key}{path}", inner, piece, members, self.homes)
                 else:
                     scalars.setdefault(key, {}).update((name, value) for name, _ in members)
         return parts, scalars

@@ -461,7 +461,7 @@ def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.
             continue
         if state.shape != piece.tensor.shape:
             raise ModelError(f"optimizer state {key!r} has shape {tuple(state.shape)}, not that of its parameter.")
-        flat[piece.low : piece.low + state.numel()].copy_(state.reshape(-1))
+        flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # which may be a wrapper
         known = True
     return flat, known
 
