@@ -86,6 +86,9 @@ setup(
             "peft",
             "accelerate",
             "torchdata",
+            "bitsandbytes",
+            "torchao",
+            "schedulefree",
             "ruff",
             "mypy",
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",  # comes with PyTorch for CUDA only

@@ -53,11 +53,13 @@ from .wire import gather_values
 from .zero.access import Registry, adopt_loaded_weights, guard_state_dict
 from .zero.host_memory import keep_freed
 from .zero.init import partitioned, partitioned_as, refuse_overwritten, settle
+from .zero.outside_step import OutsideStep
 from .zero.partition import repeated_blocks
 from .zero.pieces import OptimizerPiece, build_pieces
 from .zero.runtime import Runtime, refuse_managed
 from .zero.stepping import ShardedOptimizer
 from .zero.unit import Unit, links_of
+from .zero.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
 
 T = TypeVar("T")
 
@@ -97,6 +99,7 @@ def initialize(
     wanted, raw = _agree(lambda: take_in(model, config, args, *given))
     _compare_ranks(model, wanted, topology, raw.group_of)
     _agree(lambda: refuse_overwritten(model))
+    _agree(lambda: refuse_elsewhere(model, device))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
@@ -125,10 +128,13 @@ def initialize(
     plan.builder.spread_of = divided.spread_of
     plan.builder.disk = open_disk(plan, wanted, raw, _agree)
     units, param_slots, grad_slots = plan.builder.build(plan.specs)
+    _settle_apart(model, units, comm)
     reduce_now: list[Callable[[], bool]] = []
     runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
     runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
+    if sharded is not None and raw.optimizer is not None:
+        runtime._handles.append(OutsideStep(sharded, runtime))
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
     runtime._handles += [*_guards(model, runtime, divided), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)
@@ -207,6 +213,7 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, 
     planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
     first = planned.ranks_along("data")[0] if is_part(model) else 0
     described = [*_described(model, group_of)]
+    described += sums_of_scales(model)  # which are left as they are, while packed weights become those of rank 0
     mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
     found: list[Any] = gather_values(mine)
     for rank, theirs in enumerate(found):
@@ -286,6 +293,17 @@ def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) ->
                     moved = moved.contiguous()
                     comm.broadcast(moved, 0, "initial buffers")
                 module._buffers[name] = moved
+
+
+def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> None:
+    """Parameters that no unit has get rank 0's values in place: they keep their class, and whatever refers to them."""
+    taken = [param for unit in units for segment in unit.segments for param in segment.params]
+    for param in apart_from(model, taken).values():
+        for _, inner in inner_tensors(param):
+            memory = as_bytes(inner.contiguous())
+            comm.broadcast(memory, 0, "initial parameters")
+            if not inner.is_contiguous():
+                inner.copy_(memory.view(inner.dtype).view(inner.shape))
 
 
 def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:

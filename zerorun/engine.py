@@ -84,13 +84,7 @@ class Engine(LoopQueries):
         self._grad_norm: float | None = None
         self._stepping_now = False
         self._loss_mode: str | None = None
-        self._frozen = [
-            (name, param)
-            for unit in units
-            for segment in unit.segments
-            for name, param in zip(segment.names, segment.params, strict=True)
-            if not param.requires_grad
-        ]
+        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self._labels = LabelCounts(config.gradient_accumulation_steps * topology.data_parallel_size)
         self._begin_accumulation()
         runtime.on_session_end = self._count_backward

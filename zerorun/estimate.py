@@ -22,6 +22,7 @@ from .parts import PlannedPart, planned_parts
 from .plan import planned_topology
 from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
 from .zero.report import total_of
+from .zero.weights import stays_apart, stored_bytes
 
 _RANKS_PER_NODE = 8  # where nothing else is said
 
@@ -220,12 +221,14 @@ def default_transport(device_type: str, world_size: int, ranks_per_node: int) ->
 
 def held_whole(param: nn.Parameter, device_type: str) -> Holding:
     """Of an ordinary module's: on the device if it is there, else in host memory."""
-    size = param.numel() * param.element_size()
+    size = stored_bytes(param)
     return Holding(Bytes(size) if param.device.type == device_type else Bytes(host=size))
 
 
 def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Holding:
-    """Of a parameter that ``Init`` is going to partition. It is made where it will be used."""
+    """Of a parameter that ``Init`` is going to partition, unless it stays apart. It is made where it will be used."""
+    if stays_apart(param):
+        return held_whole(param, device_type)
     part = -(-param.numel() // world_size) * param.element_size()
     on_device = param.device.type == device_type or device_type == "cpu"
     return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())

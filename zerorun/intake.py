@@ -22,6 +22,7 @@ from .optim import build_optimizer, is_elementwise, refuse_unusable, resolve_opt
 from .pipeline.pipelined import Pipelined
 from .schedules import build_schedule
 from .topology import Topology
+from .zero.weights import refuse_unusable_weights
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -71,6 +72,7 @@ def take_in(
         learning_rate=client.param_groups[0]["lr"] if client else None,
     )
     raw = _raw_optimizer(model, wanted, client, model_parameters)
+    refuse_unusable_weights(model, trains=bool(raw.groups))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
         build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
     return wanted, raw

@@ -142,10 +142,17 @@ def is_elementwise(optimizer: torch.optim.Optimizer | type) -> bool:
 
 
 def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`ModelError` for an optimizer that cannot work on shards at all (LBFGS, SparseAdam)."""
+    """Raise :class:`ModelError` for an optimizer that cannot work on shards at all (LBFGS, SparseAdam, Sophia)."""
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "update_hessian", None)):
+        raise ModelError(
+            f"optimizer {name} takes its curvature from gradients in update_hessian(), outside of step(), where it has "
+            "none here: they are reduced, averaged and clipped just before step(). It would only follow the sign of its "
+            "momentum. Remedy: use AdamW, or Lion."
+        )
     for unusable, (reason, remedy) in _UNUSABLE.items():
         if isinstance(optimizer, unusable):
-            raise ModelError(f"optimizer {type(optimizer).__name__} {reason} Remedy: {remedy}")
+            raise ModelError(f"optimizer {name} {reason} Remedy: {remedy}")
 
 
 def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: list[int]) -> list[Tensor]:

@@ -121,7 +121,7 @@ class Sizing:
     def kinds(self, moments: Moments | None = None) -> dict[str, int]:
         """The ledger after a step; without ``moments``, before the first one but with all buffers."""
         shared = sum(pool.bytes for pool in self._pools) + self.received
-        found = moments.tensors() if moments is not None else ()
+        found = moments.sizes() if moments is not None else ()
         return count_bytes(self._model, self.units, self._policy, shared, found, self._staging)
 
     def gradients_in_backward(self) -> int:
@@ -143,7 +143,7 @@ class Sizing:
 
     def start_up(self, held: Held) -> Peak:
         """The peak while units are built, beginning with what the parameters occupy as ``held``."""
-        live = sum((held(param).now for unit in self.units for s in unit.segments for param in s.params), Bytes())
+        live = sum((held(param).now for param in self._model.parameters()), Bytes())
         live += Bytes(sum(pool.bytes for pool in self._pools))
         steps = [live]
         for unit in self.units:

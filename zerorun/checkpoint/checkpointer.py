@@ -20,7 +20,7 @@ from .adapters import ADAPTERS_FILE, find_adapters, peft_model
 from .given import check_client_state, directory_of, dtype_of, tag_of
 from .inventory import Inventory, Part, Subject
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
-from .manifest import Manifest
+from .manifest import Manifest, never_cast
 from .merging import Merged
 from .plain import decode, encode
 from .plan import CAST, MASTER, MODEL
@@ -129,7 +129,9 @@ class Checkpointer:
         """Let ``captured`` be adapters as PEFT has them, if there are any, else the weights. Collective."""
         ranks, rank = self.saver.ranks, self.subject.topology.rank
         adapters = find_adapters(self.inventory, ranks, compute=True)
-        captured.parts = [changed for part in captured.parts if (changed := _exported(part, dtype)) is not None]
+        as_it_is = never_cast(self.expected)
+        exported = (part if as_it_is(part.name) else _exported(part, dtype) for part in captured.parts)
+        captured.parts = [part for part in exported if part is not None]
         if adapters is not None:
             captured.parts = list(adapters.parts(captured.parts, dtype, first=rank == 0))
             captured.small = adapters.files if rank == 0 else {}
@@ -188,7 +190,7 @@ class Checkpointer:
         tensors: dict[str, torch.Tensor] = {}
         captured = Captured(
             parts=[*parts, *inventory.buffer_parts(buffers), *states],
-            order=[*inventory.homes, *buffers],
+            order=[*inventory.describe(), *buffers],
             scalars={k: {n: scalar(v, f"optimizer.{k}") for n, v in values.items()} for k, values in raw.items()},
             groups=inventory.groups(),
             manifest=self._manifest(tag, client_state, extra, tensors),

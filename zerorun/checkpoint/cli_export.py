@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..precision import DTYPES
 from .adapters import Adapters, stored_adapters
 from .cli_choose import counted, in_bytes, locate, open_reader
-from .manifest import Manifest
+from .manifest import Manifest, never_cast
 from .offline import STRETCH_BYTES, Stream, refuse_existing, write_weights
 from .plan import MASTER, MODEL, is_single
 from .read import Read, Reader
@@ -98,10 +98,16 @@ class Weights:
     def stream(self, name: str, kind: str = MODEL, new: str = "") -> Stream:
         """One tensor, to be read when it is written into the set ``kind``, under the name ``new`` if that is given."""
         stored = dtype_of(self.reader.tensor(MODEL, name).dtype)
-        wanted = self.dtype if self.dtype is not None and stored.is_floating_point else stored
+        cast = self.dtype is not None and stored.is_floating_point and not self._as_it_is(name)
+        wanted = self.dtype if self.dtype is not None and cast else stored
         shape = self.reader.tensor(MODEL, name).shape
         source, described = self._source(name, stored, wanted), Described(name, dtype_code(wanted, name), shape)
         return Stream(kind, replace(described, name=new or name), partial(self._stretches, source, described, wanted))
+
+    @cached_property
+    def _as_it_is(self) -> Callable[[str], bool]:
+        manifest = self.reader.manifest
+        return never_cast(manifest.parameters if manifest is not None else {})
 
     def _source(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> str:
         """The set that says most of the weight: the master, unless the weight is wanted as it is, or is fp64."""

@@ -2,6 +2,7 @@
 
 Names are those of ``module.state_dict()``, without what torch.compile puts in them. A tied tensor has one name, the
 first; the others are its aliases. Shapes are those of whole tensors, also where this rank's layers have a part of them.
+Of a parameter that stays apart (zero/weights.py) there are the tensors that it consists of, named after it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..zero.pieces import OptimizerPiece, Run, owned_runs
 from ..zero.runtime import Runtime
 from ..zero.stepping import ShardedOptimizer
 from ..zero.unit import Segment, Unit
+from ..zero.weights import inner_tensors
 from .plan import MASTER, MODEL, OPTIMIZER, Row
 from .ranks import leads_stage
 from .tensorfile import dtype_code
@@ -121,6 +123,7 @@ class Inventory:
     subject: Subject
     homes: dict[str, Home] = field(default_factory=dict)  # parameters, in the order of the state dict
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
+    apart: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters of no unit
 
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
@@ -137,9 +140,13 @@ class Inventory:
             stored = stored_name(name)
             if id(param) not in names:
                 names[id(param)] = copies.get(stored, stored)
-                made.homes[names[id(param)]] = by_id[id(param)]
+                if id(param) in by_id:
+                    made.homes[names[id(param)]] = by_id[id(param)]
+                else:
+                    made.apart[names[id(param)]] = param
             if stored != names[id(param)]:
-                made.aliases[stored] = names[id(param)]
+                paths = [""] if id(param) in by_id else [path for path, _ in inner_tensors(param)]
+                made.aliases |= {stored + path: names[id(param)] + path for path in paths}
         return made
 
     # -- what there is -------------------------------------------------------------------------------------------
@@ -155,9 +162,10 @@ class Inventory:
         found: dict[str, torch.Tensor] = {}
         extra: dict[str, Any] = {}
         seen: dict[int, str] = {}
+        apart = {id(param) for param in self.apart.values()}
         for name, value in everything.items():
             stored = stored_name(name)
-            if stored in self.homes or stored in self.aliases:
+            if stored in self.homes or stored in self.aliases or id(value) in apart:
                 continue
             if not isinstance(value, torch.Tensor) or stored.endswith("_extra_state"):
                 extra[stored] = value
@@ -167,16 +175,24 @@ class Inventory:
                 seen[id(value)], found[stored] = stored, value.detach()
         return found, extra
 
+    def kept_apart(self) -> dict[str, torch.Tensor]:
+        """What parameters that stay apart consist of, by name: where it lies."""
+        return {name + path: inner for name, param in self.apart.items() for path, inner in inner_tensors(param)}
+
     def contents(self) -> Contents:
         """What this rank's module has."""
         buffers, extra = self.buffers()
         shapes = {name: home.shape for name, home in self.homes.items()}
+        shapes |= {name: tuple(inner.shape) for name, inner in self.kept_apart().items()}
         shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
         return Contents(shapes, dict(self.aliases), list(extra))
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """name -> shape, dtype, and whether it is trained, of every parameter. The group is for others to fill in."""
-        return {
+        """name -> shape, dtype, and whether it is trained, of every parameter. The group is for others to fill in.
+
+        Those that are never to be cast have ``packed`` in it.
+        """
+        found: dict[str, dict[str, Any]] = {
             name: {
                 "shape": list(home.shape),
                 "dtype": dtype_code(home.segment.dtype, name),
@@ -185,6 +201,13 @@ class Inventory:
             }
             for name, home in self.homes.items()
         }
+        for name, inner in self.kept_apart().items():
+            shape, code = list(inner.shape), dtype_code(inner.dtype, name)
+            found[name] = {"shape": shape, "dtype": code, "trainable": False, "group": None, "packed": True}
+        for name, home in self.homes.items():
+            if home.segment.packed:
+                found[name]["packed"] = True
+        return found
 
     def groups(self) -> dict[str, int]:
         """name -> optimizer group, of the parameters that this rank updates."""
@@ -212,6 +235,12 @@ class Inventory:
                 yield from _trainable_parts(name, home, runs[id(segment)].get(home.entry))
             elif frozen:
                 yield from frozen_parts(name, home)
+        if frozen:
+            yield from self.parts_apart()
+
+    def parts_apart(self) -> Iterator[Part]:
+        """What stays apart, of a stage's first rank: all its ranks have the same."""
+        return self.buffer_parts(self.kept_apart())
 
     def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[Part]:
         """Buffers: those of a stage's first rank count, as with its initial values."""
@@ -230,7 +259,8 @@ class Inventory:
             members = [(names[id(piece.segment), run.entry], run) for run in piece.runs]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
-                    parts += _state_parts(f"{OPTIMIZER}{key}", value, piece, members, self.homes)
+                    for path, inner in inner_tensors(value):
+                        parts += _state_parts(f"{OPTIMIZER}{key}{path}", inner, piece, members, self.homes)
                 else:
                     scalars.setdefault(key, {}).update((name, value) for name, _ in members)
         return parts, scalars

@@ -15,9 +15,11 @@ import torch
 
 from ..errors import CheckpointError
 from ..log import is_rank_zero, logger
+from ..moments import new_states
 from ..ops.single_pass import SinglePassOptimizer
 from ..zero.pieces import OptimizerPiece, Run, owned_runs
 from ..zero.stepping import ShardedOptimizer
+from ..zero.weights import inner_tensors
 from .collect import PeerReader
 from .inventory import Contents, Home, Inventory, frozen_parts, together
 from .plain import decode
@@ -148,7 +150,8 @@ class ModelLoader:
         if base is None:
             return
         parts = [p for name in base if (h := self.inventory.homes.get(name)) for p in frozen_parts(name, h)]
-        live = frozen_sums(parts, list(self.inventory.homes), ranks, read_peer)
+        parts += [part for part in self.inventory.parts_apart() if part.name in base]
+        live = frozen_sums(parts, list(self.inventory.describe()), ranks, read_peer)
         wrong = [repr(n) for n, kept in base.items() if n in live and live[n]["dtype"] == kept["dtype"] and live[n] != kept]
         what = "was trained with other frozen weights; they differ in"
         if wrong and self.wanted.strict:
@@ -170,7 +173,7 @@ class ModelLoader:
         reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
         buffers, _ = self.inventory.buffers()
         copies = []
-        for name, buffer in buffers.items():
+        for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
             stored = self.find(name)
             if stored is not None:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
@@ -305,8 +308,9 @@ class ModelLoader:
         first = self._stored_name(piece, piece.runs[0])
         for key, value in scalars.get(first, {}).items():
             state[key] = value.clone().to(_place_of_scalars(self.subject.sharded, piece)) if _is_tensor(value) else value
+        state |= self._wrapped(piece, first, keys, reads)
         for kind in keys:
-            if first not in self.reader.places(kind):
+            if first not in self.reader.places(kind) or _is_inner(kind):
                 continue
             there = self.reader.tensor(kind, first)
             home = self._home(piece, piece.runs[0])
@@ -329,6 +333,42 @@ class ModelLoader:
                 reads.append(Read(kind, first, 0, flat))
             state[kind.removeprefix(OPTIMIZER)] = made
         return state
+
+    def _wrapped(self, piece: OptimizerPiece, name: str, keys: list[str], reads: list[Read]) -> dict[str, Any]:
+        """States that are wrappers of other tensors: made by the optimizer itself, since no file says how."""
+        stored = {kind for kind in keys if _is_inner(kind) and name in self.reader.places(kind)}
+        if not stored:
+            return {}
+        assert self.subject.sharded is not None
+        made = new_states(self.subject.sharded.optimizer, piece.group, piece.tensor)
+        found = {}
+        for key, value in made.items():
+            inner = dict(inner_tensors(value)) if _is_tensor(value) else {}
+            kinds = {f"{OPTIMIZER}{key}{path}": tensor for path, tensor in inner.items() if path}
+            if kinds and kinds.keys() <= stored:
+                found[key] = value
+                for kind, tensor in kinds.items():
+                    self._compare_inner(kind, name, tensor)
+                    reads.append(Read(kind, name, 0, tensor.view(-1)))
+                stored -= kinds.keys()
+        if stored:
+            what, remedy = "has, of the optimizer,", "use the settings it was saved with, or pass load_optimizer=False."
+            raise _misfit(self.reader, what, [f"{kind} of {name!r}" for kind in sorted(stored)], remedy)
+        return found
+
+    def _compare_inner(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        there = self.reader.tensor(kind, name)
+        if (tuple(tensor.shape), tensor.dtype) != (there.shape, dtype_of(there.dtype)):
+            raise CheckpointError(
+                f"{self.reader.path} has {kind} of {name!r} as {there.dtype} {list(there.shape)}, and this run's optimizer "
+                f"keeps {tensor.dtype} {list(tensor.shape)}. Remedy: use the settings it was saved with, such as the size "
+                "of blocks, or pass load_optimizer=False."
+            )
+
+
+def _is_inner(kind: str) -> bool:
+    """True for a set with one of the tensors that a state consists of, such as ``optimizer.exp_avg.codes``."""
+    return "." in kind.removeprefix(OPTIMIZER)
 
 
 def _is_tensor(value: Any) -> bool:

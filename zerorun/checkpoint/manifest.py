@@ -18,7 +18,8 @@ spaces. The content:
     counters         global_steps, micro_steps, skipped_steps
     layout           how it was saved: world_size, stage, shard, replicate, dtype, and the degrees pipe and tensor if
                      they are not 1. For people; only rng and data, which are by rank, depend on it
-    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized)
+    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized), packed (if so: its
+                     bytes are no values of that dtype)
     aliases          other names of a tied tensor -> the name that it is stored by
     optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
                      states: the keys that have sets
@@ -34,7 +35,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,3 +204,10 @@ def _check(content: dict[str, Any]) -> None:
     states = (content.get("optimizer") or {}).get("states", [])
     if not _list_of(is_plain)(states):
         raise ValueError(f"the optimizer's states are {states!r:.80}")
+
+
+def never_cast(parameters: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bool]:
+    """Tells by its name whether a tensor is packed, or what the layer of a packed parameter has beside: its scales."""
+    packed = {name for name, entry in parameters.items() if entry.get("packed")}
+    layers = tuple(f"{name.rpartition('.')[0]}." for name in packed)
+    return lambda name: name in packed or (name not in parameters and name.startswith(layers))

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..errors import ModelError
 from ..zero.init import part_of, refuse_partitioned
+from ..zero.weights import PLAIN, kind_of
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns
 from .share import Ranges, Share, even_bounds, even_range
@@ -289,8 +290,12 @@ def is_transposed(layer: nn.Module) -> bool:
 def computes_by_itself(layer: nn.Module) -> bool:
     """True if ``layer`` is a linear layer or embedding whose class computes in a way of its own, and cannot be divided.
 
-    An embedding may do something to the result of ``super().forward``, which is whole, such as to scale it.
+    An embedding may do something to the result of ``super().forward``, which is whole, such as to scale it. The class of a
+    weight that is not plain computes, too.
     """
+    weight = getattr(layer, "weight", None)
+    if isinstance(weight, torch.Tensor) and kind_of(weight) != PLAIN:
+        return True
     forward: Any = type(layer).forward
     if isinstance(layer, nn.Embedding):
         return forward is not nn.Embedding.forward and "__class__" not in forward.__code__.co_freevars

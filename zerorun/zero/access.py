@@ -21,6 +21,7 @@ from .runtime import MADE_BY, Runtime
 from .same_request import compare
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit
+from .weights import copied_to_cpu
 
 _numbers = count()
 
@@ -147,7 +148,7 @@ def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime, part
         found = module.state_dict(keep_vars=True)
     finally:
         runtime.state_dict_allowed = False
-    return {n: values[id(t)] if id(t) in values else t.detach().to("cpu", copy=True) for n, t in found.items()}
+    return {n: values[id(t)] if id(t) in values else copied_to_cpu(t) for n, t in found.items()}
 
 
 def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> Any:
@@ -424,8 +425,13 @@ def _refuse_copies(home: Home) -> None:
         )
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
+
+
 def _checksum(value: torch.Tensor) -> tuple[float, float]:
-    wide = value.detach().double().reshape(-1)
+    """Of the bits: packed values may read as NaN, which equals nothing."""
+    bits = value.detach().contiguous().reshape(-1).view(_INTEGERS[min(value.element_size(), 4)])
+    wide = bits.double()
     weights = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
     return float(wide.sum()), float(torch.dot(wide, weights))
 
@@ -526,7 +532,7 @@ def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.
             continue
         if state.shape != piece.tensor.shape:
             raise ModelError(f"optimizer state {key!r} has shape {tuple(state.shape)}, not that of its parameter.")
-        flat[piece.low : piece.low + state.numel()].copy_(state.reshape(-1))
+        flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # which may be a wrapper
         known = True
     return flat, known
 

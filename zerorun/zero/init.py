@@ -41,6 +41,7 @@ from ..errors import ModelError, OrderError
 from ..wire import gather_values
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
 from .same_request import SAME, compare
+from .weights import stays_apart
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
@@ -268,6 +269,11 @@ def _keep(param: torch.Tensor, part: _Part) -> None:
             _shown_by[param] = _shown[key] = _Shown(param.detach(), part.param)
 
 
+def _is_left_alone(param: torch.Tensor) -> bool:
+    """True for what is partitioned already, has no values, or cannot be cut."""
+    return param in _partitioned or param.is_meta or stays_apart(param)
+
+
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """True if several elements lie at one address: such memory cannot be filled from a whole value."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
@@ -426,7 +432,7 @@ class Init(TorchFunctionMode):
             init_distributed()
             with torch._C.DisableTorchFunction():
                 _number_alike()
-                found = [(n, p) for n, p in module.named_parameters() if p not in _partitioned and not p.is_meta]
+                found = [(n, p) for n, p in module.named_parameters() if not _is_left_alone(p)]
                 _compare(_OTHER_CODE, [f"{name!r}, {tuple(p.shape)}, {p.dtype}" for name, p in found], _SAME_CODE)
                 for _, param in found:
                     release(param)
@@ -461,6 +467,8 @@ class Init(TorchFunctionMode):
 
     def _created(self, module: nn.Module, name: str, param: Any) -> None:
         if not isinstance(param, nn.Parameter) or is_lazy(param) or param in self._owner or param.is_meta:
+            return
+        if stays_apart(param):
             return
         self._use([param])
         with torch._C.DisableTorchFunction():

@@ -28,6 +28,7 @@ from .placement import Disk, HostLink, Placement
 from .policy import Policy
 from .spread import ALONE, Spread
 from .unit import Segment, SlotPool, Unit
+from .weights import is_packed, stays_apart
 
 ROOT = "root"
 # Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
@@ -59,7 +60,10 @@ class UnitSpec:
 
 
 def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
-    """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes."""
+    """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes.
+
+    What stays apart (weights.py) is in none of them.
+    """
     specs = _candidates(module, policy)
     owners: dict[int, set[int]] = defaultdict(set)
     inside: set[int] = set()
@@ -77,6 +81,8 @@ def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
                     owners[id(param)].add(-1)
     root = UnitSpec(ROOT, [module])
     for name, param in module.named_parameters():
+        if stays_apart(param):
+            continue
         holders = owners[id(param)]
         owner = next(iter(holders)) if len(holders) == 1 else -1
         (specs[owner] if owner >= 0 else root).params.append((name, param))
@@ -343,12 +349,12 @@ class UnitBuilder:
         return sum(aligned_bytes(segment.layout.numel * torch.float32.itemsize) for segment in unit.trainable)
 
     def _segments(self, spec: UnitSpec) -> list[Segment]:
-        kinds: dict[tuple[torch.dtype, bool, Spread], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, bool, Spread, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for name, param in spec.params:
             trainable = param.requires_grad and id(param) in self.optimized
-            kinds[self._dtype(param), trainable, self.spread_of(param)].append((name, param))
+            kinds[self._dtype(param), trainable, self.spread_of(param), is_packed(param)].append((name, param))
         segments = []
-        for (_, trainable, spread), members in kinds.items():
+        for (_, trainable, spread, packed), members in kinds.items():
             if trainable:  # neighbours of one parameter group make one optimizer piece
                 members.sort(key=lambda member: self.optimized[id(member[1])])
             names, params = [name for name, _ in members], [param for _, param in members]
@@ -356,12 +362,15 @@ class UnitBuilder:
                 names, [tuple(p.shape) for p in params], self.topology.shard, whole=self.whole and trainable
             )
             segment = Segment(names, params, layout, self.topology.shard_rank, spread)
-            segment.trainable = trainable
+            segment.trainable, segment.packed = trainable, packed
             segments.append(segment)
         return segments
 
     def _dtype(self, param: nn.Parameter) -> torch.dtype:
-        return self.compute_dtype if self.compute_dtype and param.is_floating_point() else param.dtype
+        """That ``param`` is kept in. What is packed keeps its own, which says nothing about its values."""
+        if self.compute_dtype is None or not param.is_floating_point() or is_packed(param):
+            return param.dtype
+        return self.compute_dtype
 
     def _materialise(self, unit: Unit, param_slots: SlotPool, grad_slots: SlotPool) -> None:
         if not unit.resident:

@@ -12,6 +12,7 @@ from .policy import Policy
 from .runtime import Runtime
 from .stepping import ShardedOptimizer
 from .unit import Segment, Unit, links_of
+from .weights import apart_from, stored_bytes
 
 # The kinds of memory on the device. Those in host memory are named "host ...", and those in files "disk ..."; they come up
 # only where there is any.
@@ -34,11 +35,11 @@ def count_bytes(
     units: list[Unit],
     policy: Policy,
     shared: int,
-    moments: Iterable[tuple[Segment, torch.Tensor]],
+    moments: Iterable[tuple[Segment, int]],
     staging: int,
 ) -> dict[str, int]:
     """The ledger of ``units``, which may be a plan on the meta device. ``shared``: bytes of slots and receive buffers;
-    ``moments``: what the optimizer keeps for each segment; ``staging``: bytes of buffers between device, host and disk."""
+    ``moments``: bytes of what the optimizer keeps for segments; ``staging``: of buffers between device, host and disk."""
     ledger: defaultdict[str, int] = defaultdict(int)
     ledger |= dict.fromkeys(DEVICE_KINDS, 0)
     for unit in units:
@@ -46,11 +47,13 @@ def count_bytes(
             _count_parameters(ledger, unit, segment, sharded=policy.share_param_slots)
             if segment.trainable:
                 _count_gradients(ledger, unit, segment, sharded=policy.share_grad_slots)
+    taken = [param for unit in units for segment in unit.segments for param in segment.params]
+    ledger["parameters"] += sum(map(stored_bytes, apart_from(module, taken).values()))
     ledger["slots"] += shared
     ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
     where = {id(segment): _states_in(unit) for unit in units for segment in unit.segments}
-    for segment, value in moments:
-        ledger[f"{where[id(segment)]}moments"] += _nbytes(value)
+    for segment, size in moments:
+        ledger[f"{where[id(segment)]}moments"] += size
     if staging:
         ledger["host staging"] = staging
     return dict(ledger)
@@ -98,8 +101,8 @@ def _count_gradients(ledger: dict[str, int], unit: Unit, segment: Segment, *, sh
         ledger["slots"] += _nbytes(segment.grad_full)
 
 
-def _live_moments(sharded: ShardedOptimizer) -> Iterator[tuple[Segment, torch.Tensor]]:
+def _live_moments(sharded: ShardedOptimizer) -> Iterator[tuple[Segment, int]]:
     for piece in sharded.pieces:
         for value in sharded.optimizer.state.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                yield piece.segment, value
+                yield piece.segment, stored_bytes(value)

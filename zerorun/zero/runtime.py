@@ -51,6 +51,7 @@ from .order import Walk, merge_orders
 from .placeholders import ReadWatch, released_parameter, tensors_in
 from .policy import Policy
 from .unit import SlotPool, Unit, links_of
+from .weights import repacking
 
 # Seconds that a rank which left the agreed order waits for the others to ask as well. See order.py.
 ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
@@ -172,6 +173,8 @@ class Runtime:
             self._visit(self.walk, unit)
 
     def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if unit.has_packed:
+            self._refuse_repacked(unit)
         if self.session is None:
             while self._inside and self._inside.pop() != unit.index:
                 pass  # an exception, which the script caught, has left that one
@@ -265,6 +268,16 @@ class Runtime:
                 raise ReleasedParameterError(
                     f"parameter {name!r} was written to where only a placeholder of it is on this rank, so the values are "
                     f"lost. Remedy: {_BY_COPY}."
+                )
+
+    def _refuse_repacked(self, unit: Unit) -> None:
+        """Raise if a layer has packed its frozen weight anew: what it says of the bytes is not true of those here."""
+        for name, param in unit.replaced():
+            if repacking(param) and id(param) not in self.held:
+                raise ModelError(
+                    f"the layer of parameter {name!r}, a {type(param).__name__}, gave it another tensor in its forward, "
+                    f"which would be lost, and may have changed its scales to fit: {repacking(param)}. Remedy: set that "
+                    "before initialize(), and build the model anew."
                 )
 
     def _begin_pass(self, entry: Unit) -> None:

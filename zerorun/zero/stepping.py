@@ -57,6 +57,7 @@ class ShardedOptimizer:
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
         self._split = split
         self.own_hooks = 0  # of the engine, on the optimizer's step
+        self.stepping = False  # the optimizer's step is running
         self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._segments = [segment for unit in units for segment in unit.trainable]
         self._updates = 0
@@ -170,7 +171,11 @@ class ShardedOptimizer:
             self.optimizer.coefficient = coefficient
         elif coefficient != 1.0 and pieces:
             torch._foreach_mul_([piece.gradient for piece in pieces], coefficient)
-        self.optimizer.step()
+        self.stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.stepping = False
         for piece in pieces:
             piece.tensor.grad = None
 

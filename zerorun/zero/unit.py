@@ -85,6 +85,7 @@ class Segment:
         self.params = [by_name[name] for name in self.names]
         self.dtype = self.params[0].dtype
         self.trainable = self.params[0].requires_grad
+        self.packed = False  # memory that classes of other packages read in their own way: see weights.py
         self.full: torch.Tensor
         self.shard: torch.Tensor
         self.shard_is_in_place = False  # shard is a view of full
@@ -278,6 +279,11 @@ class Unit:
                 for param, loud in zip(segment.params, segment.loud, strict=True):
                     param.data = loud
             self.attached = False
+
+    @property
+    def has_packed(self) -> bool:
+        """True if some of its parameters are packed."""
+        return any(segment.packed for segment in self.segments)
 
     def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those that the script has given another tensor."""

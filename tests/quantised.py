@@ -1,0 +1,94 @@
+"""LoRA models whose frozen weights other packages have quantised, and their training without zerorun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import bitsandbytes as bnb
+import torch
+from models import Case, Lora, LoraLinear, Place, reset
+from torch import nn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from torchao.quantization.quantize_.workflows import to_nf4
+
+LR = 2e-2
+
+
+def _nf4(weight: torch.Tensor, storage: torch.dtype) -> nn.Module:
+    layer = bnb.nn.Linear4bit(weight.shape[1], weight.shape[0], False, torch.float32, True, "nf4", storage)
+    layer.weight = bnb.nn.Params4bit(weight, quant_type="nf4", quant_storage=storage, module=layer)
+    layer.support_avx512bf16_for_cpu = False  # else evaluation on some CPUs repacks the weights, and ends all training
+    return layer.to("cpu")  # which quantises
+
+
+def _int8(weight: torch.Tensor) -> nn.Module:
+    layer = bnb.nn.Linear8bitLt(weight.shape[1], weight.shape[0], False, has_fp16_weights=False)
+    layer.weight = bnb.nn.Int8Params(weight, has_fp16_weights=False, requires_grad=False)
+    return layer.to("cpu")
+
+
+def _linear(weight: torch.Tensor) -> nn.Module:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _torchao_int8(weight: torch.Tensor) -> nn.Module:
+    held = nn.Sequential(_linear(weight))
+    quantize_(held, Int8WeightOnlyConfig())
+    return held[0]
+
+
+def _torchao_nf4(weight: torch.Tensor) -> nn.Module:
+    return _linear(to_nf4(weight, 64, 4))
+
+
+KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
+    "nf4 in uint8": lambda weight: _nf4(weight, torch.uint8),
+    "nf4 in fp16": lambda weight: _nf4(weight, torch.float16),
+    "nf4 in bf16": lambda weight: _nf4(weight, torch.bfloat16),
+    "nf4 in fp32": lambda weight: _nf4(weight, torch.float32),
+    "int8": _int8,
+    "torchao int8": _torchao_int8,
+    "torchao nf4": _torchao_nf4,
+}
+SHARDED = [kind for kind in KINDS if kind.startswith("nf4")]
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A LoRA GPT whose frozen layers are of ``kind``, quantised from weights in ``dtype``."""
+    module = reset(Lora(), seed)
+    for layer in module.modules():
+        if isinstance(layer, LoraLinear):
+            layer.base = KINDS[kind](layer.base.weight.detach().to(dtype))
+    return module
+
+
+def case(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
+    made = Case(kind, lambda: build(kind, dtype, seed))
+    object.__setattr__(made, "build", lambda: made.make())
+    return made
+
+
+def plain_losses(kind: str, dtype: torch.dtype, world_size: int, steps: int) -> list[float]:
+    """Mean losses of plain AdamW on fp32 masters, with the micro-batches of all ranks."""
+    module, loss_of = build(kind, dtype), case(kind).loss
+    for param in module.parameters():
+        if type(param) is nn.Parameter:
+            param.data = param.data.to(dtype)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    masters = [param.detach().float() for param in trained]
+    for master, initial in zip(masters, (p for p in build(kind, dtype).parameters() if p.requires_grad), strict=True):
+        master.copy_(initial.detach())
+    stepper = torch.optim.AdamW(masters, lr=LR)
+    losses = []
+    for step in range(steps):
+        values = [loss_of(module, Place(rank, step)) for rank in range(world_size)]
+        sum(value / world_size for value in values).backward()  # type: ignore[union-attr]
+        for master, param in zip(masters, trained, strict=True):
+            master.grad, param.grad = param.grad.float(), None  # type: ignore[union-attr]
+        stepper.step()
+        for master, param in zip(masters, trained, strict=True):
+            param.data.copy_(master)
+        losses.append(float(sum(value.item() for value in values)) / world_size)
+    return losses

@@ -1,0 +1,166 @@
+"""Weights: which parameters are plain, so that they may be cast, flattened and cut, and what becomes of all others.
+
+[Note: three kinds]
+A *plain* weight is memory that holds its values: nn.Parameter, and subclasses of it that only mark it, or that are trained.
+A *packed* one is frozen memory that a class of another package reads in its own way, whatever dtype it says it has: its
+bytes are gathered like those of a plain weight, and never cast. Which classes read them anew in every forward, through
+the parameter, cannot be told from outside; the known ones are named here.
+All other frozen parameters stay *apart*: those without memory of their own (wrappers around other tensors), and those whose
+layers keep further references to it. They belong to no unit; every rank has them whole, as they are.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..errors import ModelError
+
+PLAIN, PACKED, APART = "plain", "packed", "apart"
+
+# Classes of packed weights, and what to know when one of their layers puts another tensor in the place of its weight.
+_PACKED = {
+    "bitsandbytes.nn.modules.Params4bit": (
+        "on some CPUs layers of bitsandbytes repack their weights when they evaluate, unless each Linear4bit has "
+        "support_avx512bf16_for_cpu = False"
+    )
+}
+# What to do instead of training a wrapper, by the name of its class.
+_INSTEAD = {
+    "WeightWithDynamicFloat8CastTensor": "use Float8LinearConfig(enable_fsdp_float8_all_gather=False): plain weights",
+    "DTensor": "give initialize() the model before fully_shard() or parallelize_module(), in whose place zerorun works",
+}
+_TENSOR_METHODS = ("to", "__torch_function__")  # a class that has its own reads, moves or casts its values in its own way
+
+
+def kind_of(param: torch.Tensor) -> str:
+    """PLAIN, PACKED or APART."""
+    found = type(param)
+    if _is_wrapper(param):
+        return APART
+    if _packed_class(param) is not None:
+        return PACKED
+    own = any(getattr(found, name) is not getattr(nn.Parameter, name) for name in _TENSOR_METHODS)
+    return APART if own and isinstance(param, nn.Parameter) and not param.requires_grad else PLAIN
+
+
+def is_packed(param: torch.Tensor) -> bool:
+    """True for memory that is gathered as bytes: see the note."""
+    return kind_of(param) == PACKED
+
+
+def stays_apart(param: torch.Tensor) -> bool:
+    """True for what every rank keeps whole: see the note."""
+    return kind_of(param) == APART
+
+
+def repacking(param: torch.Tensor) -> str:
+    """What is known of layers that give a packed ``param`` another tensor; "" for all others."""
+    found = _packed_class(param)
+    return _PACKED[found] if found is not None else ""
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """True for a subclass that carries out operations itself, mostly on other tensors that it holds."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def _packed_class(param: torch.Tensor) -> str | None:
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(param).__mro__)
+    return next((name for name in names if name in _PACKED), None)
+
+
+def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:
+    """Raise ModelError for parameters that are not plain and could not be trained, or not be kept. ``trains``: with an
+    optimizer."""
+    for name, param in model.named_parameters():
+        if kind_of(param) == PLAIN:
+            continue
+        found = type(param)
+        shown = f"parameter {name!r} is a {found.__module__}.{found.__qualname__}"
+        instead = _INSTEAD.get(found.__name__)
+        if trains and param.requires_grad:
+            raise ModelError(
+                f"{shown} and requires a gradient, but zerorun trains only weights whose memory holds their values: it "
+                f"would not change. Remedy: {instead or 'freeze it with requires_grad_(False), or train a plain weight'}."
+            )
+        if found.__name__ == "DTensor":
+            raise ModelError(f"{shown}, of which other ranks have other parts. Remedy: {instead}.")
+        if _is_wrapper(param) and not is_traceable_wrapper_subclass(param):
+            raise ModelError(
+                f"{shown}, which does not say what tensors it consists of (it has no __tensor_flatten__), so that zerorun "
+                "can neither count nor save it. Remedy: use a plain nn.Parameter, or a class that has it."
+            )
+
+
+def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
+    """Raise ModelError for parameters that stay apart and are not on ``device``: moving them is their classes' business."""
+    for name, param in model.named_parameters():
+        for _, inner in inner_tensors(param) if stays_apart(param) else ():
+            if inner.device != device:
+                raise ModelError(
+                    f"parameter {name!r}, a {type(param).__name__}, is on {inner.device}, and this rank trains on "
+                    f"{device}. Remedy: move the model there, by model.to({str(device)!r}), before initialize()."
+                )
+
+
+# -- what they consist of ----------------------------------------------------------------------------------------
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """(path, plain tensor) of all that a wrapper consists of, with paths like ".qdata"; a plain tensor's own is ""."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield "", tensor.detach()
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        for path, inner in inner_tensors(getattr(tensor, attribute)):
+            yield f".{attribute}{path}", inner
+
+
+def copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor`` in memory of its own; of a wrapper, one of the same class."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach().to("cpu", copy=True)
+    attributes, context = tensor.__tensor_flatten__()
+    inner = {name: copied_to_cpu(getattr(tensor, name)) for name in attributes}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    return made
+
+
+def stored_bytes(tensor: torch.Tensor) -> int:
+    """What ``tensor`` occupies, whatever dtype it says it has."""
+    return sum(inner.numel() * inner.element_size() for _, inner in inner_tensors(tensor))
+
+
+def apart_from(module: nn.Module, taken: Iterable[torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Parameters of ``module`` by name, without those in ``taken``, which units have."""
+    known = {id(param) for param in taken}
+    return {name: param for name, param in module.named_parameters() if id(param) not in known}
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous ``tensor``: [bytes] uint8."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def scales(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What layers put into their state dict beside parameters and buffers: the scales of packed weights, mostly."""
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    found = module.state_dict(keep_vars=True)
+    return {name: v for name, v in found.items() if isinstance(v, torch.Tensor) and id(v) not in known}
+
+
+def sums_of_scales(module: nn.Module) -> list[str]:
+    """One line for each of ``scales``, with a checksum: to be compared between ranks. Empty if all weights are plain."""
+    if all(kind_of(param) == PLAIN for param in module.parameters()):
+        return []
+    lines = []
+    for name, scale in scales(module).items():
+        if not scale.is_meta:
+            crc = zlib.crc32(as_bytes(scale.contiguous().cpu()).numpy().tobytes())
+            lines.append(f"{name} {tuple(scale.shape)} {scale.dtype} {crc:08x}")
+    return lines
