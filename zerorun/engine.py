@@ -79,6 +79,7 @@ class Engine(LoopQueries):
         self.owns_topology = False  # made by initialize(): its groups go with the engine
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._skips_in_a_row = 0
+        self._calls = 0  # that are going on, one inside the other
         self._boundary: bool | None = None
         self._in_no_sync = self._in_engine_backward = self._applied = False
         self._grad_norm: float | None = None
@@ -106,16 +107,22 @@ class Engine(LoopQueries):
         Raises StepError, on all of them alike, if tensor-parallel ranks are given different data.
         """
         self._compare_data((inputs, kwargs))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._calls:
             self._labels.look(kwargs)
         if self.compute_dtype is not None:
             inputs, kwargs = cast_floats(inputs, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
         autocast = self.config.torch_autocast
-        if autocast.enabled:
-            with torch.autocast(self.device.type, DTYPES[autocast.dtype]):
+        self._calls += 1
+        try:
+            if autocast.enabled:
+                with torch.autocast(self.device.type, DTYPES[autocast.dtype]):
+                    output = self.module(*inputs, **kwargs)
+            else:
                 output = self.module(*inputs, **kwargs)
-        else:
-            output = self.module(*inputs, **kwargs)
+        finally:
+            self._calls -= 1
+        if self._calls:  # the model's forward has called the engine, and what that returns will be scaled
+            return output
         if self.scaler.scale != 1.0 and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:

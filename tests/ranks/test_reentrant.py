@@ -207,3 +207,20 @@ def test_backward_and_step_within_the_forward(stage: int) -> None:
     for found, state in run_ranks(2, optimize_by_hand, stage):
         assert found == pytest.approx(losses, rel=1e-5)
         assert max(distance(state[key], value) for key, value in module.state_dict().items()) < 1e-6
+
+
+def norm_in(precision: str) -> float:
+    """Of the gradient of a plain backward, where the model's forward calls the engine."""
+    module = build(Fails)
+    engine = zerorun.initialize(module, make_config(1, precision=precision))
+    module.own_step = lambda x: engine(x).float().square().mean()  # type: ignore[assignment]
+    redirected(engine, module, "own_step", data(dist.get_rank(), 0)).backward()
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    assert norm is not None
+    return norm
+
+
+def test_a_loss_is_scaled_once_where_the_engine_is_called_in_itself() -> None:
+    assert run_ranks(2, norm_in, "fp16") == pytest.approx(run_ranks(2, norm_in, "fp32"), rel=0.02)

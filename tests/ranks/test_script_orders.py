@@ -236,3 +236,30 @@ def in_a_block_of_init() -> list[list[float]]:
 
 def test_a_function_of_many_parameters_in_init() -> None:
     assert run_ranks(2, in_a_block_of_init) == [[[0.0], [2.0], [4.0], [6.0]]] * 2
+
+
+def edited_in_a_block_of_init(modifier: int) -> list[list[float]]:
+    """By one rank alone, which no other may have to wait for."""
+    with Init():
+        layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(4))
+        params = list(layers.parameters())
+        with GatheredParameters(in_own_order(params), modifier_rank=modifier):
+            if dist.get_rank() == modifier:
+                for index, param in enumerate(params):
+                    nn.init.constant_(param, float(index))
+        layers.append(nn.Linear(3, 3))
+    return values(params)
+
+
+@pytest.mark.parametrize("modifier", (0, 1))
+def test_one_rank_edits_in_a_block_of_init(modifier: int) -> None:
+    assert run_ranks(2, edited_in_a_block_of_init, modifier) == [[[0.0], [1.0], [2.0], [3.0]]] * 2
+
+
+def test_nothing_is_asked_of_others_where_nothing_is_managed() -> None:
+    """As in a script that runs without a process group."""
+    assert not dist.is_initialized()
+    layer = nn.Linear(2, 2)
+    with GatheredParameters(layer.parameters(), modifier_rank=0):
+        nn.init.ones_(layer.weight)
+    assert bool((layer.weight == 1).all())

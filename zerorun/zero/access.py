@@ -15,7 +15,7 @@ from torch import nn
 
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..tensor_parallel.share import Share
-from .init import Held, Init, divide_again, hold
+from .init import Held, Init, divide_again, hold, take_values
 from .pieces import owned_runs
 from .runtime import MADE_BY, Runtime
 from .same_request import compare
@@ -302,9 +302,12 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # of Init, which no engine has yet
+        self._being_made: list[torch.Tensor] = []  # of Init, in its block: these are whole by turns
 
     def __enter__(self) -> None:
-        if not Init.open:  # there they are whole when they are needed
+        if Init.outermost is not None:
+            self._being_made = Init.outermost.hold(self._params)
+        else:
             self._unsettled = [(held, _checksum(held.param)) for held in hold(self._params)]
         found = self._managed()
         if self._modifier_rank is not None:
@@ -378,7 +381,9 @@ class GatheredParameters:
     def _release_unsettled(self, *, keep: bool) -> list[str]:
         """Partition again what an engine does not have yet; returns what was changed without ``modifier_rank``."""
         unsettled, self._unsettled = self._unsettled, []
+        being_made, self._being_made = self._being_made, []
         if keep and self._modifier_rank is not None:
+            take_values(being_made, self._modifier_rank)
             divide_again([held for held, _ in unsettled], self._modifier_rank)
             return []
         changed = [held for held, checksum in unsettled if keep and _checksum(held.param) != checksum]

@@ -111,14 +111,6 @@ class Held:
         self.param.data = placeholder(self._part.shard.new_empty(()).expand(self._part.shape))
         _keep(self.param, self._part)
 
-    def divide(self, source: int) -> None:
-        """Partition the full value that rank ``source`` has now. All ranks must call it."""
-        with torch.no_grad():
-            if dist.get_world_size() > 1:
-                self.param.data = self.param.data.contiguous()
-                dist.broadcast(self.param.data, source)
-            release(self.param)
-
 
 def hold(params: Iterable[torch.Tensor]) -> list[Held]:
     """Give those of ``params`` that ``Init`` partitioned their full values, and return them. All ranks must call it.
@@ -144,15 +136,32 @@ def divide_again(held: Sequence[Held], source: int) -> None:
 
     Raises OrderError on all ranks alike, with the parameters as before, if their shapes or dtypes differ.
     """
-    now = [f"a parameter of shape {tuple(one.param.shape)} and {one.param.dtype}" for one in held]
     try:
-        _compare("parameters were given different shapes or dtypes on different ranks", now, "change them on all ranks")
+        take_values([one.param for one in held], source)
     except OrderError:
         for one in held:
             one.put_back()
         raise
-    for one in held:
-        one.divide(source)
+    with torch.no_grad():
+        for one in held:
+            release(one.param)
+
+
+def take_values(params: Sequence[torch.Tensor], source: int) -> None:
+    """Let ``params``, which are whole, have the values that they have on rank ``source``. All ranks must call it.
+
+    Raises OrderError on all ranks alike if their shapes or dtypes differ.
+    """
+    now = [f"a parameter of shape {tuple(param.shape)} and {param.dtype}" for param in params]
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        _compare("parameters were given different shapes or dtypes on different ranks", now, "change them on all ranks")
+        for param in params if params and dist.get_world_size() > 1 else ():
+            values = param.detach().contiguous()
+            dist.broadcast(values, source)
+            if _is_expanded(param):
+                param.data = values
+            else:
+                param.copy_(values)  # others may look at its memory
 
 
 def _number_alike() -> None:
@@ -167,7 +176,7 @@ def _described(part: _Part) -> str:
 
 
 def _compare(problem: str, wanted: Sequence[str], remedy: str = SAME) -> None:
-    if dist.get_world_size() > 1 and wanted:
+    if wanted and dist.get_world_size() > 1:
         compare(problem, wanted, _of_all, gather_values, remedy)
 
 
@@ -418,11 +427,11 @@ class Init(TorchFunctionMode):
     """
 
     open: ClassVar[int] = 0  # blocks that the program is in
+    outermost: ClassVar[Init | None] = None  # of them, which does the work of those within, too
 
     def __init__(self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, enabled: bool = True) -> None:
         super().__init__()
         self._enabled = enabled
-        self._outermost = False
         self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
         self._current: list[Any] = []  # the modules whose parameters are whole
         self._whole_now: list[torch.Tensor] = []
@@ -440,10 +449,10 @@ class Init(TorchFunctionMode):
     def __enter__(self) -> Init:
         if self._enabled:
             init_distributed()
-            self._outermost = not Init.open  # which does the work of those within, too
             Init.open += 1
-            if self._outermost:
+            if Init.outermost is None:
                 _number_alike()
+                Init.outermost = self
                 self._hook = nn.modules.module.register_module_parameter_registration_hook(self._created)
                 super().__enter__()
         return self
@@ -451,13 +460,23 @@ class Init(TorchFunctionMode):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._enabled:
             Init.open -= 1
-            if self._outermost:
+            if Init.outermost is self:
+                Init.outermost = None
                 super().__exit__(kind, error, trace)
                 self._hook.remove()
                 if kind is None:
                     self._use(filter(_has_new_values, self._alive.values()))
                     self._partition_all()
                 self._current, self._alive = [], {}
+
+    def hold(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Make whole those of ``params`` that were made in a block, and return them, in the same order on all ranks.
+
+        They stay so until a function gets a parameter of another module. All ranks must call it.
+        """
+        chosen = {id(param): param for param in params if param in self._owner or param in _partitioned}
+        self._use(chosen.values())
+        return [param for param in self._whole_now if id(param) in chosen]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -280,14 +280,15 @@ class Runtime:
                     "before initialize(), and build the model anew."
                 )
 
-    def _begin_pass(self, entry: Unit) -> None:
+    def _begin_pass(self, entry: Unit, *, watched: bool = True) -> None:
         if self._watch is None:
             self._refuse_foreign_values()
         self._phases += 1
         key = ("forward", entry.index, torch.is_grad_enabled(), self.part.name)
         self.walk = Walk(key, self.plans.get(key))
         kind = (key, self.module.training)
-        if self.shares_params and self._watches and self._watch is None and kind not in self._watched:
+        wanted = watched and self.shares_params and self._watches and kind not in self._watched
+        if wanted and self._watch is None:
             self._watched.add(kind)
             self._watch = ReadWatch(
                 (segment.marks, segment.names, unit.name)
@@ -390,7 +391,7 @@ class Runtime:
             for unit in (self.units[index] for index in dict.fromkeys(self._inside)):
                 if not unit.resident:
                     if self.walk is None:
-                        self._begin_pass(unit)
+                        self._begin_pass(unit, watched=False)  # what is switched on in a backward ends with it
                     self._visit(self.walk, unit)  # type: ignore[arg-type]
 
     def _complete_rest(self) -> None:
