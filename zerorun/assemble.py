@@ -215,7 +215,8 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, 
     described = [*_described(model, group_of)]
     described += sums_of_scales(model)  # which are left as they are, while packed weights become those of rank 0
     mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
-    found: list[Any] = gather_values(mine)
+    with waiting("initialize(): whether all ranks build the same model"):
+        found: list[Any] = gather_values(mine)
     for rank, theirs in enumerate(found):
         if theirs[0] != found[0][0]:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")

@@ -38,6 +38,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..comm import init_distributed
 from ..errors import ModelError, OrderError
+from ..waits import waiting
 from ..wire import gather_values
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
 from .same_request import SAME, compare
@@ -157,7 +158,8 @@ def take_values(params: Sequence[torch.Tensor], source: int) -> None:
         _compare("parameters were given different shapes or dtypes on different ranks", now, "change them on all ranks")
         for param in params if params and dist.get_world_size() > 1 else ():
             values = param.detach().contiguous()
-            dist.broadcast(values, source)
+            with waiting("GatheredParameters: broadcast of an edited parameter"):
+                dist.broadcast(values, source)
             if _is_expanded(param):
                 param.data = values
             else:
@@ -182,7 +184,8 @@ def _compare(problem: str, wanted: Sequence[str], remedy: str = SAME) -> None:
 
 def _of_all(mine: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
+    with waiting("zerorun.zero.Init: whether all ranks do the same"):
+        dist.all_gather(found, mine)
     return found
 
 
@@ -243,7 +246,8 @@ def _whole(part: _Part) -> torch.Tensor:
     if size == 1:  # gloo would let go of its tensors a little later
         flat.copy_(part.shard)
     else:
-        dist.all_gather(list(flat.chunk(size)), part.shard)
+        with waiting("zerorun.zero.Init: all-gather of a parameter"):
+            dist.all_gather(list(flat.chunk(size)), part.shard)
     return flat[:numel].view(part.shape)
 
 
@@ -253,7 +257,8 @@ def release(param: torch.Tensor) -> None:
     whole = param.detach()
     flat = whole.contiguous().view(-1)  # not reshape(): it may give a view of fewer elements in memory
     if size > 1:
-        dist.broadcast(flat, 0)
+        with waiting("zerorun.zero.Init: broadcast of a parameter"):
+            dist.broadcast(flat, 0)
     length = -(-flat.numel() // size)
     shard = torch.zeros(length, dtype=flat.dtype, device=flat.device)
     own = flat[rank * length : (rank + 1) * length]
