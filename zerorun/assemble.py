@@ -133,7 +133,7 @@ def initialize(
     runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
     runtime.overlap = plan.overlap
     sharded = _shard_optimizer(raw, units, comm)
-    if sharded is not None and raw.optimizer is not None:
+    if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
         runtime._handles.append(OutsideStep(sharded, runtime))
     registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
     runtime._handles += [*_guards(model, runtime, divided), adopt_loaded_weights(model, runtime)]

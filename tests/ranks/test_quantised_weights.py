@@ -17,15 +17,18 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from training import make_config, shared_topology
 
 import zerorun
-from zerorun.errors import ModelError
+from zerorun.errors import CheckpointError, ModelError
 from zerorun.zero.weights import inner_tensors, stored_bytes
 
 STEPS = 3
 
 
-def engine_of(kind: str, stage: int, precision: str, seed: int = 0) -> zerorun.Engine:
+OFFLOADED = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
+
+
+def engine_of(kind: str, stage: int, precision: str, seed: int = 0, **changes: Any) -> zerorun.Engine:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    config = make_config(stage, precision=precision)
+    config = make_config(stage, precision=precision, **changes)
     make = lambda params: torch.optim.AdamW(params, lr=LR)  # noqa: E731
     return zerorun.initialize(build(kind, dtype, seed), config, optimizer=make, topology=shared_topology())
 
@@ -46,15 +49,15 @@ def losses_of(engine: zerorun.Engine, kind: str, steps: int, first: int = 0) -> 
     return losses
 
 
-def train_at(kind: str, stage: int, precision: str) -> tuple[list[float], dict[str, int]]:
-    engine = engine_of(kind, stage, precision)
-    losses, held = losses_of(engine, kind, STEPS), engine.memory_report()
+def train_at(kind: str, stage: int, precision: str, **changes: Any) -> list[float]:
+    engine = engine_of(kind, stage, precision, **changes)
+    losses = losses_of(engine, kind, STEPS)
     engine.destroy()
-    return losses, held
+    return losses
 
 
 def train_everywhere(kind: str, precision: str) -> list[list[float]]:
-    return [train_at(kind, stage, precision)[0] for stage in range(4)]
+    return [*(train_at(kind, stage, precision) for stage in range(4)), train_at(kind, 3, precision, **OFFLOADED)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -103,6 +106,41 @@ def test_checkpoints_hold_quantised_weights_as_they_are(tmp_path: Path, kind: st
 
 def as_plain(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([inner.reshape(-1).view(torch.uint8) for _, inner in inner_tensors(weight)])
+
+
+def load_into_another(folder: str) -> str:
+    def engine_with(offset: float) -> zerorun.Engine:
+        module = build("nf4 in fp16")
+        for block in module.blocks:
+            block.qkv.base.weight.quant_state.offset = torch.tensor(offset)
+        return zerorun.initialize(module, make_config(1), topology=shared_topology())
+
+    engine = engine_with(0.25)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = engine_with(0.75)
+    with pytest.raises(CheckpointError) as error:
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return str(error.value)
+
+
+def test_scales_that_cannot_be_set_are_an_error(tmp_path: Path) -> None:
+    """Part of them is in a number that the layer keeps to itself."""
+    assert "packed weights would be read wrongly" in run_ranks(2, load_into_another, str(tmp_path))[0]
+
+
+def look_at_packed() -> bool:
+    engine = engine_of("nf4 in fp16", 3, "bf16")
+    weight = engine.module.blocks[0].qkv.base.weight
+    with zerorun.zero.GatheredParameters(weight):
+        seen = as_plain(weight).clone()
+    engine.destroy()
+    return torch.equal(seen, as_plain(build("nf4 in fp16", torch.bfloat16).blocks[0].qkv.base.weight))
+
+
+def test_packed_weights_may_be_read_though_they_look_like_nan() -> None:
+    assert all(run_ranks(2, look_at_packed))
 
 
 class _Opaque(torch.Tensor):

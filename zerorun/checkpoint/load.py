@@ -19,7 +19,7 @@ from ..moments import new_states
 from ..ops.single_pass import SinglePassOptimizer
 from ..zero.pieces import OptimizerPiece, Run, owned_runs
 from ..zero.stepping import ShardedOptimizer
-from ..zero.weights import inner_tensors
+from ..zero.weights import as_bytes, inner_tensors
 from .collect import PeerReader
 from .inventory import Contents, Home, Inventory, frozen_parts, together
 from .plain import decode
@@ -182,11 +182,24 @@ class ModelLoader:
         self.reader.fetch(reads, ranks)
         for buffer, flat in copies:
             buffer.copy_(flat.view(buffer.shape))
+        ranks.agree(attempt(lambda: self._require_scales(buffers))[1])
         if subject.sharded is not None:
             subject.sharded.write_back()
         wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
         self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
         subject.runtime.publish()
+
+    def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
+        """Raise CheckpointError if a layer does not take the scales of its packed weight, but makes them anew."""
+        now, _ = self.inventory.buffers()
+        anew = [(name, value) for name, value in buffers.items() if now[name].data_ptr() != value.data_ptr()]
+        lost = [name for name, value in anew if not torch.equal(as_bytes(now[name]), as_bytes(value))]
+        if lost:
+            raise CheckpointError(
+                f"{self.reader.path} has other values of {_some([repr(name) for name in lost])}, which the layers here do "
+                "not take, so that their packed weights would be read wrongly. Remedy: build and quantise the model from "
+                "the weights that the checkpoint was made with, before initialize()."
+            )
 
     def _weight_reads(self, name: str, home: Home) -> Iterable[Read]:
         stored, segment, share = self.find(name), home.segment, home.share
