@@ -346,6 +346,11 @@ class Adam(SinglePassOptimizer):
         how = {"decoupled_weight_decay": decoupled_weight_decay, "bias_correction": bias_correction}
         super().__init__(params, {**defaults, **how})
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # which a checkpoint of torch's Adam has not
+            group.setdefault("bias_correction", True)
+
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
