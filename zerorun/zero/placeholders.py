@@ -24,6 +24,7 @@ from ..errors import ReleasedParameterError
 # Beginnings of the names of operations that look at the shape, dtype and device of a tensor, and not at its values.
 _READ_NO_VALUES = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_", "is_same_size",
+    "_has_compatible_shallow_copy_type",
 )  # fmt: skip
 
 
