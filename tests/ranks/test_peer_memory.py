@@ -228,9 +228,10 @@ class Recorder:
 
 def named_in_turn() -> dict[str, Any]:
     """Whom this rank lets read its memory: with a group, with a second one, without any; and where connecting fails."""
-    assert not peer_memory._served
     recorder = Recorder(peer_memory._readable())
     usual, peer_memory._readable = peer_memory._readable, lambda: recorder  # type: ignore[assignment]
+    others = peer_memory._served, peer_memory._permission  # groups that this process has already
+    peer_memory._served, peer_memory._permission = [], peer_memory._Permission()
     try:
         first = connect()
         second = connect()
@@ -248,6 +249,7 @@ def named_in_turn() -> dict[str, Any]:
         return {"two": with_two, "one": with_one, "none": without, "refused": refused, "after": recorder.named}
     finally:
         peer_memory._readable = usual
+        peer_memory._served, peer_memory._permission = others
 
 
 def test_only_the_launchers_processes_may_read_and_only_while_they_must() -> None:
