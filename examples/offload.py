@@ -277,6 +277,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
     }
     every_kind = dict.fromkeys([*(kind for kinds in shown.values() for kind in kinds), "activations"])
     colours = {kind: f"C{number}" for number, kind in enumerate(every_kind)}
+    highest = max(held for result in found.values() for _, _, held in result["samples"])
     figure, panels = pyplot.subplots(1, len(found), figsize=(6 * len(found), 4), sharey=True, squeeze=False)
     for panel, (title, result) in zip(panels[0], found.items(), strict=True):
         seconds, kept, held = zip(*result["samples"], strict=True)
@@ -285,7 +286,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
         panel.stackplot(seconds, *rows.values(), labels=list(rows), colors=[colours[kind] for kind in rows], step="post")
         panel.plot(seconds, [n / MIB for n in held], color="black", linewidth=1, label="resident set of the process")
         panel.set(title=title, xlabel="seconds into the step", ylabel="MiB")
-        panel.set_ylim(top=1.45 * max(held) / MIB)
+        panel.set_ylim(top=1.45 * highest / MIB)  # room for the legend
         panel.legend(fontsize=7, loc="upper right")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -38,7 +38,8 @@ def faults(what: str, **settings: str) -> int:
 
 def test_the_next_step_has_no_page_faults() -> None:
     assert faults("keep") < PAGES / 10
-    assert faults("do not") > PAGES / 2
+    # Each piece a mapping of its own: whether the end of a heap is given back depends on what lies behind it.
+    assert faults("do not", MALLOC_MMAP_THRESHOLD_="65536") > PAGES / 2
 
 
 @pytest.mark.parametrize("name", ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
