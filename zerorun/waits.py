@@ -51,11 +51,15 @@ class Watch:
         while True:
             self._wake.wait(self.after_s / _LOOKS or None)
             self._wake.clear()
-            now = time.monotonic()
-            for entry in tuple(self.open.values()):
-                if self.after_s and not entry.told and now - entry.begun >= self.after_s:
-                    entry.told = True
-                    _say(entry, now)
+            self._look()
+
+    def _look(self) -> None:
+        """Tell of what is late. A function of its own: the thread, while it sleeps, holds nothing that a wait has named."""
+        now = time.monotonic()
+        for entry in tuple(self.open.values()):
+            if self.after_s and not entry.told and now - entry.begun >= self.after_s:
+                entry.told = True
+                _say(entry, now)
 
 
 class waiting:
