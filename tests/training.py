@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness import of_this_job
 from models import Case, Place
 from reference import OPTIMIZERS, Result
 from torch import nn
@@ -46,17 +47,15 @@ def make_config(
     return merged(config, changes)
 
 
-_topologies: dict[int, zerorun.Topology] = {}
-
-
-def shared_topology(shard_degree: int | None = None) -> zerorun.Topology:
-    """One for each degree in this process, so that hundreds of engines do not make hundreds of process groups."""
-    degree = shard_degree or dist.get_world_size()
-    if degree not in _topologies:
-        _topologies[degree] = zerorun.Topology.create(
-            dist.get_world_size(), dist.get_rank(), shard_degree=degree, device_type="cpu"
+def shared_topology(shard_degree: int | None = None, *, pipe: int = 1, tensor: int = 1) -> zerorun.Topology:
+    """One for all engines of a job with these degrees, so that each of many does not make groups of its own."""
+    key = "topology", shard_degree, pipe, tensor
+    if key not in of_this_job:
+        of_this_job[key] = zerorun.Topology.create(
+            dist.get_world_size(), dist.get_rank(), pipe=pipe, tensor=tensor, shard_degree=shard_degree, device_type="cpu"
         )
-    return _topologies[degree]
+    topology: zerorun.Topology = of_this_job[key]
+    return topology
 
 
 def make_engine(case: Case, config: dict[str, Any], **options: Any) -> zerorun.Engine:

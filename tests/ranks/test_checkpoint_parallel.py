@@ -12,10 +12,11 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import covering
 from harness import run_ranks
 from models import Place, token_loss, tokens
 from torch import nn
-from training import make_config
+from training import make_config, shared_topology
 from transformers.pytorch_utils import Conv1D
 
 import zerorun
@@ -87,16 +88,10 @@ class Model(nn.Module):
 
 
 Cell = tuple[int, int, int, int, str]  # pipe, tensor, shard degree (0: all), stage, precision
-_topologies: dict[tuple[int, int, int], zerorun.Topology] = {}
 
 
-def topology_of(pipe: int, tensor: int, shard: int) -> zerorun.Topology:
-    key = pipe, tensor, shard
-    if key not in _topologies:
-        _topologies[key] = zerorun.Topology.create(
-            dist.get_world_size(), dist.get_rank(), pipe=pipe, tensor=tensor, shard_degree=shard or None, device_type="cpu"
-        )
-    return _topologies[key]
+def topology_of(cell: Cell) -> zerorun.Topology:
+    return shared_topology(cell[2] or None, pipe=cell[0], tensor=cell[1])
 
 
 @contextmanager
@@ -112,7 +107,7 @@ def different_models() -> Iterator[None]:
 
 def make_engine(cell: Cell, seed: int, *, frozen: bool = False, model: nn.Module | None = None) -> zerorun.Engine:
     pipe, tensor, shard, stage, precision = cell
-    topology = topology_of(pipe, tensor, shard)
+    topology = shared_topology(shard or None, pipe=pipe, tensor=tensor)
     torch.manual_seed(seed)
     made = model or Model(topology.pipe_rank if pipe > 1 else None)
     if tensor > 1 and model is None:
@@ -235,7 +230,8 @@ LOADED: dict[int, list[Cell]] = {
 }
 
 
-def test_every_division_loads_at_every_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strength", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_every_division_loads_at_every_other(strength: int, tmp_path: Path) -> None:
     """Weights, masters and moments come back bit for bit; saved again elsewhere, and loaded by one rank, too."""
     made: dict[str, tuple[Whole, Whole]] = {}
     for world, cells in SAVED.items():
@@ -243,12 +239,15 @@ def test_every_division_loads_at_every_other(tmp_path: Path) -> None:
     expected = {name: held for name, (held, _) in made.items()}
     names, moments = list(expected), [key for key in expected["one"] if key.endswith("/exp_avg_sq")]
     assert len(moments) == len(dict(Model().named_parameters()))
-    for world, cells in LOADED.items():
-        for by_rank in run_ranks(world, load, str(tmp_path), names, cells, f"back{world}-", timeout_s=500):
+    cells = [cell for several in LOADED.values() for cell in several]
+    again = []
+    for row in covering({"cell": cells, "name": names}, strength):
+        world = next(world for world, several in LOADED.items() if row["cell"] in several)
+        again.append(f"back{world}-{row['name']}")
+        for by_rank in run_ranks(world, load, str(tmp_path), [row["name"]], [row["cell"]], f"back{world}-", timeout_s=500):
             for (name, cell), (found, client) in by_rank.items():
                 assert_same(found, expected[name], (name, cell))
                 assert client == name
-    again = [f"back{world}-{name}" for world in LOADED for name in names]
     for (name, cell), (found, _) in run_ranks(1, load, str(tmp_path), again, LOADED[1], "last-", timeout_s=300)[0].items():
         assert_same(found, expected[name.partition("-")[2]], (name, cell))
     for name, (_, weights) in made.items():
@@ -342,7 +341,7 @@ def load_weights(folder: str, cell: Cell) -> tuple[Whole, Whole]:
     after = engine.state_dict()
     engine.destroy()
     torch.manual_seed(6)
-    topology = topology_of(*cell[:3])
+    topology = topology_of(cell)
     model = Model()
     model.divide(topology)
     zerorun.load_pretrained(model, folder)
@@ -419,7 +418,7 @@ class Narrow(nn.Module):
 
 def use_narrow(folder: str, cell: Cell, load: bool) -> Whole:
     torch.manual_seed(2 if load else 1)
-    engine = make_engine(cell, seed=0, model=Narrow(topology_of(*cell[:3])))
+    engine = make_engine(cell, seed=0, model=Narrow(topology_of(cell)))
     if load:
         engine.load_checkpoint(folder)
     else:
@@ -440,7 +439,7 @@ def test_a_rank_without_elements_of_a_tensor(precision: str, tmp_path: Path) -> 
 
 def use_without_optimizer(folder: str, cell: Cell, load: bool) -> Whole:
     """The last stage has nothing to train."""
-    topology = topology_of(*cell[:3])
+    topology = topology_of(cell)
     torch.manual_seed(2 if load else 1)
     engine = make_engine(cell, seed=0, model=Model(topology.pipe_rank if cell[0] > 1 else None))
     if topology.pipe_rank == 1:

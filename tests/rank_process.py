@@ -1,0 +1,200 @@
+"""A rank of the jobs of harness.py: calls functions for the test process, each on a clean slate.
+
+``python rank_process.py DESCRIPTOR FOLDER`` reads a ``Job`` from the pipe, makes its process group, calls the function, and
+answers with what it returned or raised. When all ranks have returned, it looks at what the job has left behind: engines,
+parts of the process group, open files, threads, memory. Whatever it finds is the job's failure. Then everything that a
+job may have changed is put back: environment, folder, seeds, threads, dtypes and modes of torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import Job, of_this_job, stack_file
+
+import zerorun.assemble  # noqa: F401  (what engines need)
+from zerorun import comm, log, open_shards
+
+_LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
+_WATCH = "zerorun waits"
+
+
+def serve(pipe: Connection, folder: str) -> None:
+    """Do jobs until the test process closes the pipe."""
+    rank = int(os.environ["RANK"])
+    with stack_file(folder, rank).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process, which then closes the pipe
+        torch.set_num_threads(1)
+        _join(Path(folder) / f"alone-{rank}", 0, 1)  # opens what stays open
+        dist.destroy_process_group()
+        slate = Slate()
+        _answer(pipe, ("ok", None))
+        while True:
+            try:
+                job: Job = pickle.loads(pipe.recv_bytes())
+                os.environ.update(job.environment)
+                try:
+                    _join(Path(folder) / f"store-{job.number}", rank, job.world_size)
+                    _answer(pipe, ("ok", _call(job)))
+                except BaseException:
+                    _answer(pipe, ("error", traceback.format_exc()))
+                    continue  # the test process ends this one
+                pipe.recv_bytes()  # all ranks have returned
+            except EOFError:
+                os._exit(0)
+            try:
+                slate.clean()
+                _answer(pipe, ("ok", None))
+            except BaseException:
+                _answer(pipe, ("error", traceback.format_exc()))
+
+
+def _join(store: Path, rank: int, world_size: int) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
+
+
+def _answer(pipe: Connection, answer: tuple[str, Any]) -> None:
+    try:
+        message = pickle.dumps(answer)
+    except Exception:
+        message = pickle.dumps(("error", f"the result cannot be pickled\n{traceback.format_exc()}"))
+    pipe.send_bytes(message)
+
+
+def _call(job: Job) -> Any:
+    value: Any = _load(job.module, job.file)
+    for part in job.function.split("."):
+        value = getattr(value, part)
+    return value(*pickle.loads(job.args))
+
+
+def _load(module_name: str, file: str) -> Any:
+    """The module as the test process knows it, also if pytest put its folder on the path only there."""
+    if module_name not in sys.modules:
+        folder = str(Path(file).parent)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[module_name]
+
+
+class Slate:
+    """How this process was before its first job, and what a job may not leave behind."""
+
+    def __init__(self) -> None:
+        self._environment, self._folder = dict(os.environ), os.getcwd()
+        self._handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
+        self._note()
+
+    def _note(self) -> None:
+        self._modules, self._threads = len(sys.modules), set(threading.enumerate())
+        self._files, self._bytes = open_files(), bytes_in_use()
+        gc.freeze()  # what is there now need not be looked through after each job
+
+    def clean(self) -> None:
+        """Undo what a job may do. Raises AssertionError if it has left something behind that cannot be undone."""
+        of_this_job.clear()
+        self._end_engines()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.chdir(self._folder)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        torch.manual_seed(0)
+        random.seed(0)
+        torch.set_num_threads(1)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        log._warned.clear()
+        left = self._left()
+        self._note()
+        assert not left, "the job has left behind: " + "; ".join(left)
+
+    def _end_engines(self) -> None:
+        """No engine may outlive its test: neither its communicator nor collectives in flight."""
+        if comm._live or open_shards._open:
+            gc.collect()
+        alive, opened = len(comm._live), len(open_shards._open)
+        for communicator in list(comm._live):
+            for pending in list(communicator.books.in_flight):
+                pending.wait(1.0)
+        comm._live.clear()
+        assert not alive, f"{alive} engine(s) are still alive after the function has returned: destroy() does not free them"
+        assert not opened, f"{opened} block(s) that show whole parameters are still open"
+
+    def _left(self) -> list[str]:
+        """What is there now and was not before: threads, and open files and memory that nothing but garbage holds."""
+        found = self._look()
+        if found:
+            gc.collect()
+            found = self._look()
+        return found
+
+    def _look(self) -> list[str]:
+        found = [f"thread {thread.name}" for thread in threading.enumerate() if self._is_new(thread)]
+        if len(sys.modules) > self._modules:
+            return found  # a library that is imported may keep what it likes
+        found += [f"open {what} (descriptor {number})" for number, what in sorted(open_files() - self._files)]
+        grown = bytes_in_use() - self._bytes
+        if grown > _LEAK_BYTES:
+            found.append(f"{grown / 2**20:.0f} MiB of memory")
+        return found
+
+    def _is_new(self, thread: threading.Thread) -> bool:
+        return thread not in self._threads and thread.name != _WATCH  # the watch over waits is one for the process
+
+
+def open_files() -> set[tuple[int, str]]:
+    """Each open descriptor and what it stands for."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
+        except OSError:  # the folder that is just being read
+            continue
+    return found
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keep")
+    ]
+
+
+def bytes_in_use() -> int:
+    """Bytes that the C library has given out, tensors among them; 0 where it does not say."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    told = mallinfo()
+    return int(told.uordblks + told.hblkhd)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), sys.argv[2])
