@@ -81,6 +81,7 @@ setup(
     extras_require={
         "test": [
             "pytest",
+            "pytest-xdist",
             "hypothesis",
             "transformers>=5,<6",
             "peft",

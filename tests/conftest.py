@@ -1,17 +1,85 @@
-"""Shared by all tests: the import path, a check of the installation, and the end of the worker pools."""
+"""Shared by all tests: the import path, how they are spread over processes, and how a run ends."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parent
 if str(TESTS) not in sys.path:
     sys.path.insert(0, str(TESTS))
+
+pytest_plugins = ["leftovers"]
+# Threads that wait sleep: the default is to spin, which costs a busy machine most of its time. Before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+_MOST_PROCESSES = 8
+
+
+# -- signals -----------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """SIGTERM ends a run as Ctrl-C does: everything is torn down.
+
+    A run in the background may have been told to ignore signals (``nohup``, ``&``), which its processes would inherit.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_stay() -> Iterator[None]:
+    """A test that leaves a handler of its own behind would decide how the run ends."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    after = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert after == before, "the test has left a signal handler behind"
+
+
+# -- what runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from covering import mark_nightly
+
+    mark_nightly(items)
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """The whole suite, or a folder, goes to a process for every two cores; tests that are named run in this one."""
+    if any(Path(argument.split("::")[0]).is_file() for argument in config.args):
+        return 0
+    return max(2, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays in one process, with what its tests share; so do all that use the cluster of hosts."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,8 +100,23 @@ def _threads() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _pools() -> Iterator[None]:
+def _workers() -> Iterator[None]:
     yield
     harness = sys.modules.get("harness")
     if harness is not None:
-        harness.close_pools()
+        harness.close_pool()
+
+
+# -- the end -----------------------------------------------------------------------------------------------------
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line says what was not tried, and what it needs."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple)
+    )
+    if reasons:
+        told = "; ".join(f"{count} tests: {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"Not tried here: {told}")

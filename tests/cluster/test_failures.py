@@ -16,7 +16,7 @@ from testbed import Cluster
 
 # Seconds from the failure to the end of everything, everywhere.
 LIMIT, SILENT_LIMIT = 10.0, 30.0
-counts = pytest.mark.parametrize("hosts", (2, 12))
+counts = pytest.mark.parametrize("hosts", (2, pytest.param(12, marks=pytest.mark.nightly)))
 FAILING = "meet()\nif rank == 1:\n    {}\ntime.sleep(100)\n"
 
 
@@ -26,7 +26,8 @@ def last_report(err: str) -> str:
     return err.rstrip().split("=" * 80)[-2]
 
 
-@counts
+@pytest.mark.each_value
+@pytest.mark.parametrize("hosts", (2, 12))
 @pytest.mark.parametrize(
     ("action", "status", "words"),
     [

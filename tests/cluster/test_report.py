@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from jobs import assert_nothing_left
 from testbed import Cluster
 
@@ -28,6 +29,7 @@ def serious(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [finding for finding in found["findings"] if finding["severity"] != "note"]
 
 
+@pytest.mark.nightly
 def test_healthy_hosts(cluster: Cluster, tmp_path: Path) -> None:
     status, found = report(cluster, tmp_path)
     assert status == 0 and serious(found) == []
@@ -43,6 +45,7 @@ def test_one_host_has_a_slow_cable(cluster: Cluster, tmp_path: Path) -> None:
     assert "slow network" in finding["what"]
 
 
+@pytest.mark.nightly
 def test_one_host_has_another_torch_and_one_a_full_dev_shm(cluster: Cluster, tmp_path: Path) -> None:
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from jobs import Job, assert_nothing_left
 from testbed import Cluster
 
@@ -60,6 +61,7 @@ def test_host_that_comes_back_takes_part_again(cluster: Cluster, tmp_path: Path)
     assert attempts(out)[3:] == [(1, rank, 3) for rank in range(3)]
 
 
+@pytest.mark.nightly
 def test_too_few_hosts_are_left(cluster: Cluster, tmp_path: Path) -> None:
     job = Job(cluster, tmp_path, "meet()\ntime.sleep(100)\n", "--max-restarts=3", hosts=3)
     job.wait_until_all_run()

@@ -28,7 +28,9 @@ from zerorun.checkpoint.directory import DOOMED, OLD, REPLACED, TEMPORARY, missi
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 
 SEED = 20240607
-KILLS_OF_SAVES, KILLS_OF_TRAINING = 200, 50
+# Of each chain; at night enough for every point of every chain.
+KILLS_OF_SAVES = pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.nightly)])
+KILLS_OF_TRAINING = pytest.mark.parametrize("kills", [4, pytest.param(25, marks=pytest.mark.nightly)])
 _ANSWER_S = 90.0
 _NOBODY = 65534
 
@@ -239,32 +241,37 @@ class Attack:
             assert not remains, f"left over after a save that returned: {remains}"
 
 
+@KILLS_OF_SAVES
 @pytest.mark.parametrize("chain", SAVING, ids=lambda chain: chain.name)
-def test_kills_while_saving(nursery: Nursery, chain: Chain, tmp_path: Path) -> None:
+def test_kills_while_saving(nursery: Nursery, chain: Chain, kills: int, tmp_path: Path) -> None:
     """At points inside a save, at any change of the file system, and at random times: the newest checkpoint is found."""
     attack = Attack(nursery, chain, tmp_path)
-    each = KILLS_OF_SAVES // len(SAVING)
     points = [name for name in _EVENTS if name != "any"]
-    kinds = [*points, *["any"] * 7, *["time"] * (each - 7 - len(points))]
+    if kills < len(points):  # each point is another chain's turn
+        begin = SAVING.index(chain) * (kills - 2)
+        points = [points[(begin + number) % len(points)] for number in range(kills - 2)]
+    later = (kills - len(points) + 1) // 2
+    kinds = [*points, *["any"] * later, *["time"] * (kills - len(points) - later)]
     attack.random.shuffle(kinds)
     for number, kind in enumerate(kinds):
         attack.kill(kind)
         if number % 2:
             attack.load(2 if number % 8 == 7 else 1)
     attack.finish()
-    assert attack.kills.total() == each
+    assert attack.kills.total() == kills
     print(f"{chain.name}: {dict(attack.kills)}")
 
 
+@KILLS_OF_TRAINING
 @pytest.mark.parametrize("chain", TRAINING, ids=lambda chain: chain.name)
-def test_kills_while_training(nursery: Nursery, chain: Chain, tmp_path: Path) -> None:
+def test_kills_while_training(nursery: Nursery, chain: Chain, kills: int, tmp_path: Path) -> None:
     attack = Attack(nursery, chain, tmp_path)
-    for number in range(KILLS_OF_TRAINING // len(TRAINING)):
+    for number in range(kills):
         attack.kill("time")
         if number % 4 == 3:
             attack.load(1)
     attack.finish()
-    assert attack.kills.total() == KILLS_OF_TRAINING // len(TRAINING)
+    assert attack.kills.total() == kills
 
 
 # -- full and closed disks ---------------------------------------------------------------------------------------

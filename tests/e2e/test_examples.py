@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,10 @@ def losses(folder: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-@pytest.mark.parametrize("config", ["zero0", "zero1", "zero2", "zero3", "bf16", "fp16"])
+at_night = partial(pytest.param, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("config", [*map(at_night, ("zero0", "zero1", "zero2", "zero3", "bf16")), "fp16"])
 def test_train_gpt(tmp_path: Path, config: str) -> None:
     out = run(*LAUNCHER, *train_gpt(config), folder=tmp_path)
     assert "step 5/5: loss " in out
@@ -75,6 +79,7 @@ def train_3d(folder: Path, tensor: int, stages: int, **pipeline: object) -> tupl
     return (str(ROOT / "examples" / "train_3d.py"), "--config", str(path), *TINY, "--steps", "3", "--eval-every", "1")
 
 
+@pytest.mark.nightly
 def test_train_3d_on_eight_ranks_is_the_run_of_one(tmp_path: Path) -> None:
     """2 stages x 2 tensor ranks x 2 data-parallel ranks; the trace is one that zerorun-schedule draws."""
     one = run(*train_3d(tmp_path, 1, 1), "--out", "one", folder=tmp_path)
@@ -100,6 +105,7 @@ def test_train_3d_takes_the_schedule_from_the_json(tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("validation loss ")
 
 
+@pytest.mark.nightly
 def test_exits_with_zero_every_time(tmp_path: Path) -> None:
     for _ in range(5):
         run(*LAUNCHER, *train_gpt("zero3", steps=2), folder=tmp_path)
@@ -118,7 +124,7 @@ def test_own_text_with_accumulation_and_progress_bar(tmp_path: Path) -> None:
     assert (tmp_path / "runs" / "accumulate" / "loss.png").exists()
 
 
-HF_RUNS = [("llama",), ("llama", "--lora"), ("gpt2",), ("gpt2", "--lora"), ("qwen2",), ("qwen3",)]
+HF_RUNS = [("llama", "--lora"), *map(at_night, (("llama",), ("gpt2",), ("gpt2", "--lora"), ("qwen2",), ("qwen3",)))]
 
 
 @pytest.mark.parametrize("names", HF_RUNS, ids="".join)

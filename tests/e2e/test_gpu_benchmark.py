@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "perf" / "gpu.py"
 
 
+@pytest.mark.nightly
 def test_it_measures_everything(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--peers", "fsdp2", "--json", str(result)]

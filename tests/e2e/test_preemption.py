@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "wait").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("who", ["launcher", "one worker", "one worker, twice", "launcher, SIGUSR1"])
+at_night = partial(pytest.param, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("who", [at_night("launcher"), at_night("one worker"), "one worker, twice", "launcher, SIGUSR1"])
 def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]) -> None:
     """One complete checkpoint, at the same step on all ranks; the run that goes on is the uninterrupted one."""
     (folder / "wait").touch()

@@ -73,7 +73,9 @@ def test_one_rank() -> None:
     assert report["live"]["ended"] == "finished"
 
 
-@pytest.mark.parametrize("fault", ["hang:all_reduce", "hang:zerorun all_gather bfloat16:1"])
+@pytest.mark.parametrize(
+    "fault", ["hang:zerorun all_gather bfloat16:1", pytest.param("hang:all_reduce", marks=pytest.mark.nightly)]
+)
 def test_a_collective_that_never_returns_is_a_finding(fault: str) -> None:
     begun = time.monotonic()
     status, report = as_json("--quick", ZERORUN_REPORT_FAULT=fault)
@@ -167,6 +169,7 @@ def test_the_shim_and_help() -> None:
     assert "exit status: 0 can train" in done.stdout
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("during", ["zerorun.report.software", "zerorun.report.checks"])
 def test_nothing_is_left_when_it_is_ended(tmp_path: Path, number: int, during: str) -> None:

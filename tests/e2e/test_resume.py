@@ -18,7 +18,7 @@ def launch(world: int, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.nightly) for world in (1, 3, 4))])
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(world: int, tmp_path: Path) -> None:
     """Weights, masters, moments, losses, rates, loss scale, norms, random numbers, sample ids; 12 configurations."""
     whole = launch(world, "whole", str(tmp_path))

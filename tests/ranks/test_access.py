@@ -230,6 +230,7 @@ def build_from_others(name: str) -> list[str]:
     return problems
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", BUILDERS)
 def test_init_gives_parameters_made_of_others_their_values(name: str, world: int) -> None:
@@ -281,7 +282,7 @@ def write_to_parameters(stage: int, late: bool) -> tuple[list[torch.Tensor], lis
     read = memory.read_tensor
 
     def slowly(*arguments: Any) -> None:
-        time.sleep(0.02)
+        time.sleep(0.005)
         read(*arguments)
 
     if late and dist.get_rank() == 1:
@@ -392,6 +393,7 @@ def average_after_steps(stage: int, precision: str) -> list[bool]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("world", "stage"), [(2, 0), (2, 1), (3, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 def test_parameters_are_readable_right_after_a_step(precision: str, world: int, stage: int) -> None:

@@ -84,6 +84,7 @@ def train_dropout(stage: int, units: dict[str, Any], precision: str, sections: l
     return [train_seeded(DROPOUT, {**base, "activation_checkpointing": section}) for section in sections]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("units", ("blocks", "groups"))
 def test_dropout_and_accumulation(stage: int, units: str) -> None:
@@ -93,6 +94,7 @@ def test_dropout_and_accumulation(stage: int, units: str) -> None:
             assert_same_bits(result, results[0], section)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("units", ("layers", "sized"))
 def test_units_inside_the_blocks(stage: int, units: str) -> None:
@@ -104,6 +106,7 @@ def test_units_inside_the_blocks(stage: int, units: str) -> None:
             assert result.norms == pytest.approx(results[0].norms, rel=1e-6), section
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world", (1, 3))
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 def test_other_numbers_of_ranks_and_precisions(world: int, precision: str) -> None:
@@ -118,6 +121,7 @@ def train_model(model: str, stage: int, sections: list[dict[str, Any]]) -> list[
     return [train_seeded(CASES[model], {**base, "activation_checkpointing": section}) for section in sections]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize("model", CASES)
 def test_every_model(model: str, stage: int) -> None:
@@ -213,6 +217,7 @@ def count_calls(stage: int, section: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (0, 3))
 @pytest.mark.parametrize(
     ("section", "calls"),
@@ -343,7 +348,8 @@ def test_calls_in_the_model_follow_the_section(stage: int) -> None:
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------
 
-HUGGING_FACE = ("llama", "gpt2", "qwen2-moe", "bert", "t5", "bart", "vit", "gemma2")
+HUGGING_FACE = ("gpt2", "qwen2-moe", "t5")
+MORE_AT_NIGHT = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "bert", "bart", "vit", "gemma2")]
 
 
 def train_hugging_face(name: str, stage: int, section: dict[str, Any], own: bool = False) -> tuple[list[float], int]:
@@ -381,7 +387,7 @@ def train_hugging_face(name: str, stage: int, section: dict[str, Any], own: bool
     return losses, len(made)
 
 
-@pytest.mark.parametrize("name", HUGGING_FACE)
+@pytest.mark.parametrize("name", [*HUGGING_FACE, *MORE_AT_NIGHT])
 def test_hugging_face_models_with_their_caches(name: str) -> None:
     """use_cache is on by default, so decoders collect keys and values in training, too.
 
@@ -446,6 +452,7 @@ def train_loss_inside(stage: int, precision: str, units: dict[str, Any]) -> list
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (0, 3))
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("units", ({}, {"unit_policy": ["Block", "Head"]}))

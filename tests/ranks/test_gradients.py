@@ -63,6 +63,7 @@ def gathers(engine: zerorun.Engine) -> int:
     return sum(traffic["calls"] for label, traffic in engine.communication_report().items() if "on request" in label)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_are_those_of_one_process(model: str, stage: int) -> None:

@@ -104,6 +104,7 @@ def train(loss: Callable[..., torch.Tensor], stage: int, recompute: bool) -> dic
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("world", (1, 2, 3))

@@ -12,7 +12,7 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +35,27 @@ from zerorun.errors import CheckpointError
 STEPS, ACCUMULATION = 3, 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32_ACCUMULATION = {"data_types": {"grad_accum_dtype": "fp32"}}
-# name: (stage, dtype, zero_optimization, other configuration, whether the optimizer is of FusedAdam's class)
-CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], bool]] = {
-    "0 fp32": (0, "fp32", {}, {}, False),
-    "0 bf16": (0, "bf16", {}, {}, False),
-    "0 bf16 fused": (0, "bf16", {}, {}, True),
-    "0 fp16 fused": (0, "fp16", {}, {}, True),
-    "1 fp32": (1, "fp32", {}, {}, True),
-    "1 fp32 adam": (1, "fp32", {}, {}, False),
-    "1 bf16": (1, "bf16", {}, {}, False),
-    "1 bf16 optimizer": (1, "bf16", {}, FP32_ACCUMULATION, False),
-    "2 fp32": (2, "fp32", {}, {"checkpoint": {"serialization": False}}, False),
-    "2 fp32 round robin": (2, "fp32", {"round_robin_gradients": True}, {}, False),
-    "2 bf16 aligned": (2, "bf16", {"parameter_alignment": True}, {}, False),
-    "2 bf16 elastic": (2, "bf16", {"elastic_checkpoint": True}, {}, False),
-    "2 fp16": (2, "fp16", {}, {}, False),
-    "3 fp32": (3, "fp32", {"stage3_param_persistence_threshold": 6}, {}, False),
-    "3 bf16 sub-groups": (3, "bf16", {"sub_group_size": 40}, {}, False),
-    "3 fp16": (3, "fp16", {}, {}, False),
+# name: (stage, dtype, zero_optimization, other configuration, whether the optimizer is of FusedAdam's class, whether it
+# runs not only at night)
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any], bool, bool]] = {
+    "0 fp32": (0, "fp32", {}, {}, False, False),
+    "0 bf16": (0, "bf16", {}, {}, False, False),
+    "0 bf16 fused": (0, "bf16", {}, {}, True, False),
+    "0 fp16 fused": (0, "fp16", {}, {}, True, True),
+    "1 fp32": (1, "fp32", {}, {}, True, False),
+    "1 fp32 adam": (1, "fp32", {}, {}, False, True),
+    "1 bf16": (1, "bf16", {}, {}, False, False),
+    "1 bf16 optimizer": (1, "bf16", {}, FP32_ACCUMULATION, False, True),
+    "2 fp32": (2, "fp32", {}, {"checkpoint": {"serialization": False}}, False, True),
+    "2 fp32 round robin": (2, "fp32", {"round_robin_gradients": True}, {}, False, True),
+    "2 bf16 aligned": (2, "bf16", {"parameter_alignment": True}, {}, False, True),
+    "2 bf16 elastic": (2, "bf16", {"elastic_checkpoint": True}, {}, False, True),
+    "2 fp16": (2, "fp16", {}, {}, False, True),
+    "3 fp32": (3, "fp32", {"stage3_param_persistence_threshold": 6}, {}, False, True),
+    "3 bf16 sub-groups": (3, "bf16", {"sub_group_size": 40}, {}, False, True),
+    "3 fp16": (3, "fp16", {}, {}, False, True),
 }
+EVERY_CASE = [pytest.param(name, marks=() if often else pytest.mark.nightly) for name, (*_, often) in CASES.items()]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -162,7 +164,7 @@ def own_values(engine: Any, model: nn.Module) -> dict[tuple[str, str], torch.Ten
 def write_deepspeed(folder: Path, name: str) -> None:
     import deepspeed
 
-    stage, dtype, zero, other, fused = CASES[name]
+    stage, dtype, zero, other, fused, _ = CASES[name]
     torch.manual_seed(0)
     model = Net()
     config = {
@@ -207,7 +209,7 @@ def write_deepspeed(folder: Path, name: str) -> None:
     engine.destroy()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, names: Sequence[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
     import deepspeed.comm.torch
@@ -216,7 +218,7 @@ def main(folder: Path) -> None:
     deepspeed.comm.torch.build_shm_op = lambda: None  # or it compiles for a minute
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow, but for the format's sake
     deepspeed.init_distributed("gloo")
-    for name in CASES:
+    for name in names:
         write_deepspeed(folder, name)
 
 
@@ -224,12 +226,15 @@ def main(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def deepspeed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of every case. One launch makes them all, as importing DeepSpeed takes longest."""
+def deepspeed_runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder with a checkpoint of every case that runs. One launch makes them all: importing DeepSpeed takes longest."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; pip install -e '.[bench]'")
     folder = tmp_path_factory.mktemp("deepspeed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(folder)]
+    named = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
+    names = [name for name, (*_, often) in CASES.items() if often or name in named]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, __file__, str(folder), *names]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=240)
@@ -264,7 +269,7 @@ def expected_values(folder: Path, name: str) -> dict[tuple[str, str], torch.Tens
     return values
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_deepspeed_values(deepspeed_runs: Path, name: str) -> None:
     found, expected = load_all(read_deepspeed(deepspeed_runs / name)), expected_values(deepspeed_runs, name)
     if "round robin" in name:  # for which DeepSpeed's functions give one parameter's values as another's
@@ -275,9 +280,9 @@ def test_deepspeed_values(deepspeed_runs: Path, name: str) -> None:
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY_CASE)
 def test_deepspeed_facts(deepspeed_runs: Path, name: str) -> None:
-    stage, dtype, _, _, fused = CASES[name]
+    stage, dtype, _, _, fused, _ = CASES[name]
     found = read_deepspeed(deepspeed_runs / name)
     wrapped = stage == 0 and dtype != "fp32"  # DeepSpeed's wrappers take a step with no gradient to begin with
     assert found.trainable == {**dict.fromkeys(GROUP_OF, True), **dict.fromkeys(FROZEN, False)}
@@ -636,4 +641,4 @@ def test_dcp_damaged_inside(dcp_runs: tuple[Path, Any], tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -192,6 +192,7 @@ def account(name: str, config: dict[str, Any]) -> tuple[dict[str, int], int, int
 CELLS = [("even", 2, 2), ("even", 4, 1), ("padded", 2, 1), ("padded", 3, 2), ("blocks", 3, 1), ("blocks", 4, 2)]
 
 
+@pytest.mark.each_pair
 @every_stage
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize(("name", "ranks", "slots"), CELLS)
@@ -300,6 +301,7 @@ def watch(name: str, config: dict[str, Any]) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 def test_nothing_moves_or_grows_after_the_second_step(stage: int, precision: str) -> None:
@@ -360,6 +362,7 @@ def python_calls(stage: int, precision: str, count: int) -> int:
     return calls
 
 
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 def test_python_calls_depend_on_units_only(stage: int, precision: str) -> None:

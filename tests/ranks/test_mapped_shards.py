@@ -61,6 +61,7 @@ def open_files() -> int:
 # -- results -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("model", tuple(CASES))
 def test_mapped_shards_give_the_same_run(model: str, precision: str) -> None:
@@ -186,6 +187,7 @@ def resident_bytes(kept: float) -> dict[str, Any]:
     return {"mapped": sum(s.mapped for s in segments(engine)), "steps": found, "slots": engine.runtime.param_slots.count}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("kept", "most"), ((0, 1.0), (3, 4.0), (3.9, 4.0), (8, 8.0)))
 @pytest.mark.parametrize("world", (2, 4))
 def test_pages_of_others_stay_no_longer_than_in_a_slot_but_for_some(world: int, kept: float, most: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import covering
 from harness import run_ranks
 from models import CASES, Case, Gpt, Mlp, Place
 from reference import Result
 from test_checkpoint import AFTER, BEFORE, held, steps
-from test_equivalence import assert_identical, by_world, pairwise
+from test_equivalence import assert_identical, by_world
 from training import make_config, make_engine, train
 
 import zerorun
@@ -39,7 +39,7 @@ PLACES: dict[str, dict[str, Any]] = {
         "offload_param": {"device": "nvme", "nvme_path": DISK},
     },
 }
-ROWS = pairwise(
+ROWS = covering(
     {
         "world": (2, 3, 1),
         "stage": (3, 2, 1),
@@ -87,6 +87,7 @@ def train_apart(model: str, configs: list[dict[str, Any]]) -> list[Result]:
         partition.HostLink = HostLink  # type: ignore[misc]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("stage", "place"), [(1, "optimizer"), (2, "ratio 0.3"), (3, "optimizer"), (3, "both"), (2, "disk"), (3, "all on disk")]
@@ -148,11 +149,19 @@ def every_combination(stage: int, rows: list[dict[str, Any]]) -> list[list[Overf
     return [train_with_overflows(stage, [{}, PLACES["optimizer"]], row) for row in rows]
 
 
+COMBINED: dict[str, tuple[Any, ...]] = {
+    "accumulation": (1, 2),
+    "clip": (0.0, 1.0),
+    "optimizer": ("Adam", "AdamW", "Lion", "Adagrad", "SGD"),
+    "precision": ("bf16", "fp16"),
+}
+
+
+@pytest.mark.parametrize("strength", [2, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_every_combination(stage: int) -> None:
-    """Accumulation x clipping x optimizer x {bf16, fp16 with planted overflows}: the same bits with and without offload."""
-    values = itertools.product((1, 2), (0.0, 1.0), ("Adam", "AdamW", "Lion", "Adagrad", "SGD"), ("bf16", "fp16"))
-    rows = [dict(zip(("accumulation", "clip", "optimizer", "precision"), row, strict=True)) for row in values]
+def test_every_combination(stage: int, strength: int) -> None:
+    """With planted overflows in fp16: the same bits with and without offload."""
+    rows = covering(COMBINED, strength)
     for found in run_ranks(2, every_combination, stage, rows):
         for row, (resident, placed) in zip(rows, found, strict=True):
             assert resident[1] == (PLANTED if row["precision"] == "fp16" else [False] * len(PLANTED)), row
@@ -173,6 +182,7 @@ def ledgers(places: list[dict[str, Any]], stage: int, precision: str) -> list[di
     return found
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2])

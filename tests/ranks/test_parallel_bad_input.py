@@ -45,6 +45,7 @@ def initialize_with(model: str, changes: dict[str, Any]) -> tuple[str, str]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("world", "model", "changes", "kind", "words"),
     (

@@ -46,6 +46,7 @@ def observe(which: str) -> tuple[int, dict[str, int], str]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("which", CELLS)
 def test_it_is_what_the_heaviest_rank_holds(which: str) -> None:
     name, _, _, tensor, pipe, data, _ = CELLS[which]

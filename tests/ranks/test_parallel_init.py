@@ -34,6 +34,7 @@ def from_files(name: str, folder: str) -> nn.Module:
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ("llama", "gpt2"))
 @pytest.mark.parametrize(("tensor", "pipe", "data"), CELLS)
 def test_built_in_init_equals_one_process(name: str, tensor: int, pipe: int, data: int) -> None:

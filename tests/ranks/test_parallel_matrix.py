@@ -187,6 +187,7 @@ def test_what_goes_with_it_equals_one_process(which: str) -> None:
     compare(run_ranks(tensor * pipe * data, train, name, tensor, pipe, config), reference(name, data, 3))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pipe", (1, 2))
 @pytest.mark.parametrize(

@@ -118,6 +118,7 @@ def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
         partition.LARGE_NUMEL, Communicator.sum_parts = usual, real  # type: ignore[method-assign]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", tuple(CASES))
 @pytest.mark.parametrize("turn", (0, 2))
 def test_unpacked_gradients_give_the_same_run(turn: int, model: str) -> None:
@@ -149,6 +150,7 @@ def train_with_pauses(config: dict[str, Any], seed: int | None) -> Result:
     return result
 
 
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("world", (2, 4))
 def test_late_ranks_change_nothing(world: int, stage: int) -> None:
@@ -264,7 +266,7 @@ def test_only_the_launchers_processes_may_read_and_only_while_they_must() -> Non
 def test_the_nearest_common_ancestor() -> None:
     assert peer_memory.nearest_common([[40, 30, 20], [31, 30, 20], [30, 20]]) == 30
     assert peer_memory.nearest_common([[40], [41]]) == peer_memory._ANYBODY
-    assert os.getppid() == peer_memory.ancestors()[0]
+    assert peer_memory.ancestors()[:1] == [os.getppid()] * (os.getppid() > 1)
     assert 1 not in peer_memory.ancestors()
 
 

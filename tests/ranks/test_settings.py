@@ -93,6 +93,7 @@ def test_the_cut_into_units_changes_nothing(stage: int, model: str) -> None:
         assert_same_weights(result.weights, results[0].weights, units)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 2, 3))
 @pytest.mark.parametrize("model", ("plain", "checkpoint_groups", "branch", "repeated_apart"))
 def test_overlap_and_buckets_change_nothing(stage: int, model: str) -> None:
@@ -217,6 +218,7 @@ def token_mean_reference(world_size: int, accumulation: int) -> Result:
     return result
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize(
     ("world_size", "accumulation"), [(1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (4, 1), (4, 2), (4, 8)]
@@ -304,6 +306,7 @@ def run_dialects(stage: int, precision: str) -> dict[str, Result]:
     return {name: run_dialect(name, stage, precision) for name in names}
 
 
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("precision", ("fp32", "fp16"))
 def test_all_forms_of_the_loop_train_alike(stage: int, precision: str) -> None:
@@ -495,6 +498,7 @@ def two_engines_reference(kind: str, world_size: int) -> Result:
     return result
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stages", ((0, 0), (1, 1), (2, 2), (3, 3), (3, 0), (1, 3)))
 @pytest.mark.parametrize("kind", ("gan", "joint"))
 def test_two_engines_in_one_program(kind: str, stages: tuple[int, int]) -> None:
@@ -564,6 +568,7 @@ def gradients(model: str, stage: int) -> dict[str, torch.Tensor | None]:
     return found
 
 
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("model", ("plain", "tied", "checkpoint_groups", "repeated_apart", "moe"))
 def test_gradients_can_be_read_before_the_step(stage: int, model: str) -> None:

@@ -68,6 +68,7 @@ LINE = re.compile(
 )
 
 
+@pytest.mark.each_value
 # 2 ranks read each other's memory; 3 send messages (harness.py).
 @pytest.mark.parametrize("ranks", (2, 3))
 @pytest.mark.parametrize("place", ("step", "control"))

@@ -1,0 +1,57 @@
+"""Rows of a matrix that are enough: each value, or each pair of values of two settings, comes at least once.
+
+``@pytest.mark.each_value`` or ``@pytest.mark.each_pair`` on a parametrized test makes all its other rows nightly. A row
+that is asked for by name runs.
+
+A defect that needs three settings at once is rare (Kuhn, Wallace, Gallo: Software Fault Interactions, IEEE Transactions on
+Software Engineering 30(6), 2004). The whole product costs many times as much as its pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Row = dict[str, Any]
+STRENGTHS = {"each_value": 1, "each_pair": 2}
+
+
+def enough(rows: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
+    """Which of ``rows`` have every combination of ``strength`` settings that comes in any of them, ascending.
+
+    Greedy and deterministic: not always the fewest that there are.
+    """
+    choices = [dict.fromkeys(combinations(row.items(), min(strength, len(row)))) for row in rows]
+    missing = {choice: None for each in choices for choice in each}  # an ordered set
+    chosen = []
+    while missing:
+        wanted = next(iter(missing))
+        fitting = [row for row, each in enumerate(choices) if wanted in each]
+        best = max(fitting, key=lambda row: len(missing.keys() & choices[row].keys()))
+        for choice in choices[best]:
+            missing.pop(choice, None)
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def covering(values: Mapping[str, Sequence[Any]], strength: int = 2) -> list[Row]:
+    """Rows of the product of ``values`` that are enough."""
+    places = [dict(zip(values, row, strict=True)) for row in product(*(range(len(each)) for each in values.values()))]
+    return [{key: values[key][place] for key, place in places[row].items()} for row in enough(places, strength)]
+
+
+def mark_nightly(items: Sequence[pytest.Item]) -> None:
+    """Mark the rows of matrices among ``items`` that the others cover."""
+    matrices: dict[tuple[str, int], list[pytest.Function]] = {}
+    for item in items:
+        for name, strength in STRENGTHS.items():
+            if isinstance(item, pytest.Function) and item.get_closest_marker(name) is not None:
+                matrices.setdefault((item.nodeid.partition("[")[0], strength), []).append(item)
+    for (_, strength), rows in matrices.items():
+        # Values are told apart as objects: they come from one list, and not all can be compared.
+        kept = enough([{key: id(value) for key, value in row.callspec.params.items()} for row in rows], strength)
+        for row in {*range(len(rows))} - {*kept}:
+            rows[row].add_marker(pytest.mark.nightly)

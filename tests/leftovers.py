@@ -1,0 +1,157 @@
+"""Nothing of a test outlives the run: processes, temporary files and shared memory that are left over fail it, by name.
+
+All temporary files that are not pytest's own go to a folder of the run, which is TMPDIR for all its processes. What is
+left there, or in shared memory, when everything has been torn down is told with the test after which it was first seen.
+Processes are known by a variable of their environment, and by PYTEST_CURRENT_TEST, which pytest sets: they are ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_RUN = "TESTS_OF_RUN"  # the folder of the run: in the environment of all its processes
+_SHARED_MEMORY = Path("/dev/shm")
+_GRACE_S = 5.0  # for processes that are ending
+
+
+class Seen:
+    """Which entries of a folder came with which test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._before = folder, entries(folder)
+        self.came: dict[str, str] = {}
+
+    def look(self, test: str) -> None:
+        for name in entries(self.folder) - self._before - self.came.keys():
+            self.came[name] = test
+
+    def left(self) -> list[str]:
+        """What is still there, and no process has open."""
+        there = sorted(entries(self.folder) & self.came.keys())
+        used = open_paths() if there else set()
+        return [f"{self.folder / name}, of {self.came[name]}" for name in there if str(self.folder / name) not in used]
+
+
+def entries(folder: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        return set(os.listdir(folder))
+    return set()
+
+
+def open_paths() -> set[str]:
+    """Files that some process has mapped or open, as far as this user may know."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            lines = (process / "maps").read_text().splitlines()
+            found |= {line.split(None, 5)[5] for line in lines if "/" in line}
+            found |= {os.readlink(link) for link in (process / "fd").iterdir()}
+    return found
+
+
+def processes_of(run: str) -> dict[int, str]:
+    """Processes of this run beside pytest's own: the test that has started each, and its command."""
+    found, marker = {}, f"{_RUN}={run}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_bytes().split(b"\0")
+            test = [each.partition(b"=")[2].decode() for each in variables if each.startswith(b"PYTEST_CURRENT_TEST=")]
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+            if marker in variables and test and state != "Z" and int(process.name) != os.getpid():
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found[int(process.name)] = f"process {process.name} ({command[:200]}), of {test[0]}"
+    return found
+
+
+def end_processes(run: str) -> list[str]:
+    """Wait for what is ending, and end the rest: what had to be ended."""
+    deadline = time.monotonic() + _GRACE_S
+    while (left := processes_of(run)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for number in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    return list(left.values())
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """The part of a process that runs tests: attributes what appears to tests."""
+
+    def __init__(self) -> None:
+        self.seen = [Seen(Path(tempfile.gettempdir())), Seen(_SHARED_MEMORY)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        result = yield
+        for folder in self.seen:
+            folder.look(item.nodeid)
+        return result
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        result = yield
+        left = [line for folder in self.seen for line in folder.left()]
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["left"] = left
+        else:
+            _told(session.config).extend(left)
+        return result
+
+
+class Run:
+    """The part of the process that the user has started: makes the folder, and tells what is left."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stay where they were
+        self.folder = tempfile.mkdtemp(prefix="zerorun-tests-")
+        os.environ["TMPDIR"] = os.environ[_RUN] = self.folder
+        tempfile.tempdir = None  # to be found out again
+        self.config, self.told = config, _told(config)
+
+    def pytest_testnodedown(self, node: object) -> None:
+        """A process of pytest-xdist has ended."""
+        self.told.extend(getattr(node, "workeroutput", {}).get("left", ()))
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        result = yield
+        os.environ.pop("PYTEST_CURRENT_TEST", None)
+        self.told.extend(end_processes(self.folder))
+        if self.told and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        return result
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for line in self.told:
+            terminalreporter.write_line(f"LEFT OVER {line}", red=True)
+
+    def pytest_unconfigure(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_KEY = pytest.StashKey[list[str]]()
+
+
+def _told(config: pytest.Config) -> list[str]:
+    return config.stash.setdefault(_KEY, [])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    worker = hasattr(config, "workerinput")
+    if not worker:
+        config.pluginmanager.register(Run(config))
+    if worker or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(Watch())

@@ -1,0 +1,74 @@
+"""A run of pytest ends its processes, on SIGTERM too, and tells which test has left something behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import patience
+
+TESTS = Path(__file__).parents[1]
+CASES = {
+    "nothing": ("pass", ""),
+    "a file": ("os.close(tempfile.mkstemp(suffix='.mine')[0])", ".mine, of test_it.py::test_it"),
+    "shared memory": ("open('/dev/shm/left-' + os.environ['MARK'], 'w').close()", "/dev/shm/left-"),
+    "a process": ("subprocess.Popen(['sleep', '600'], start_new_session=True)", "(sleep 600), of test_it.py::test_it"),
+}
+CODE = """
+import os, subprocess, tempfile, time
+from pathlib import Path
+import pytest
+
+@pytest.fixture
+def torn_down():
+    yield
+    Path("torn-down").touch()
+
+def test_it(torn_down):
+    {what}
+"""
+
+
+def start(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
+    (folder / "test_it.py").write_text(CODE.format(what=what))
+    (folder / "conftest.py").write_text((TESTS / "conftest.py").read_text())
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    path = os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])
+    env |= {"MARK": folder.name, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", "-p", "no:cacheprovider", *options]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("workers", ("0", "2"))
+@pytest.mark.parametrize("what", CASES)
+def test_what_is_left_fails_the_run(what: str, workers: str, tmp_path: Path) -> None:
+    code, said = CASES[what]
+    process = start(tmp_path, code, "-n", workers)
+    out, _ = process.communicate(timeout=60 * patience())
+    Path(f"/dev/shm/left-{tmp_path.name}").unlink(missing_ok=True)
+    assert process.returncode == (1 if said else 0), out
+    assert ("LEFT OVER" in out) == bool(said), out
+    assert said in out
+
+
+@pytest.mark.parametrize("workers", ("0", "2"))
+def test_sigterm_ends_a_run(workers: str, tmp_path: Path) -> None:
+    what = "Path('begun').write_text(str(subprocess.Popen(['sleep', '600']).pid)); time.sleep(600)"
+    process = start(tmp_path, what, "-n", workers)
+    begun, deadline = tmp_path / "begun", time.monotonic() + 60 * patience()
+    while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = int(begun.read_text())
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60 * patience())
+    assert process.returncode == 2, out
+    assert "KeyboardInterrupt" in out
+    assert workers == "2" or (tmp_path / "torn-down").exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
