@@ -34,8 +34,10 @@ _STACK_S = 2.0  # for faulthandler to write
 
 
 def patience() -> float:
-    """How many times as long as on an idle machine things may take now. For limits that only end what hangs."""
-    return 2.0 + 2.0 * os.getloadavg()[0] / (os.cpu_count() or 1)
+    """How many times as long as on an idle machine things may take now: by what runs, and has run for a minute."""
+    with open("/proc/loadavg") as file:
+        minute, *_, running = file.read().replace("/", " ").split()[:4]
+    return 1.0 + 2.0 * max(float(minute), float(running)) / (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Pool:
     """Worker processes, one for each rank. Those of the first ranks serve every job, the others only larger ones."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zerorun-ranks-")
+        self.folder = tempfile.TemporaryDirectory(prefix="zerorun-ranks-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         self._jobs = 0
@@ -107,7 +109,7 @@ class Pool:
             "ZERORUN_DEVICE": "cpu",
             "ZERORUN_ORDER_TIMEOUT_S": "15",
         }
-        command = [sys.executable, str(TESTS / "rank_process.py"), str(pipe.fileno()), self._folder.name]
+        command = [sys.executable, str(TESTS / "rank_process.py"), str(pipe.fileno()), self.folder.name]
         return subprocess.Popen(command, env=env, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL)
 
     def _send(self, world_size: int, message: Job | None) -> None:
@@ -163,7 +165,7 @@ class Pool:
             self._processes[rank].send_signal(signal.SIGUSR1)
         if ranks:
             time.sleep(_STACK_S)
-        return {rank: stack_file(self._folder.name, rank).read_text() or "(none)" for rank in ranks}
+        return {rank: stack_file(self.folder.name, rank).read_text() or "(none)" for rank in ranks}
 
     def close(self) -> None:
         """End all processes; the next job starts new ones. Safe to call twice."""
@@ -174,7 +176,7 @@ class Pool:
         for process in self._processes:
             process.wait()
         self._pipes, self._processes = [], []
-        for left in Path(self._folder.name).iterdir():
+        for left in Path(self.folder.name).iterdir():
             left.unlink()
 
 
@@ -206,7 +208,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 def close_pool() -> None:
     """End all workers."""
     while _pool:
-        _pool.pop().close()
+        pool = _pool.pop()
+        pool.close()
+        pool.folder.cleanup()
 
 
 atexit.register(close_pool)

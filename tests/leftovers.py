@@ -8,6 +8,7 @@ Processes are known by a variable of their environment, and by PYTEST_CURRENT_TE
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import signal
@@ -116,7 +117,10 @@ class Run:
 
     def __init__(self, config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # pytest's own stay where they were
+        kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)  # where it is without us: compiling them takes long
         self.folder = tempfile.mkdtemp(prefix="zerorun-tests-")
+        os.chmod(self.folder, 0o755)  # some tests act as another user
         os.environ["TMPDIR"] = os.environ[_RUN] = self.folder
         tempfile.tempdir = None  # to be found out again
         self.config, self.told = config, _told(config)

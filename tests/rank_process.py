@@ -31,7 +31,8 @@ import zerorun.assemble  # noqa: F401  (what engines need)
 from zerorun import comm, log, open_shards
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
-_WATCH = "zerorun waits"
+_GRACE_S = 1.0  # for threads that are ending
+_KEPT_THREADS = ("zerorun waits", "tqdm_monitor")  # one for the process
 
 
 def serve(pipe: Connection, folder: str) -> None:
@@ -151,13 +152,17 @@ class Slate:
         found = self._look()
         if found:
             gc.collect()
+            for thread in filter(self._is_new, threading.enumerate()):
+                thread.join(_GRACE_S)
             found = self._look()
         return found
 
     def _look(self) -> list[str]:
-        found = [f"thread {thread.name}" for thread in threading.enumerate() if self._is_new(thread)]
-        if len(sys.modules) > self._modules:
-            return found  # a library that is imported may keep what it likes
+        library = len(sys.modules) > self._modules  # one that has just been imported may keep what it likes
+        threads = [thread.name for thread in threading.enumerate() if self._is_new(thread)]
+        found = [f"thread {name}" for name in threads if not library or name.startswith("zerorun")]
+        if library:
+            return found
         found += [f"open {what} (descriptor {number})" for number, what in sorted(open_files() - self._files)]
         grown = bytes_in_use() - self._bytes
         if grown > _LEAK_BYTES:
@@ -165,7 +170,7 @@ class Slate:
         return found
 
     def _is_new(self, thread: threading.Thread) -> bool:
-        return thread not in self._threads and thread.name != _WATCH  # the watch over waits is one for the process
+        return thread not in self._threads and thread.name not in _KEPT_THREADS
 
 
 def open_files() -> set[tuple[int, str]]:

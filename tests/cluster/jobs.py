@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness import patience
 from testbed import Cluster, Host, wait_for
 
 # ``meet`` returns when all ranks are there: the folder is on all hosts.
@@ -64,9 +65,9 @@ class Job:
         os.kill(self.launcher, number)
 
     def finish(self, seconds: float) -> tuple[int, str, str]:
-        """(exit status, stdout, stderr), within ``seconds``."""
+        """(exit status, stdout, stderr), within ``seconds`` of an idle machine."""
         try:
-            out, err = self.process.communicate(timeout=seconds)
+            out, err = self.process.communicate(timeout=seconds * patience())
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError, IndexError):
                 os.kill(self.launcher, signal.SIGABRT)
@@ -93,7 +94,7 @@ def assert_nothing_left(cluster: Cluster, seconds: float, *, hosts: Sequence[int
     """No Python process is alive on the hosts, after at most ``seconds``."""
     watched = [cluster[index] for index in (range(len(cluster.hosts)) if hosts is None else hosts)]
     watched = [host for host in watched if host.is_up]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience()
     while left := {host.name: found for host in watched if (found := pythons(host))}:
         assert time.monotonic() < deadline, f"still running: {left}"
         time.sleep(0.05)

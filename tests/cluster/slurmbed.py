@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness import patience
 from testbed import PACKAGES, Cluster
 
 _CONF = """\
@@ -86,7 +87,7 @@ class Slurm:
         self.wait_until_idle()
 
     def wait_until_idle(self, seconds: float = 30) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds * patience()
         while self.ask("sinfo", "-h", "-t", "idle", "-o", "%D") != str(self.count):
             if time.monotonic() > deadline:
                 raise TimeoutError(self.ask("sinfo"))
@@ -95,7 +96,7 @@ class Slurm:
     def ask(self, *command: str) -> str:
         """What a SLURM command prints on host 0; empty if it fails."""
         full = self.cluster[0].command(["timeout", "5", *command])
-        return subprocess.run(full, capture_output=True, text=True, check=False, timeout=20).stdout.strip()
+        return subprocess.run(full, capture_output=True, text=True, check=False, timeout=20 * patience()).stdout.strip()
 
     def command(self, argv: Sequence[str], folder: Path) -> list[str]:
         return self.cluster[0].command(argv, folder)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness import patience
 from jobs import Job, assert_nothing_left
 from testbed import Cluster
 
@@ -244,7 +245,9 @@ def test_script_that_is_missing_on_one_host_starts_nothing(cluster: Cluster, tmp
     import sys
 
     launcher = [sys.executable, "-m", "zerorun.launcher.cli", "--hostfile", "hostfile", str(local / "only_here.py")]
-    done = subprocess.run(cluster[0].command(launcher, tmp_path), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        cluster[0].command(launcher, tmp_path), capture_output=True, text=True, timeout=30 * patience(), check=False
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert "node1: script not found" in done.stderr and "Remedy: put it on all hosts." in done.stderr
 

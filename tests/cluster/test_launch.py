@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import patience
 from jobs import PRELUDE, Job, assert_nothing_left
 from testbed import ROOT, Cluster, wait_for
 
@@ -49,7 +50,9 @@ def test_secrets_are_on_no_command_line_and_in_no_plan(cluster: Cluster, tmp_pat
     shown = [line for line in out.splitlines() if secret in line and "nsenter" not in line and " env " not in line]
     assert not shown
     command = ["env", f"API_TOKEN={secret}", *ZERORUN, "--hostfile=hostfile", "--export=API_TOKEN", "--dry-run", "train.py"]
-    plan = subprocess.run(cluster[0].command(command, tmp_path), capture_output=True, text=True, timeout=30, check=True)
+    plan = subprocess.run(
+        cluster[0].command(command, tmp_path), capture_output=True, text=True, timeout=30 * patience(), check=True
+    )
     assert "API_TOKEN='(hidden)'" in plan.stdout and secret not in plan.stdout
 
 
@@ -121,8 +124,10 @@ def test_other_launchers(cluster: Cluster, tmp_path: Path, launcher: str) -> Non
 @pytest.fixture
 def typed(cluster: Cluster, tmp_path: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """The same command on each of three hosts."""
-    (tmp_path / "train.py").write_text(PRELUDE + "meet()\nif rank == 3 and 'fail' in sys.argv: sys.exit(9)\n"
-                                       "if 'fail' in sys.argv: time.sleep(100)\nprint(rank, world, socket.gethostname())\n")
+    (tmp_path / "train.py").write_text(
+        PRELUDE + "meet()\nif rank == 3 and 'fail' in sys.argv: sys.exit(9)\n"
+        "if 'fail' in sys.argv: time.sleep(100)\nprint(rank, world, socket.gethostname())\n"
+    )
     jobs: list[subprocess.Popen[str]] = []
     yield jobs
     for job in jobs:
@@ -140,7 +145,7 @@ def type_on(cluster: Cluster, folder: Path, index: int, *words: str) -> subproce
 
 def test_hosts_join_by_hand(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:
     typed += [type_on(cluster, tmp_path, index) for index in (2, 0, 1)]
-    results = [job.communicate(timeout=30) for job in typed]
+    results = [job.communicate(timeout=30 * patience()) for job in typed]
     assert [job.returncode for job in typed] == [0, 0, 0], results
     lines = sorted(line.rpartition("] ")[2] for line in results[1][0].splitlines())
     assert lines == [f"{rank} 6 node{rank // 2}" for rank in range(6)]
@@ -156,7 +161,7 @@ def test_hosts_that_start_at_once_find_the_secret_in_a_file(
     for index in (2, 1, 0):
         words = cluster[index].command([*command, "--secret-file=job.secret", f"--node-rank={index}", "train.py"], tmp_path)
         typed.append(subprocess.Popen(words, **pipes))  # type: ignore[call-overload]
-    results = [job.communicate(timeout=60) for job in typed]
+    results = [job.communicate(timeout=60 * patience()) for job in typed]
     assert [job.returncode for job in typed] == [0, 0, 0], results
     assert len(results[2][0].splitlines()) == 6 and (tmp_path / "job.secret").stat().st_mode & 0o777 == 0o600
     assert not any((tmp_path / "job.secret").read_text().strip() in text for result in results for text in result)
@@ -181,9 +186,9 @@ def test_a_stranger_on_the_network_gets_nothing(
         "while time.monotonic() < end and (chunk := peer.recv(65536)): sys.stdout.write(chunk.decode())\n"
     )
     stranger = cluster[3].command([sys.executable, "-c", attack])
-    heard = subprocess.run(stranger, capture_output=True, text=True, timeout=30, check=False).stdout
+    heard = subprocess.run(stranger, capture_output=True, text=True, timeout=30 * patience(), check=False).stdout
     typed += [type_on(cluster, tmp_path, 1), type_on(cluster, tmp_path, 2)]
-    out, err = typed[0].communicate(timeout=30)
+    out, err = typed[0].communicate(timeout=30 * patience())
     assert typed[0].returncode == 0 and len(out.splitlines()) == 6, err
     assert [json.loads(line)["do"] for line in heard.splitlines()] == ["challenge"]
 
@@ -199,14 +204,16 @@ def test_one_host_with_a_network_listens_on_loopback_only(cluster: Cluster, tmp_
         "dist.barrier()\n"
     )
     command = [*ZERORUN, "--nproc=2", "train.py"]
-    done = subprocess.run(cluster[0].command(command, tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        cluster[0].command(command, tmp_path), capture_output=True, text=True, timeout=60 * patience(), check=False
+    )
     found = [address for address in done.stdout.split() if ":" in address]
     assert len(found) >= 4 and all(address.startswith("0100007F:") for address in found), (done.stdout, done.stderr)
 
 
 def test_failure_reaches_all_that_joined(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:
     typed += [type_on(cluster, tmp_path, index, "fail") for index in range(3)]
-    results = [job.communicate(timeout=30) for job in typed]
+    results = [job.communicate(timeout=30 * patience()) for job in typed]
     assert [job.returncode for job in typed] == [9, 9, 9], results
     assert "rank 3 on node 1 failed first" in results[0][1]
     assert_nothing_left(cluster, 1)
@@ -217,7 +224,7 @@ def test_host_that_joined_is_lost(cluster: Cluster, tmp_path: Path, typed: list[
     typed += [type_on(cluster, tmp_path, index) for index in range(3)]
     wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == 6, 20, "all ranks run")
     cluster[2].crash()
-    _, err = typed[0].communicate(timeout=15)
+    _, err = typed[0].communicate(timeout=15 * patience())
     assert typed[0].returncode == 69 and "host node 2 failed first" in err
     assert_nothing_left(cluster, 1)
 
@@ -226,13 +233,13 @@ def test_strangers_at_the_port(cluster: Cluster, tmp_path: Path, typed: list[sub
     """Whatever connects and says something else, or nothing, changes nothing; one host is typed twice."""
     typed += [type_on(cluster, tmp_path, 0)]
     port = f"/dev/tcp/{cluster[0].address}/29400"
-    says = ['{\"is\": \"output\"}', '{\"is\": \"hello\"}', "[" * 5000, "GET / HTTP/1.0", '{\"is\": \"pong\"}']
+    says = ['{"is": "output"}', '{"is": "hello"}', "[" * 5000, "GET / HTTP/1.0", '{"is": "pong"}']
     talk = "\n".join(f"(exec 3<>{port}; echo '{words}' >&3; sleep 8) &" for words in says)
     wait_for(lambda: cluster[1].shell(f"exec 3<>{port}", check=False).returncode == 0, 10, "node 0 listens")
     stranger = subprocess.Popen(cluster[1].command(["bash", "-c", talk.replace('\\"', '"')]))
     typed += [type_on(cluster, tmp_path, 1), type_on(cluster, tmp_path, 2)]
     again = type_on(cluster, tmp_path, 2)
-    out, err = typed[0].communicate(timeout=30)
+    out, err = typed[0].communicate(timeout=30 * patience())
     assert typed[0].returncode == 0 and len(out.splitlines()) == 6, err
     assert again.wait(20) != 0 or typed[2].wait(20) != 0  # the one that came second
     again.communicate()
@@ -251,7 +258,7 @@ def test_signals_to_any_launcher_reach_all(cluster: Cluster, tmp_path: Path, typ
     os.kill(launcher, signal.SIGUSR1)
     time.sleep(0.5)
     os.kill(launcher, signal.SIGTERM)
-    out, err = typed[0].communicate(timeout=15)
+    out, err = typed[0].communicate(timeout=15 * patience())
     assert [line.rpartition("] ")[2] for line in out.splitlines()] == ["caught 10 15"] * 6, err
 
 
@@ -286,7 +293,7 @@ def test_training_is_the_same_over_ssh_and_slurm_as_on_one_host(cluster: Cluster
         folder = tmp_path / way
         folder.mkdir()
         full = cluster[0].command([*here, *command, *example, "--out", str(folder)], folder)
-        done = subprocess.run(full, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(full, capture_output=True, text=True, timeout=200 * patience(), check=False)
         assert done.returncode == 0, (way, done.stderr)
     if slurm is not None:
         slurm.down()

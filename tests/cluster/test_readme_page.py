@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import slurmbed
+from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from testbed import ROOT, Cluster, wait_for
 
@@ -50,9 +51,9 @@ def test_the_page_has_the_commands_that_are_tried_here() -> None:
 
 def test_over_ssh(cluster: Cluster, place: Path) -> None:
     planned, started = (command for command in COMMANDS if "hostfile" in command)
-    out, err = run(cluster, place, planned).communicate(timeout=30)
+    out, err = run(cluster, place, planned).communicate(timeout=30 * patience())
     assert out.startswith("48 workers on 6 hosts, rendezvous at node0:"), err
-    out, err = run(cluster, place, started).communicate(timeout=60)
+    out, err = run(cluster, place, started).communicate(timeout=60 * patience())
     assert_trained(out, 48, err)
     assert_nothing_left(cluster, 1)
 
@@ -60,7 +61,7 @@ def test_over_ssh(cluster: Cluster, place: Path) -> None:
 def test_by_hand(cluster: Cluster, place: Path) -> None:
     commands = [command for command in COMMANDS if "--node-rank" in command]
     jobs = [run(cluster, place, command, host) for host, command in enumerate(commands)]
-    results = [job.communicate(timeout=60) for job in jobs]
+    results = [job.communicate(timeout=60 * patience()) for job in jobs]
     assert_trained(results[0][0], 2, results[0][1])
     assert [job.returncode for job in jobs] == [0, 0]
 
@@ -73,12 +74,12 @@ def test_in_slurm(cluster: Cluster, place: Path) -> None:
     slurm.up()
     try:
         allocated, submitted = (command for command in COMMANDS if "salloc" in command or "--sbatch" in command)
-        out, err = run(cluster, place, allocated).communicate(timeout=60)
+        out, err = run(cluster, place, allocated).communicate(timeout=60 * patience())
         assert_trained(out, 4, err)
         for marker in place.glob("here*"):
             marker.unlink()
         slurm.wait_until_idle()
-        out, err = run(cluster, place, submitted).communicate(timeout=60)
+        out, err = run(cluster, place, submitted).communicate(timeout=60 * patience())
         assert "Submitted batch job" in out, err
         log = place / f"slurm-{out.split()[-1]}.out"
         wait_for(lambda: log.exists() and log.read_text().count("trained") == 4, 40, "the batch job runs")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import patience
 from jobs import assert_nothing_left
 from testbed import Cluster
 
@@ -20,7 +21,9 @@ def report(cluster: Cluster, folder: Path, *options: str) -> tuple[int, dict[str
     """(exit status, what --json prints) of a report on the first three hosts."""
     (folder / "hosts").write_text(HOSTFILE)
     command = [sys.executable, "-m", "zerorun.report.cli", "--hostfile", "hosts", "--quick", "--json", *options]
-    done = subprocess.run(cluster[0].command(command, folder), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        cluster[0].command(command, folder), capture_output=True, text=True, timeout=120 * patience(), check=False
+    )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

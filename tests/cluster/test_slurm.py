@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import slurmbed
+from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from slurmbed import Slurm
 from testbed import Cluster, wait_for, write
@@ -43,7 +44,9 @@ def allocate(slurm: Slurm, folder: Path, *words: str, nodes: int = NODES) -> sub
 
 def test_nodes_are_found_without_an_option(slurm: Slurm, tmp_path: Path) -> None:
     script(tmp_path, "print(rank, world, socket.gethostname(), *sys.argv[1:], flush=True)\n")
-    out, err = allocate(slurm, tmp_path, *ZERORUN, "--nproc-per-node=2", "train.py", "a b", "$HOME").communicate(timeout=60)
+    out, err = allocate(slurm, tmp_path, *ZERORUN, "--nproc-per-node=2", "train.py", "a b", "$HOME").communicate(
+        timeout=60 * patience()
+    )
     lines = sorted(line.rpartition("] ")[2] for line in out.splitlines())
     assert lines == [f"{rank} 6 node{rank // 2} a b $HOME" for rank in range(6)], err
 
@@ -51,7 +54,7 @@ def test_nodes_are_found_without_an_option(slurm: Slurm, tmp_path: Path) -> None
 def test_plan_of_an_allocation(slurm: Slurm, tmp_path: Path) -> None:
     script(tmp_path, "")
     filters = ["--exclude", "node1", "--dry-run=json"]
-    out, err = allocate(slurm, tmp_path, *ZERORUN, *filters, "train.py").communicate(timeout=60)
+    out, err = allocate(slurm, tmp_path, *ZERORUN, *filters, "train.py").communicate(timeout=60 * patience())
     plan = json.loads(out)
     assert [node["host"] for node in plan["nodes"]] == ["node0", "node2"], err
     assert all(carrier[0] == "srun" for carrier in plan["carriers"].values())
@@ -60,9 +63,9 @@ def test_plan_of_an_allocation(slurm: Slurm, tmp_path: Path) -> None:
 def test_failure_ends_all_nodes_with_the_worker_s_code(slurm: Slurm, tmp_path: Path) -> None:
     script(tmp_path, "meet()\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n")
     begin = time.monotonic()
-    _, err = (job := allocate(slurm, tmp_path, *ZERORUN, "train.py")).communicate(timeout=60)
+    _, err = (job := allocate(slurm, tmp_path, *ZERORUN, "train.py")).communicate(timeout=60 * patience())
     assert job.returncode == 3
-    assert "rank 1 on node1 failed first" in err and time.monotonic() - begin < 15
+    assert "rank 1 on node1 failed first" in err and time.monotonic() - begin < 15 * patience()
     assert_nothing_left(slurm.cluster, 5)
 
 
@@ -76,7 +79,7 @@ def test_a_signal_from_slurm_reaches_each_worker_once(slurm: Slurm, tmp_path: Pa
     wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == NODES, 20, "all ranks run")
     number = slurm.ask("squeue", "-h", "-o", "%i")
     slurm.ask("scancel", "--signal=USR1", number)
-    out, err = job.communicate(timeout=30)
+    out, err = job.communicate(timeout=30 * patience())
     assert [line.rpartition("] ")[2] for line in out.splitlines()] == ["caught 1"] * NODES, err
 
 
@@ -85,7 +88,7 @@ def test_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
     job = allocate(slurm, tmp_path, *ZERORUN, "train.py")
     wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == NODES, 20, "all ranks run")
     slurm.ask("scancel", slurm.ask("squeue", "-h", "-o", "%i"))
-    job.communicate(timeout=30)
+    job.communicate(timeout=30 * patience())
     assert_nothing_left(slurm.cluster, 10)
 
 
@@ -99,7 +102,7 @@ def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path
         "if again is None: time.sleep(100)\n",
     )
     command = slurm.command([*ZERORUN, "--sbatch", "--nnodes=3", "--sbatch-args", "--output=job.log", "train.py"], tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30 * patience(), check=False)
     assert "Submitted batch job" in done.stdout, done.stderr
     number, log = done.stdout.split()[-1], tmp_path / "job.log"
     wait_for(lambda: log.exists() and log.read_text().count("run None") == 3, 30, "the job runs")

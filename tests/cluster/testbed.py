@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from harness import patience
+
 PACKAGES = "openssh-server iproute2 procps slurm-wlm munge"
 NETWORK = "10.77.0"  # only inside the namespaces
 _FIRST = 10  # last byte of the first host's address
@@ -78,7 +80,7 @@ def missing() -> str | None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience()
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what}: not within {seconds:g} s")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import patience
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos_job import Ended, Journal, Kill, Loaded, Order, Strike
@@ -641,7 +642,7 @@ def test_exit_waits_for_the_save(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(script), str(tmp_path / "here")]
     environment = {**os.environ, "ZERORUN_DEVICE": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120 * patience())
     assert done.returncode == 0, done.stderr
     checkpoint = tmp_path / "here" / "global_step1"
     assert not missing_files(checkpoint, read_manifest(checkpoint).files)

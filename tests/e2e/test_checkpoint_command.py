@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import run_ranks
+from harness import patience, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from training import make_config, shared_topology
@@ -836,13 +836,13 @@ for args in (["--help"], *([name, "--help"] for name in ("inspect", "verify", "e
         assert end.code == 0
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60 * patience())
     assert done.stdout.endswith("False\n"), done.stderr
     assert "exit status: 0 done" in done.stdout
 
 
 def test_the_shim() -> None:
-    done = subprocess.run([sys.executable, str(BIN), "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(BIN), "--version"], capture_output=True, text=True, timeout=60 * patience())
     assert (done.returncode, done.stdout) == (0, f"zerorun {zerorun.__version__}\n")
 
 
@@ -911,7 +911,7 @@ def test_a_closed_pipe_is_no_error(saved: Path) -> None:
     assert process.stderr is not None
     process.stdout.close()
     assert process.stderr.read() == b""
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=60 * patience()) == 0
     process.stderr.close()
 
 
@@ -960,7 +960,7 @@ def test_the_example_sees_damage(run_dir: Path, name: str) -> None:
 
 def test_the_example_as_a_program(saved: Path) -> None:
     command = [sys.executable, str(EXAMPLE), str(saved / "run" / "global_step4")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
     assert done.stdout.splitlines()[1:] == [
         "master: 3 tensors, 912 elements",
         "model: 8 tensors, 1828 elements",

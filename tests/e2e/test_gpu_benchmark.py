@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 SCRIPT = Path(__file__).parents[1] / "perf" / "gpu.py"
 
@@ -16,7 +17,7 @@ SCRIPT = Path(__file__).parents[1] / "perf" / "gpu.py"
 def test_it_measures_everything(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--peers", "fsdp2", "--json", str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240 * patience())
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())["found"]
     assert "without a result" not in done.stdout
@@ -34,7 +35,7 @@ def test_time_runs_out(tmp_path: Path) -> None:
     """What is not measured says why."""
     result = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--peers", "--limit", "0", "--json", str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120 * patience())
     assert done.returncode == 0, done.stderr
     assert json.loads(result.read_text())["found"]["machine"] == {"error": "no time left"}
     assert "without a result: runtime: no time left" in done.stdout

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 SCRIPT = """
 import atexit, errno, os, sys, time, torch, zerorun
@@ -35,7 +36,9 @@ print("end of the script")
 @pytest.mark.parametrize("full", [False, True])
 def test_a_failure_that_nobody_heard_of_is_the_exit_code(tmp_path: Path, full: bool) -> None:
     script = SCRIPT.format(full=full, folder=str(tmp_path / "checkpoints"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120 * patience(), check=False
+    )
     assert "end of the script" in done.stdout
     assert "other handlers run" in done.stdout
     assert done.returncode == (1 if full else 0), done.stderr

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 SCRIPT = """
 import os, sys, time
@@ -83,7 +84,7 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path, way: str) -> None:
     jobs = [subprocess.Popen(command, cwd=tmp_path, env={**inherited, **env}) for command, env in commands(way)]
     try:
         ranks = 1 if way == "python" else 2
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * patience()
         while len(list(tmp_path.glob("ready*"))) < ranks:
             assert time.monotonic() < deadline and all(job.poll() is None for job in jobs)
             time.sleep(0.05)
@@ -105,5 +106,7 @@ def test_the_interface_that_the_user_names_is_kept(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-m", "zerorun.launcher.cli", "train.py"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth7"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30 * patience(), check=False
+    )
     assert done.stdout == "eth7 lo\n", done.stderr

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 from zerorun.checkpoint.directory import in_order_of_trust, newest_first
 from zerorun.checkpoint.routine import EXIT_RESUME
@@ -44,12 +45,12 @@ class Job:
     def finish(self) -> tuple[int, str]:
         """(exit code, what it said)."""
         assert self.process is not None
-        said = self.process.communicate(timeout=90)[1]
+        said = self.process.communicate(timeout=90 * patience())[1]
         return self.process.returncode, said
 
     def wait_at_step_3(self) -> list[int]:
         """Pids of the ranks, all of which wait in their loop after step 3."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * patience()
         while any(not self.losses(rank) or self.losses(rank)[-1][1] != 3 for rank in range(RANKS)):
             assert time.monotonic() < deadline, self.process and self.process.poll()
             time.sleep(0.02)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 SCRIPT = """
 import sys, torch, zerorun
@@ -40,7 +41,11 @@ def script(tmp_path: Path) -> Path:
 def start(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.run(
-        command, env={**kept, "ZERORUN_DEVICE": "cpu", **environment}, capture_output=True, text=True, timeout=120
+        command,
+        env={**kept, "ZERORUN_DEVICE": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120 * patience(),
     )
 
 
@@ -87,7 +92,7 @@ def test_srun_variables_are_understood(script: Path) -> None:
         for rank in range(2)
     ]
     for process in processes:
-        assert "finished 3" in process.communicate(timeout=120)[0]
+        assert "finished 3" in process.communicate(timeout=120 * patience())[0]
 
 
 def test_half_an_environment_is_an_error(script: Path) -> None:

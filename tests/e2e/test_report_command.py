@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from harness import patience
 
 COMMAND = (sys.executable, "-m", "zerorun.report.cli")
 BIN = Path(__file__).parents[2] / "bin" / "zerorun-report"
@@ -25,7 +26,9 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *args], env=environment(**variables), capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [*COMMAND, *args], env=environment(**variables), capture_output=True, text=True, timeout=120 * patience()
+    )
 
 
 def as_json(*args: str, **variables: str) -> tuple[int, dict[str, Any]]:
@@ -79,7 +82,7 @@ def test_one_rank() -> None:
 def test_a_collective_that_never_returns_is_a_finding(fault: str) -> None:
     begun = time.monotonic()
     status, report = as_json("--quick", ZERORUN_REPORT_FAULT=fault)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 15 * patience()
     assert (status, report["live"]["ended"]) == (2, "hang")
     assert f"hang: {fault.split(':')[1]}" in words(report, "error")
     hang = next(finding for finding in report["findings"] if "hang" in finding["what"])
@@ -163,7 +166,7 @@ def test_a_command_that_cannot_be_meant(args: list[str]) -> None:
 
 def test_the_shim_and_help() -> None:
     done = subprocess.run(
-        [sys.executable, str(BIN), "--help"], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, str(BIN), "--help"], env=environment(), capture_output=True, text=True, timeout=60 * patience()
     )
     assert done.returncode == 0
     assert "exit status: 0 can train" in done.stdout
@@ -184,8 +187,8 @@ def test_nothing_is_left_when_it_is_ended(tmp_path: Path, number: int, during: s
     time.sleep(0.3)
     process.send_signal(number)
     begun = time.monotonic()
-    _, errors = process.communicate(timeout=30)
-    assert time.monotonic() - begun < 8
+    _, errors = process.communicate(timeout=30 * patience())
+    assert time.monotonic() - begun < 8 * patience()
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert b"Traceback" not in errors
     wait_until(lambda: not carrying(marker), 10)
@@ -205,7 +208,7 @@ def carrying(marker: str) -> list[str]:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience()
     while not condition():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.1)

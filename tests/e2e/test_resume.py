@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import patience
 from resume_job import SAVED_AT
 
 JOB = Path(__file__).with_name("resume_job.py")
@@ -15,7 +16,7 @@ JOB = Path(__file__).with_name("resume_job.py")
 
 def launch(world: int, *args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(world), str(JOB), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300 * patience(), check=False)
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.nightly) for world in (1, 3, 4))])

@@ -95,7 +95,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(one_host(Path(folder)), args.rounds)
-        sys.path.insert(0, str(ROOT / "tests/cluster"))
+        sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "tests")]
         import testbed
 
         reason = testbed.missing()

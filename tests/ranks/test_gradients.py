@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, start_two
+from harness import patience, run_ranks, start_two
 from models import CASES, Place
 from reference import distance
 from test_parallel_matrix import batch_of, build
@@ -143,7 +143,7 @@ def test_one_rank_alone_gets_an_error(tmp_path: Path, stage: int, monkeypatch: p
     script.write_text(SCRIPT)
     first, second = start_two(script, str(stage))
     try:
-        _, errors = first.communicate(timeout=60)
+        _, errors = first.communicate(timeout=60 * patience())
     finally:
         second.kill()
         second.communicate()

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from training import make_config
 
 import zerorun
 
+at_night = partial(pytest.param, marks=pytest.mark.nightly)
 _kept: list[Any] = []  # by jobs that leave something behind
 
 
@@ -104,8 +106,8 @@ def leave_on_one_rank() -> None:
         (leave_a_thread, "thread left over"),
         (leave_memory, "32 MiB of memory"),
         (leave_an_engine, "1 engine(s) are still alive"),
-        (leave_a_group, "open socket"),
-        (leave_on_one_rank, "open /dev/null"),
+        at_night(leave_a_group, "open socket"),
+        at_night(leave_on_one_rank, "open /dev/null"),
     ],
 )
 def test_what_a_job_leaves_behind_fails_it(leave: Callable[[], None], said: str) -> None:
@@ -137,8 +139,8 @@ def end(how: str) -> None:
     ("how", "said"),
     [
         ("killed", "rank 1: process ended with code -9"),
-        ("exits", "rank 1: process ended with code 3"),
-        ("sys.exit", "SystemExit: 5"),
+        at_night("exits", "rank 1: process ended with code 3"),
+        at_night("sys.exit", "SystemExit: 5"),
         ("raises", "ValueError: of rank 1"),
         ("hangs", "in end"),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import patience, run_ranks
 from test_estimate import Deep
 from test_parallel_matrix import batch_of, build
 from training import make_config, merged, shared_topology
@@ -200,7 +200,9 @@ engine.step()
 def test_under_a_limit_of_the_process(mib: int, status: int) -> None:
     """Adam needs 192 MiB more for 64 MiB of fp32 parameters."""
     env = {**os.environ, "ZERORUN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(mib)], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(mib)], env=env, capture_output=True, text=True, timeout=120 * patience()
+    )
     assert done.returncode == status, done.stderr
     if status:
         assert "this rank needs 192.0 MiB more, and RLIMIT_AS leaves" in done.stdout

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import patience, run_ranks
 from torch.utils import _pytree
 
 from zerorun.channel import Books, Channel
@@ -34,7 +34,7 @@ def travel_ahead() -> list[bool]:
         carried.expect(0, ACTIVATIONS)
         expected = carried._expected[0, ACTIVATIONS]
         places = [expected.header, *(expected.guess or ())]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 60 * patience()
         while not all(place.arrival.done() for place in places if place.arrival) and time.monotonic() < deadline:
             time.sleep(0.001)
         found.append(expected.guess is not None and torch.equal(expected.guess[0].landing, value + number))
@@ -44,6 +44,23 @@ def travel_ahead() -> list[bool]:
 
 def test_what_is_like_the_last_message_travels_ahead() -> None:
     assert run_ranks(2, travel_ahead)[1] == [False, False, True, True]
+
+
+def alone_before() -> bool:
+    """Rank 0 has made couriers of a group of its own, which rank 1 knows nothing of."""
+    if dist.get_rank() == 0:
+        alone = dist.new_group([0], use_local_synchronization=True)
+        for _ in range(3):
+            Courier(Channel("pipe", alone, 0, 1, torch.device("cpu"), Books(), reads_peers=False), lambda *unused: None)
+    carried, value = courier(), torch.arange(6.0)
+    carried.send(value, 1 - dist.get_rank(), ACTIVATIONS)
+    found = torch.equal(carried.receive(1 - dist.get_rank(), ACTIVATIONS), value)
+    carried.finish()
+    return found
+
+
+def test_what_else_a_rank_has_made_does_not_matter() -> None:
+    assert run_ranks(2, alone_before) == [True, True]
 
 
 VALUES: list[Any] = [

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks, start_two
+from harness import patience, run_ranks, start_two
 from models import CASES, Place
 from training import make_config, make_engine
 
@@ -73,7 +73,7 @@ def run_ahead(file: str) -> float:
     engine = make_engine(CASE, make_config(3))
     forward(engine)
     done = Path(file)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * patience()
     while dist.get_rank() == 1 and not done.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     loss = float(forward(engine))
@@ -246,7 +246,7 @@ def start(folder: Path, ending: str) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("ending", ("ended", "dropped"))
 def test_a_rank_that_is_done_waits_for_those_who_still_read(tmp_path: Path, ending: str) -> None:
-    outputs = [process.communicate(timeout=60) for process in start(tmp_path, ending)]
+    outputs = [process.communicate(timeout=60 * patience()) for process in start(tmp_path, ending)]
     assert "Error" not in outputs[0][1] + outputs[1][1]
     assert outputs[0][0] == outputs[1][0] != ""
 
@@ -254,4 +254,4 @@ def test_a_rank_that_is_done_waits_for_those_who_still_read(tmp_path: Path, endi
 def test_a_rank_that_is_killed_is_noticed(tmp_path: Path) -> None:
     first, second = start(tmp_path, "killed")
     assert second.wait(60) == -signal.SIGKILL
-    first.communicate(timeout=30)
+    first.communicate(timeout=30 * patience())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import patience, run_ranks
 from test_parallel_matrix import batch_of, build
 from torch import nn
 from training import make_config, merged
@@ -212,6 +212,6 @@ def test_destroy_after_a_failure_does_not_wait(tmp_path: Path) -> None:
     """The other stage waits for a gradient, and would never come to an agreement about the end."""
     (tmp_path / "train.py").write_text(FAILING)
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(tmp_path / "train.py")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120 * patience())
     assert found.returncode != 0
     assert "ValueError: a mistake in the loss" in found.stderr + found.stdout

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import patience
 from small_disk import run_on_small_disk
 
 from zerorun.ops import aio, build, native
@@ -254,7 +255,7 @@ for name in backends():
 def test_a_limit_on_the_file(tmp_path: Path) -> None:
     """A short write first, then the error: in a process of its own, as the limit is the process's."""
     command = [sys.executable, "-c", BACKENDS_THAT_WORK + LIMIT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * patience())
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[-1][0] == "python" and {number for _, number in lines} == {str(errno.EFBIG)}
@@ -376,7 +377,7 @@ def test_the_next_back_end_is_taken(forbidden: int, tmp_path: Path) -> None:
     """As in containers: the kernel forbids the system call."""
     command = [sys.executable, "-c", FORBID, *SETUP[:forbidden]]
     env = {key: value for key, value in os.environ.items() if key != "ZERORUN_AIO"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60 * patience())
     if done.returncode == 77:
         pytest.skip("this process may not forbid itself anything")
     assert done.returncode == 0, done.stderr

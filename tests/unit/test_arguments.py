@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import patience
 
 import zerorun
 from zerorun.intake import take_in
@@ -57,5 +58,5 @@ def test_initialize_takes_the_arguments_of_deepspeeds_scripts(tmp_path: Path) ->
 @pytest.mark.parametrize("arguments", CALLS)
 def test_a_backend_may_be_named(arguments: str) -> None:
     code = f"import zerorun, torch.distributed as d; zerorun.init_distributed({arguments}); print(d.get_world_size())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * patience())
     assert found.stdout.strip() == "1", found.stderr

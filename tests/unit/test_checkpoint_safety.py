@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import patience
 
 from zerorun.checkpoint import directory as folder
 from zerorun.checkpoint.cli_verify import check
@@ -229,7 +230,7 @@ def test_latest_that_never_ends(tmp_path: Path, make: Callable[[Path], None]) ->
     make(tmp_path / "latest")
     start = time.monotonic()
     assert folder.in_order_of_trust(tmp_path) == ["s1"]
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < patience()
 
 
 STRANGE: dict[str, Callable[[Path], None]] = {"pipe": pipe, "device": device, "socket": bound, "directory": Path.mkdir}
@@ -295,7 +296,7 @@ def is_refused(bad: Path) -> str:
     with pytest.raises(CheckpointError) as found:
         load(bad.parent, "bad")
     assert load(bad.parent) == "good"
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 2 * patience()
     return str(found.value)
 
 

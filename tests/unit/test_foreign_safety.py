@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from harness import patience
 from torch.distributed.checkpoint import filesystem, metadata
 
 from zerorun.checkpoint.foreign import HARMLESS
@@ -109,7 +110,7 @@ def is_refused(act: Callable[[], object], *words: str) -> None:
     start = time.monotonic()
     with pytest.raises(CheckpointError, match="Remedy") as found:
         act()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 2 * patience()
     assert all(word in str(found.value) for word in words), found.value
     assert len(str(found.value)) < 2000
 
@@ -246,7 +247,7 @@ def test_many_parts_are_checked_soon() -> None:
     assert not makes_up(grid[:-1] + grid[:1], (200, 200))
     assert makes_up([((row, *[0] * 40), (1, *[2] * 40)) for row in range(1000)], (1000, *[2] * 40))
     assert not makes_up([((0,) * 60, (1,) * 60)], (2,) * 60)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 5 * patience()
 
 
 # -- numbers of numpy --------------------------------------------------------------------------------------------

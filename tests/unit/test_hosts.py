@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
+from harness import patience
 
 from zerorun.errors import LaunchError
 from zerorun.launcher.hosts import Host, expand, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts, split_list
@@ -266,7 +267,7 @@ def test_garbage_gives_hosts_or_a_launch_error() -> None:
                 good[what] += bool(call(text))
             except LaunchError as error:
                 assert re.match(what, str(error)), (text, str(error))
-        assert time.perf_counter() - start < 2.0, text
+        assert time.perf_counter() - start < 2.0 * patience(), text
     assert len(good) == 4 and min(good.values()) > 10, good
 
 
@@ -277,7 +278,7 @@ def test_huge_ranges_are_refused_at_once(inside: str) -> None:
         hosts_of(f"n[{inside}] slots=1")
     with pytest.raises(LaunchError):
         select([Host("n", (0,))], f"n:{inside}")
-    assert time.perf_counter() - start < 2.0
+    assert time.perf_counter() - start < 2.0 * patience()
 
 
 # SLURM

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 from zerorun.errors import LaunchError
 from zerorun.launcher import cli
@@ -194,7 +195,7 @@ def test_cores_are_split_in_neighbours(folder: Path) -> None:
 def test_workers_are_bound(folder: Path) -> None:
     (folder / "train.py").write_text("import os; print(os.environ['RANK'], len(os.sched_getaffinity(0)))\n")
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=2", "--bind-cores", "train.py"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30 * patience()).stdout
     share = len(os.sched_getaffinity(0)) // 2
     assert sorted(line.split()[-1] for line in out.splitlines()) == [str(share)] * 2
 
@@ -327,7 +328,7 @@ def test_restart_on_one_host(folder: Path) -> None:
         "sys.exit(5 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
     )
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=3", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30 * patience())
     assert (done.returncode, done.stdout) == (0, "0\n1\n")
     assert "exit code 5" in done.stderr and "[zerorun] restart 1 of 3\n" in done.stderr
 
@@ -335,7 +336,7 @@ def test_restart_on_one_host(folder: Path) -> None:
 def test_workers_that_ask_for_another_run(folder: Path) -> None:
     (folder / "train.py").write_text("import os, sys, time\ntime.sleep(0.3 * int(os.environ['RANK']))\nsys.exit(75)\n")
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=2", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30 * patience())
     assert done.returncode == 75
     assert done.stderr == "[zerorun] the workers ask to be started again (exit code 75)\n"
 
@@ -345,6 +346,6 @@ def test_what_is_shown(folder: Path, tee: str, shown: str) -> None:
     (folder / "train.py").write_text("import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
     options = ["--nproc=2", f"--tee={tee}", "--local-ranks-filter=0", "--log-dir=logs"]
     command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30 * patience())
     assert done.stdout == shown and done.stderr == ("err\n" if tee == "3" else "")
     assert (folder / "logs" / "rank1.stdout.log").read_text() == "out 1\n"

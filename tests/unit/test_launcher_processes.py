@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 PRELUDE = """\
 import os, signal, subprocess, sys, time
@@ -50,12 +51,12 @@ class Job:
         return [int(line) for line in path.read_text().split()]
 
     def finish(self, timeout: float = 20) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout)
+        out, err = self.process.communicate(timeout=timeout * patience())
         return self.process.returncode, out.decode(), err.decode()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience()
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
@@ -118,7 +119,7 @@ def test_exception_is_reported_last_with_its_traceback(start: Start) -> None:
     begin = time.monotonic()
     code, _, err = job.finish()
     assert code == 1
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 10 * patience()
     last = err[err.index("=" * 80) :]
     assert last.splitlines()[1].startswith("zerorun: rank 1 failed first, ")
     assert "\n  exit code 1\n\nTraceback (most recent call last):\n  File " in last
@@ -282,7 +283,7 @@ def test_lines_are_never_mixed(start: Start) -> None:
         """,
         "--nproc=4", stderr=subprocess.STDOUT,
     )  # fmt: skip
-    out, _ = job.process.communicate(timeout=20)
+    out, _ = job.process.communicate(timeout=20 * patience())
     lines = out.decode().splitlines()
     assert len(lines) == 4 * 300
     for line in lines:
@@ -308,7 +309,7 @@ def test_progress_bar_of_rank_0_works_in_a_terminal(start: Start) -> None:
     while b"50% 1" not in seen:
         seen += os.read(main, 1000)
     (job.folder / "go").touch()
-    assert job.process.wait(timeout=10) == 0
+    assert job.process.wait(timeout=10 * patience()) == 0
     os.close(main)
 
 
@@ -323,7 +324,7 @@ def test_reader_that_does_not_read_hides_no_failure(start: Start, tmp_path: Path
         """,
         "--nproc=2", stderr=log.open("wb"),
     )  # fmt: skip
-    assert job.process.wait(timeout=10) == 1
+    assert job.process.wait(timeout=10 * patience()) == 1
     assert "its stderr:\n  no luck\n" in log.read_text()
     assert_gone(job.pids(2))
 
@@ -332,7 +333,7 @@ def test_reader_that_leaves_does_not_end_the_job(start: Start) -> None:
     job = start("meet(0, 1)\nfor n in range(20000): print('x' * 50)\nopen(f'end{rank}', 'w').close()", "--nproc=2")
     assert job.process.stdout is not None
     job.process.stdout.close()
-    assert job.process.wait(timeout=20) == 0
+    assert job.process.wait(timeout=20 * patience()) == 0
     assert (job.folder / "end0").exists() and (job.folder / "end1").exists()
 
 
@@ -393,7 +394,7 @@ def test_concurrent_jobs_get_ports_that_rank_0_can_use(start: Start, tmp_path: P
 
 def test_program_that_cannot_be_started(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=2", "--no-python", "./nowhere"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=10 * patience(), check=False)
     assert done.returncode == 2
     assert "rank 0: cannot start './nowhere': No such file or directory" in done.stderr
 
@@ -403,7 +404,7 @@ def test_module_and_program(start: Start) -> None:
     job.finish()
     for options, target in ((["-m"], ["train"]), (["--no-python"], ["sh", "-c", 'echo module "$RANK"'])):
         command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=1", *options, *target]
-        done = subprocess.run(command, cwd=job.folder, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, cwd=job.folder, capture_output=True, text=True, timeout=10 * patience(), check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "module 0\n", "")
 
 
@@ -414,7 +415,7 @@ def test_closed_stderr(start: Start) -> None:
     job = start("print('ran')")
     job.finish()
     done = subprocess.run(["bash", "-c", f"{sys.executable} -m zerorun.launcher.cli train.py 2>&-"], cwd=job.folder,
-                          capture_output=True, text=True, timeout=20, check=False)  # fmt: skip
+                          capture_output=True, text=True, timeout=20 * patience(), check=False)  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "ran\n")
 
 
@@ -422,7 +423,7 @@ def test_children_that_it_did_not_start_are_left_alone(start: Start) -> None:
     job = start("")
     job.finish()
     script = f"sleep 60 > /dev/null & echo $! > sleeper; exec {sys.executable} -m zerorun.launcher.cli train.py"
-    done = subprocess.run(["bash", "-c", script], cwd=job.folder, timeout=20, check=False)
+    done = subprocess.run(["bash", "-c", script], cwd=job.folder, timeout=20 * patience(), check=False)
     sleeper = int((job.folder / "sleeper").read_text())
     assert done.returncode == 0 and alive(sleeper)
     os.kill(sleeper, signal.SIGKILL)
@@ -477,7 +478,7 @@ def test_a_worker_that_ended_well_while_others_go_on_is_named_once(tmp_path: Pat
     (tmp_path / "train.py").write_text(PRELUDE + script)
     hurried = "import sys; from zerorun.launcher import cli, job; job.EARLY_SECONDS = 0.3; sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", hurried, "--nproc=3", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30 * patience(), check=False)
     assert done.returncode == 1
     note = r"\[zerorun\] rank 1 ended with exit code 0 \d s ago; ranks 0, 2 still run, and will fail if waiting for it\. "
     assert len(re.findall(note, done.stderr)) == 1, done.stderr

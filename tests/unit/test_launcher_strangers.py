@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import patience
 
 from zerorun.errors import LaunchError
 from zerorun.launcher import secret as secrets
@@ -75,10 +76,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def knock(port: int) -> socket.socket:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * patience()
     while True:
         try:
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
+            return socket.create_connection(("127.0.0.1", port), timeout=5 * patience())
         except ConnectionRefusedError:
             assert time.monotonic() < deadline, "node 0 does not listen"
             time.sleep(0.02)
@@ -102,7 +103,7 @@ def hear_all(connection: socket.socket) -> bytes:
 
 def assert_both_trained(leader: subprocess.Popen[str], guest: subprocess.Popen[str]) -> str:
     """What the leader said besides."""
-    out, err = leader.communicate(timeout=30)
+    out, err = leader.communicate(timeout=30 * patience())
     assert leader.returncode == 0, err
     assert sorted(out.splitlines()) == ["[rank 1] rank 1 of 2", "rank 0 of 2"]
     assert guest.wait(20) == 0
@@ -135,7 +136,7 @@ def test_a_host_with_another_secret_is_told_so(start: Start) -> None:
     port = free_port()
     leader = start(0, port)
     wrong = start(1, port, secret="another one of the same length")
-    _, err = wrong.communicate(timeout=30)
+    _, err = wrong.communicate(timeout=30 * patience())
     assert wrong.returncode == 2 and "has another secret than node 0. Remedy: give both the same." in err
     assert_both_trained(leader, start(1, port))
 
@@ -170,7 +171,7 @@ def test_a_false_leader_gets_no_host(start: Start, tmp_path: Path) -> None:
             answer = json.loads(connection.recv(1 << 16))
             say(connection, do="welcome", proof=answer["proof"])  # the host's own words, back
             say(connection, do="job", grace=1.0)
-            _, err = guest.communicate(timeout=30)
+            _, err = guest.communicate(timeout=30 * patience())
     assert guest.returncode == 2 and "it does not know this job's secret, so it is not node 0" in err
     assert SECRET not in json.dumps(answer)
 
@@ -245,7 +246,7 @@ def test_files_that_are_no_secrets_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", (0, 1))
 def test_without_a_secret_nothing_starts_and_none_goes_into_a_log(start: Start, rank: int) -> None:
     job = start(rank, free_port(), secret=None)
-    _, err = job.communicate(timeout=20)
+    _, err = job.communicate(timeout=20 * patience())
     assert job.returncode == 2 and "--secret-file" in err and "ZERORUN_JOB_SECRET" in err
 
 
@@ -261,7 +262,7 @@ def test_a_terminal_shows_the_command_for_the_other_hosts(start: Start, tmp_path
     assert name == "ZERORUN_JOB_SECRET" and len(made) >= 32 and words[1] == "zerorun"
     environment = {**os.environ, "ZERORUN_JOB_SECRET": made}
     command = [sys.executable, "-m", "zerorun.launcher.cli", *words[2:]]
-    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=30, check=False).returncode == 0
+    assert subprocess.run(command, cwd=tmp_path, env=environment, timeout=30 * patience(), check=False).returncode == 0
     assert leader.wait(20) == 0
     os.close(master)
 
@@ -274,7 +275,7 @@ def test_the_secret_is_in_no_argument_list_and_no_worker(start: Start, tmp_path:
     )
     port = free_port()
     leader, guest = start(0, port), start(1, port)
-    out, err = leader.communicate(timeout=30)
+    out, err = leader.communicate(timeout=30 * patience())
     assert sorted(out.splitlines()) == ["False False", "[rank 1] False False"], err
     assert guest.wait(20) == 0
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import patience
 
 from zerorun.ops import build, native
 from zerorun.report import software
@@ -58,7 +59,7 @@ def start(env: dict[str, str]) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     """What the script printed, with ``warnings``: the lines on its stderr."""
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=120 * patience())
     assert process.returncode == 0, err
     return {**json.loads(out), "warnings": err.splitlines()}
 
@@ -217,7 +218,7 @@ def test_library_of_another_version(cache: Path, monkeypatch: pytest.MonkeyPatch
 def test_instruction_set_by_name(cache: Path) -> None:
     assert run(environment(cache, ZERORUN_ISA="scalar"))["isa"] == "scalar"
     process = start(environment(cache, ZERORUN_ISA="sse9"))
-    assert "ZERORUN_ISA is 'sse9'; on this machine it can be scalar" in process.communicate(timeout=120)[1]
+    assert "ZERORUN_ISA is 'sse9'; on this machine it can be scalar" in process.communicate(timeout=120 * patience())[1]
     assert process.returncode
 
 

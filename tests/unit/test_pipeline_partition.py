@@ -7,6 +7,7 @@ from functools import cache
 from itertools import combinations, pairwise
 
 import pytest
+from harness import patience
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +96,7 @@ def test_a_large_model_is_cut_at_once() -> None:
     weights = [((index * 7919) % 1000) / 7 for index in range(10_000)]
     start = time.perf_counter()
     bounds = partition(weights, 64)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 2 * patience()
     assert largest(weights, bounds) < 1.01 * sum(weights) / 64 + max(weights)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
+from harness import patience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_pipeline_schedules import SHAPES, chunks_of, uneven
@@ -226,6 +227,6 @@ def test_hundreds_of_stages_take_a_second() -> None:
     times = Times.make(256)
     begun = time.perf_counter()
     report = simulate(make_schedule("1f1b", 256, 512), times)
-    assert time.perf_counter() - begun < 15  # 0.9 s; 1,024 x 4,096 under 60 s is in tests/perf/schedules.py
+    assert time.perf_counter() - begun < 15 * patience()  # 0.9 s; 1,024 x 4,096 under 60 s is in tests/perf/schedules.py
     assert report.idle == (3 * 255,) * 256
     assert report.peak_kept == tuple(range(256, 0, -1))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import patience
 
 from zerorun.errors import ScheduleError
 from zerorun.pipeline import cli, timeline
@@ -97,9 +98,11 @@ def test_long_tables_lose_their_middle(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_command_starts_without_torch_and_numpy() -> None:
     code = "import sys, zerorun.pipeline.cli; print({'torch', 'numpy', 'matplotlib', 'pydantic'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60 * patience(), check=True
+    )
     assert done.stdout.strip() == "set()"
-    shown = subprocess.run([sys.executable, BIN, *USUAL], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    shown = subprocess.run([sys.executable, BIN, *USUAL], capture_output=True, text=True, cwd=ROOT, timeout=60 * patience())
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "4 stages, 8 micro-batches" in shown.stdout
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import patience
 from small_disk import run_on_small_disk
 
 from zerorun.errors import SwapError
@@ -431,7 +432,7 @@ def test_nothing_is_left_after_a_kill(how: signal.Signals, tmp_path: Path) -> No
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             process.send_signal(how)
-            assert process.wait(timeout=60) != 0
+            assert process.wait(timeout=60 * patience()) != 0
         finally:
             process.kill()
     assert not list(folder.iterdir())

@@ -18,6 +18,7 @@ fills the places with nothing of use before it goes on. NCCL needs no such help:
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import defaultdict, namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -36,7 +37,8 @@ from ..wire import decode, encode, is_namedtuple, loaded_class, path_of
 # Apart, because between the same two ranks both may travel either way: there may be no others.
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Key = tuple[int, str]  # the rank at the other end, the sort
-_couriers = itertools.count()  # all ranks make them in the same order
+# Of each process group: its ranks make them in the same order, whatever else each of them has made.
+_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, Enum)
 _LEAF = _pytree.tree_structure(None)
@@ -85,7 +87,9 @@ class Courier:
 
     def __init__(self, channel: Channel, wait: Callable[[Future[None], str], None]) -> None:
         self._channel, self._wait = channel, wait
-        first = 2 * next(_couriers)  # own ones: after an error, what is on its way is not for the next engine
+        assert channel.group is not None
+        # Own ones: after an error, what is on its way is not for the next engine.
+        first = 2 * next(_couriers.setdefault(channel.group, itertools.count()))
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
         self._last_sent: dict[Key, bytes] = {}
         self._sent_alike: set[Key] = set()  # the last message was like the one before it
