@@ -41,6 +41,7 @@ def start(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])
     env |= {"MARK": folder.name, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", "-p", "no:cacheprovider", *options]
+    command.append(f"--basetemp={folder / 'basetemp'}")
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -70,5 +71,5 @@ def test_sigterm_ends_a_run(workers: str, tmp_path: Path) -> None:
     assert process.returncode == 2, out
     assert "KeyboardInterrupt" in out
     assert workers == "2" or (tmp_path / "torn-down").exists()
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z", "its child lives on"
