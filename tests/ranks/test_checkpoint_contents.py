@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHead
 
 import zerorun
 from zerorun.checkpoint import ranks
+from zerorun.checkpoint import save as saving
 from zerorun.errors import CheckpointError, ModelError, StepError
 from zerorun.zero.placeholders import tensors_in
 
@@ -472,6 +473,34 @@ def refusals(folder: str) -> None:
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     run_ranks(2, refusals, str(tmp_path))
+
+
+def lose_a_file(folder: str) -> str:
+    """Rank 1's file is gone when the leader of the directory, rank 0, looks for it."""
+    engine = make_engine(PLAIN, make_config(3))
+    train(engine, PLAIN, 1)
+    write = saving.write_tensors
+
+    def lose(plan: Any, collector: Any, rank: int, target: Any) -> Any:
+        records = write(plan, collector, rank, target)
+        if rank == 1:
+            (target.temporary / next(iter(records))).unlink()
+        return records
+
+    saving.write_tensors = lose  # type: ignore[assignment]
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder)
+    finally:
+        saving.write_tensors = write  # type: ignore[assignment]
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_a_file_that_another_rank_wrote_and_that_is_gone_is_noticed(tmp_path: Path) -> None:
+    for message in run_ranks(2, lose_a_file, str(tmp_path)):
+        assert "was written, but cannot be found" in message
+    assert not any(tmp_path.iterdir())
 
 
 def asynchronous(folder: str) -> tuple[list[float], list[float]]:

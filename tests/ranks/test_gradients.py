@@ -95,6 +95,32 @@ def test_moments_are_there_by_part() -> None:
     assert all(value.any() for value in whole.values())
 
 
+# -- weighted losses ---------------------------------------------------------------------------------------------
+
+
+def look_at_weighted(precision: str) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Rank 0's loss weighs 1, rank 1's 3."""
+    engine = make_engine(CASES["plain"], make_config(2, precision=precision))
+    loss = CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0))
+    engine.backward(loss, weight=1.0 + 2.0 * dist.get_rank())
+    found = gradient_norms(engine.module), dict(full_gradients(engine.module))
+    engine.zero_grad()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("precision", "error"), (("fp32", 1e-6), ("fp16", 1e-2)))
+def test_gradients_of_weighted_losses_have_neither_weight_nor_scale(precision: str, error: float) -> None:
+    model = CASES["plain"].build()
+    for rank, share in ((0, 0.25), (1, 0.75)):
+        (CASES["plain"].loss(model, Place(rank, 0, 0)) * share).backward()
+    for norms, gradients in run_ranks(2, look_at_weighted, precision):
+        for name, param in model.named_parameters():
+            assert param.grad is not None
+            assert distance(gradients[name], param.grad) < error, name
+            assert norms[name] == pytest.approx(float(gradients[name].double().norm()), rel=1e-6), name
+
+
 # -- divided layers ----------------------------------------------------------------------------------------------
 
 

@@ -27,9 +27,12 @@ from torch import nn
 from training import make_config, make_engine
 
 import zerorun
+from zerorun.channel import Books, Channel
 from zerorun.zero.layout import Layout, build_layout
 from zerorun.zero.order import gathers
 from zerorun.zero.partition import UnitPolicy, choose_units
+from zerorun.zero.runtime import MAX_REDUCING, Runtime
+from zerorun.zero.unit import Unit
 
 GRAD_SLOTS = 1  # one is on the wire while autograd works on the next unit's gradients
 ITEMSIZE = {"fp32": 4, "bf16": 2}
@@ -265,6 +268,47 @@ def test_half_the_bytes_on_a_bf16_wire() -> None:
     full = run_ranks(2, account, "even", make_config(0))[0][2]
     config = make_config(2, precision="bf16", communication_data_type="bf16")
     assert run_ranks(2, account, "even", config)[0][2] * 2 == full
+
+
+def reductions_on_their_way(overlap: bool) -> int:
+    """How many there are at most in a backward."""
+    seen, real = [], Runtime._reduce
+
+    def reduce(self: Runtime, unit: Unit) -> None:
+        real(self, unit)
+        seen.append(len(self.reducing))
+
+    case = Case("row", lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(6))), classes=("Sequential",))
+    engine = make_engine(case, make_config(1, zero_optimization={"overlap_comm": overlap}))
+    Runtime._reduce = reduce  # type: ignore[method-assign]
+    try:
+        engine.backward(engine(torch.ones(2, 4)).sum())
+    finally:
+        Runtime._reduce = real  # type: ignore[method-assign]
+    engine.zero_grad()
+    engine.destroy()
+    assert len(seen) >= 6
+    return max(seen)
+
+
+@pytest.mark.parametrize(("overlap", "most"), ((True, MAX_REDUCING), (False, 0)))
+def test_no_more_reductions_are_on_their_way_than_are_counted(overlap: bool, most: int) -> None:
+    """Each has a buffer to receive into."""
+    assert run_ranks(2, reductions_on_their_way, overlap) == [most] * 2
+
+
+def broadcast_bytes() -> list[int]:
+    """Of a tensor of 20 bytes, from each rank in turn."""
+    channel = Channel("test", None, dist.get_rank(), dist.get_world_size(), torch.device("cpu"), Books(), reads_peers=False)
+    found = []
+    for source in range(dist.get_world_size()):
+        channel.broadcast(torch.zeros(5), f"from {source}", source)
+        found.append(channel.books.traffic[f"from {source}"].bytes)
+    return found
+
+
+def test_a_broadcast_is_sent_to_every_other_rank() -> None:
+    assert run_ranks(3, broadcast_bytes) == [[40, 0, 0], [0, 40, 0], [0, 0, 40]]
 
 
 # -- the steady state --------------------------------------------------------------------------------------------

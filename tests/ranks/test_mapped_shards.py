@@ -21,6 +21,7 @@ from training import make_config, make_engine, train
 
 import zerorun
 from zerorun import huge_pages
+from zerorun.mapped_shards import _places
 from zerorun.zero import layout, partition
 from zerorun.zero.layout import build_layout
 
@@ -271,6 +272,18 @@ def whole_huge_pages(rank: int, world: int) -> int:
     """Bytes of the huge pages that lie within the shard of ``rank``, if the flat buffer begins with one."""
     shard = build_layout(["weight"], [(1500 * 1500,)], world).numel * 4 // world
     return max((rank + 1) * shard // HUGE - -(-rank * shard // HUGE), 0) * HUGE
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_large_shards_begin_in_their_file_where_they_do_in_their_buffer(rank: int) -> None:
+    """So that the kernel can map huge pages of them; also of kernels that do not."""
+    sizes = [HUGE + 4096, 8192, 3 * HUGE, HUGE - 4096, 2 * HUGE + 12288]
+    places, end = _places(sizes, rank)[:-1], 0
+    for place, nbytes in zip(places, sizes, strict=True):
+        assert end <= place < end + HUGE
+        assert nbytes < HUGE or (place - rank * nbytes) % HUGE == 0
+        end = place + nbytes
+    assert _places(sizes, rank)[-1] == end
 
 
 def many_segments() -> list[bool]:

@@ -21,7 +21,7 @@ from training import make_config, make_engine, train
 
 import zerorun
 from zerorun.zero import partition
-from zerorun.zero.placement import HostLink, Placement, place_units
+from zerorun.zero.placement import HostLink, Placement, Staging, place_units
 
 STEPS = 3
 DISK = os.path.join(tempfile.gettempdir(), "zerorun-states")  # files there have no names
@@ -238,6 +238,17 @@ def test_ratio() -> None:
     assert placed([5, 5], optimizer=False, ratio=1.0) == [Placement()] * 2
     on_disk = placed([5, 5], ratio=0.5, states_on_disk=True)
     assert on_disk == [Placement(), Placement(optimizer=True, states_on_disk=True)]
+
+
+def test_a_staging_buffer_is_waited_for_before_it_is_used_again() -> None:
+    staging = Staging(64, pinned=False)
+    waited: list[int] = []
+    for number in range(5):
+        index, buffer = staging.take(16, torch.float32)
+        assert waited == list(range(max(number - 1, 0)))
+        assert (index, buffer.numel()) == (number % 2, 16)
+        staging.hold(index, functools.partial(waited.append, number))
+    assert staging.bytes == 128
 
 
 # -- access ------------------------------------------------------------------------------------------------------

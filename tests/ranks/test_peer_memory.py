@@ -8,6 +8,8 @@ import random
 import signal
 import subprocess
 import time
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from reference import Result, differences, train_reference
 from training import make_config, make_engine, run_steps, train
 
 from zerorun import peer_memory
+from zerorun.channel import Books, Channel
 from zerorun.comm import Communicator
 from zerorun.peer_memory import PeerMemory, PeerMemoryError
 from zerorun.zero import partition
@@ -68,6 +71,67 @@ def exchange_many(count: int) -> bool:
 @pytest.mark.parametrize("world", (2, 4))
 def test_more_exchanges_than_slots(world: int) -> None:
     assert run_ranks(world, exchange_many, 50) == [True] * world
+
+
+def overwrite_at_once(how: str) -> list[float]:
+    """The last rank is slow to read the others' parts, which these write to as soon as they may."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    channel = Channel("test", dist.group.WORLD, rank, world, torch.device("cpu"), Books())
+    memory = channel.memory
+    assert memory is not None
+    read = memory.read_tensor
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.3)
+        read(*arguments)
+
+    if rank == world - 1:
+        memory.read_tensor = slowly  # type: ignore[method-assign, assignment]
+    buffer = torch.full((64,), float(rank + 1))
+    if how == "sum":
+        channel.all_reduce(buffer, "test")
+        found = sorted(set(buffer.tolist()))
+    else:
+        full = torch.empty(64 * world)
+        channel.all_gather(full, range(0, 64 * world + 1, 64), "test", buffer).wait()
+        channel.quiesce()
+    buffer.fill_(-1.0)
+    channel.quiesce()
+    return found if how == "sum" else sorted(set(full.tolist()))
+
+
+def test_a_sum_may_be_written_to_at_once() -> None:
+    assert run_ranks(2, overwrite_at_once, "sum") == [[3.0]] * 2
+
+
+def test_what_was_gathered_may_be_written_to_when_it_is_quiet() -> None:
+    assert run_ranks(2, overwrite_at_once, "gather") == [[1.0, 2.0]] * 2
+
+
+def offer_more_than_slots(count: int) -> list[float]:
+    """Rank 0 makes ``count`` exchanges before rank 1 makes its first, with room for 4 that wait to be read."""
+    peer_memory.SLOTS, memory = 4, connect()
+    rank, limit, found = dist.get_rank(), timedelta(seconds=30), torch.zeros(count)
+
+    def take(tables: list[torch.Tensor], index: int) -> None:
+        memory.read_tensor(1 - rank, int(tables[1 - rank][0]), found[index : index + 1])
+
+    try:
+        if rank == 1:
+            time.sleep(0.3)
+        for index in range(count):
+            source = torch.full((1,), rank + 10.0 * index)
+            memory.exchange(5, "test", [source], partial(take, index=index), until_given=False)
+        memory.finish(limit)
+    finally:
+        peer_memory.SLOTS = 4096
+    return found.tolist()
+
+
+@pytest.mark.parametrize("count", (4, 5, 6))
+def test_a_rank_that_is_ahead_waits_for_a_free_slot(count: int) -> None:
+    expected = [[10.0 * index + rank for index in range(count)] for rank in (1, 0)]
+    assert run_ranks(2, offer_more_than_slots, count) == expected
 
 
 def disagree() -> str:

@@ -248,6 +248,29 @@ def test_a_layer_may_change_what_it_gets_from_another_stage() -> None:
         assert found == pytest.approx(losses, rel=1e-6)
 
 
+# -- messages ------------------------------------------------------------------------------------------------------
+
+
+def left_behind() -> list[int]:
+    """Messages that the stage has not seen leave when a batch is over."""
+    torch.manual_seed(4)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 1)]
+    module = PipelineModule(layers, num_stages=2, loss_fn=lambda out, labels: out.square().mean())
+    engine = zerorun.initialize(module, make_config(1, accumulation=2))
+    found = []
+    for _ in range(2):
+        engine.train_batch(iter([(torch.ones(2, 4), None)] * 2))
+        courier = engine._executor._courier
+        assert courier is not None
+        found.append(len(courier._last_leaving))
+    engine.destroy()
+    return found
+
+
+def test_a_batch_is_over_when_its_messages_have_left() -> None:
+    assert run_ranks(2, left_behind) == [[0, 0]] * 2
+
+
 # -- parameters in several places ----------------------------------------------------------------------------------
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import run_ranks
 
+from zerorun.comm import Communicator
 from zerorun.mpu import Grid
 from zerorun.process_topology import PipeDataParallelTopology
 from zerorun.topology import AXES, Topology
@@ -65,3 +67,19 @@ def groups_of_a_process_topology() -> tuple[tuple[int, ...], tuple[int, ...]]:
 def test_groups_of_a_process_topology() -> None:
     results = run_ranks(8, groups_of_a_process_topology)
     assert results[5] == ((1, 5), (4, 5, 6, 7))
+
+
+def weights_of_all_stages() -> dict[str, list[float]]:
+    made = Topology.create(dist.get_world_size(), dist.get_rank(), pipe=2, device_type="cpu")
+    stage = made.pipe_rank
+    own = {f"of stage {stage}": torch.full((3,), stage + 1.0, dtype=torch.bfloat16), "of both": torch.tensor([stage])}
+    found = Communicator(made, torch.device("cpu")).of_all_stages(own)
+    made.close()
+    return {name: value.tolist() for name, value in found.items()}
+
+
+def test_every_replica_of_a_pipeline_has_the_weights_of_all_stages() -> None:
+    """Stages are numbers in the group of a replica; only in the first one are they its ranks in the world."""
+    expected = {"of stage 0": [1.0] * 3, "of both": [0], "of stage 1": [2.0] * 3}
+    for found in run_ranks(4, weights_of_all_stages):
+        assert list(found.items()) == list(expected.items())

@@ -20,7 +20,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
-from zerorun import waits
+from zerorun import channel, waits
 
 LATE_S = 0.9
 
@@ -84,6 +84,32 @@ def test_one_line_names_the_collective_and_who_has_not_come(stage: int, place: s
         known = ranks == 2 or "control" not in found[2]
         if known:
             assert f"Rank {ranks - 1} has not come." in line
+
+
+def named_in_messages() -> list[int]:
+    """Of whom a rank would say that it has not come, where ranks 1 and 2 of the world sum between them by messages."""
+    group, rank, named = dist.new_group([1, 2]), dist.get_rank(), []
+    if rank == 0:
+        return []
+    pair = channel.Channel("pair", group, rank - 1, 2, torch.device("cpu"), channel.Books(), reads_peers=False)
+
+    class Noted(channel.Message):
+        def __init__(self, work: dist.Work, label: str, peer: int) -> None:
+            super().__init__(work, label, peer)
+            named.append(peer)
+
+    channel.Message, usual = Noted, channel.Message  # type: ignore[misc]
+    try:
+        assert pair.sum_of(torch.ones(4), "a sum of two").tolist() == [2.0] * 4
+        pair.all_gather(torch.ones(4), (0, 2, 4), "a gather").wait()
+        pair.all_reduce(torch.ones(4), "a sum in two phases")
+    finally:
+        channel.Message = usual  # type: ignore[misc]
+    return named
+
+
+def test_ranks_of_a_group_are_named_as_in_the_world() -> None:
+    assert run_ranks(3, named_in_messages) == [[], [2] * 8, [1] * 8]
 
 
 def test_a_save_says_so_too() -> None:

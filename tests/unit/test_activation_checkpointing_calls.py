@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerorun
-from zerorun.activations import host, selective
+from zerorun.activations import blocks, host, selective
 from zerorun.activations.host import HostPool
 from zerorun.activations.region import Selection, run
 from zerorun.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
@@ -160,6 +161,17 @@ def test_a_second_backward_and_another_sequence_of_operations() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(other, "selective", selection), wanted, strict=True))
 
 
+def test_of_results_that_save_as_much_for_a_byte_the_largest_are_kept() -> None:
+    """40 bytes are to be had, which hold one result of 30 or one of 20, and not both."""
+    results = [selective.Result(flops=40, storages={1: 20}), selective.Result(flops=60, storages={2: 30})]
+    record = selective.Record(results, needed=2, saved={3: round(40 / selective.KEPT_SHARE)}, made={3})
+    assert record.choose() == {1}
+    record.results.append(selective.Result(flops=21, storages={4: 10}))
+    assert record.choose() == {1}  # autograd does not need the third
+    record.needed = 3
+    assert record.choose() == {1, 2}
+
+
 def test_attention_with_dropout_is_run_again() -> None:
     """A kept result would leave the random numbers of later dropouts at another place."""
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -168,6 +180,30 @@ def test_attention_with_dropout_is_run_again() -> None:
     assert selective.counts(attention, (query, query, query, 0.0), {})
     assert not selective.counts(attention, (query, query, query, 0.1), {})
     assert not selective.counts(attention, (query, query, query), {"dropout_p": 0.1})
+
+
+def test_a_model_that_checkpoints_itself_is_told_how_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Switched(nn.Sequential):
+        gradient_checkpointing = True
+
+        def gradient_checkpointing_disable(self) -> None:
+            self.gradient_checkpointing = False
+
+        def gradient_checkpointing_enable(self) -> None:
+            self.gradient_checkpointing = True
+
+    said: list[str] = []
+    monkeypatch.setattr(blocks, "warn_once", said.append)
+    model = Switched(nn.Linear(4, 4), nn.Linear(4, 4))
+    handle = blocks.CheckpointedBlocks(model, list(model.named_children()), blocks.Recompute("full"))
+    model(torch.ones(1, 4))
+    assert len(said) == 2 and all("no effect" in text for text in said)
+    (advice,) = re.findall(r"Remedy: call model\.(\w+)\(\)", said[0])
+    getattr(model, advice)()
+    said.clear()
+    model(torch.ones(1, 4))
+    assert said == []
+    handle.remove()
 
 
 # -- host memory -------------------------------------------------------------------------------------------------
@@ -192,6 +228,25 @@ def test_small_frozen_and_odd_tensors_stay() -> None:
         if x.shape[1] == 256:
             assert kept == copies
     assert pool.counts.buffers == 1
+
+
+def test_what_comes_back_has_memory_of_its_own() -> None:
+    x = torch.randn(8, 16).t()
+    stored = host.Stored(HostPool(CPU), x)
+    for _ in range(3):  # as backward with retain_graph does, whoever writes to what it got
+        found = stored.get()
+        assert torch.equal(found, x) and found.stride() == x.stride()
+        found.zero_()
+
+
+def test_buffers_are_counted_in_bytes() -> None:
+    pool = HostPool(CPU)
+    kept = [pool.take(10, torch.float32), pool.take(10, torch.bfloat16), pool.take(3, torch.float64)]
+    assert (pool.counts.buffers, pool.counts.buffer_bytes) == (3, 40 + 20 + 24)
+    for buffer in kept:
+        pool.give_back(buffer)
+    assert pool.take(10, torch.bfloat16).dtype == torch.bfloat16
+    assert (pool.counts.buffers, pool.counts.buffer_bytes) == (3, 84)
 
 
 def test_an_order_of_backward_that_is_not_the_reverse_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:

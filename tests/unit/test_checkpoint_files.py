@@ -44,7 +44,7 @@ from zerorun.checkpoint.tensorfile import (
     header_bytes,
     memory_of,
 )
-from zerorun.checkpoint.write import Target, commit, small_tensor_file
+from zerorun.checkpoint.write import Target, commit, index_files, small_tensor_file
 from zerorun.errors import CheckpointError, DamagedError
 from zerorun.topology import Topology
 from zerorun.zero.layout import build_layout
@@ -834,6 +834,22 @@ def check_plan(model: Model, plan: Plan, max_file: int) -> None:
     for task in plan.tasks:
         sizes[task.tensor.name] += task.tensor.nbytes + (task.tensor.nbytes // 2 if task.rounded else 0)
     assert max(loads) <= sum(sizes.values()) / ranks + max(sizes.values()) + 1
+
+
+@pytest.mark.parametrize(("max_file", "together"), [(39, [1, 1, 1]), (40, [2, 1]), (59, [2, 1]), (60, [3])])
+def test_a_file_may_be_as_large_as_is_said(max_file: int, together: list[int]) -> None:
+    rows = [Row(MODEL, f"p{index}", 0, 5, "F32", (5,)) for index in range(3)]
+    plan = make_plan([rows], Topology(1, 1, 0), ["p0", "p1", "p2"], max_file)
+    assert [len(tensors) for tensors in plan.sets[MODEL].values()] == together
+
+
+def test_an_index_tells_the_bytes_of_all_its_tensors() -> None:
+    """As Hugging Face's tools write it, for whom ``total_size`` decides what fits where."""
+    rows = [Row(MODEL, "a", 0, 6, "F32", (2, 3)), Row(MODEL, "b", 0, 5, "BF16", (5,)), Row(MODEL, "c", 0, 0, "F32", (0,))]
+    (index,) = index_files(make_plan([rows], Topology(1, 1, 0), ["a", "b", "c"], 24)).values()
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    weight_map = {"a": names[0], "b": names[1], "c": names[1]}
+    assert json.loads(index) == {"metadata": {"total_size": 34}, "weight_map": weight_map}
 
 
 @settings(quick, max_examples=200)

@@ -147,6 +147,30 @@ def test_two_writes_at_once_that_need_another_try(place: Path, monkeypatch: pyte
     assert (place / "0").read_bytes() == data
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_one_write_that_fails_fails_the_file(place: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
+    """In the background, and never again: what comes after it is written, and the file has a hole."""
+    calls, lock = 0, threading.Lock()
+
+    def failing(file: int, data: Any, at: int) -> int:
+        nonlocal calls
+        with lock:
+            calls += 1
+            if calls == nth:
+                raise OSError(errno.EIO, "Input/output error")
+        return PWRITE(file, data, at)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    queue = WriteQueue()
+    writer = FileWriter(place / "bad", queue)
+    with pytest.raises(OSError, match="Input/output error") as found:
+        writer.write(bytes(3 * BUFFER + 9))
+        writer.close()
+    assert found.value.filename == str(place / "bad")
+    writer.abandon()
+    queue.close()
+
+
 @pytest.mark.parametrize("nth", [1, 3, 4])
 def test_errors_in_the_background_name_their_file(place: Path, monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
     """The file with the problem says so, the other one is as if nothing were."""

@@ -450,6 +450,17 @@ def test_worker_seeds_are_those_of_seed_epoch_and_rank() -> None:
     assert int(next(iter(resumed))) not in first[0]  # else a worker would draw again what it drew at the beginning
 
 
+def test_ranks_that_share_their_data_share_the_worker_seeds() -> None:
+    """Two pipeline stages of two tensor ranks: what workers draw at random belongs to the samples."""
+    found: dict[int, set[int]] = {0: set(), 1: set()}
+    for rank in range(8):
+        place = Topology(replicate=1, shard=2, rank=rank, pipe=2, tensor=2)
+        (seed,) = EpochLoader(WorkerSeeds(2), 1, place, seed=SEED, num_workers=1)
+        found[place.data_parallel_rank].add(int(seed))
+    assert [len(seeds) for seeds in found.values()] == [1, 1]
+    assert found[0] != found[1]
+
+
 # -- skipping ----------------------------------------------------------------------------------------------------
 
 

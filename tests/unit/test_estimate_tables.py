@@ -233,3 +233,23 @@ def test_a_file_will_do(tmp_path: Any) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config(1)))
     assert zerorun.estimate_memory(blocks_of(2, 64), path, 2).stage == 1
+
+
+@pytest.mark.parametrize(("precision", "rounded"), (("bf16", 2), ("fp32", 0)))
+def test_two_staging_buffers_hold_the_largest_unit_on_its_way(precision: str, rounded: int) -> None:
+    """Gradients come down in fp32; weights go up rounded, or as the masters that they are."""
+    model = on_meta(lambda: nn.ModuleDict({"blocks": nn.ModuleList(linear(64, width) for width in (64, 128, 64))}))
+    offloaded = config(2, precision, offload_optimizer={"device": "cpu"})
+    found = zerorun.estimate_memory(model, offloaded, 2, device="cuda").kinds
+    assert found["host staging"] == 2 * (64 * 128 // 2) * (4 + rounded)
+    assert "host staging" not in zerorun.estimate_memory(model, config(2, precision), 2, device="cuda").kinds
+
+
+@pytest.mark.parametrize(("numel", "world", "part"), ((8, 4, 2), (9, 4, 3), (5, 4, 2), (1, 4, 1), (7, 1, 7)))
+def test_init_leaves_every_rank_as_much_of_a_parameter(numel: int, world: int, part: int) -> None:
+    """The parts of ``Init`` are equal: where the elements do not divide, the last ranks have padding."""
+    from zerorun.estimate import _held_in_parts
+    from zerorun.sizing import Bytes, Holding
+
+    param = nn.Parameter(torch.empty(numel, device="meta"))
+    assert _held_in_parts(param, "cpu", world) == Holding(Bytes(4 * part), put_together=4 * numel)

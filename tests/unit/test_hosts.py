@@ -281,6 +281,11 @@ def test_huge_ranges_are_refused_at_once(inside: str) -> None:
     assert time.perf_counter() - start < 2.0 * patience()
 
 
+def test_a_range_may_be_as_long_as_the_message_says() -> None:
+    assert expand("n[1-100000]")[::99_999] == ["n1", "n100000"]
+    assert len(expand("n[1-1000]m[1-100]")) == 100_000
+
+
 # SLURM
 
 

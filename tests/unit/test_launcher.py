@@ -320,6 +320,10 @@ def test_exception_group_keeps_its_header() -> None:
     ("code", "words", "status"),
     [
         (3, "exit code 3", 3),
+        (128, "exit code 128", 128),
+        (129, "exit code 129 (in a shell, SIGHUP)", 129),
+        (192, "exit code 192 (in a shell, SIGRTMAX)", 192),
+        (193, "exit code 193", 193),
         (137, "exit code 137 (in a shell, SIGKILL)", 137),
         (-9, "killed by SIGKILL (signal 9): probably out of host memory", 137),
         (-11, "killed by SIGSEGV (signal 11): segmentation fault", 139),
@@ -328,6 +332,7 @@ def test_exception_group_keeps_its_header() -> None:
 )
 def test_ends_in_words(code: int, words: str, status: int) -> None:
     assert report.describe_end(code).startswith(words)
+    assert code < 0 or report.describe_end(code) == words
     assert report.exit_status(code) == status
 
 

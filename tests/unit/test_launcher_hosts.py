@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -13,16 +14,21 @@ from pathlib import Path
 import pytest
 from harness import patience
 
+import zerorun
 from zerorun.errors import LaunchError
 from zerorun.launcher import cli
+from zerorun.launcher.agent import Agent
 from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
 from zerorun.launcher.hosts import Host
+from zerorun.launcher.job import Job, JobOptions
 from zerorun.launcher.line import Line, decode, encode
 from zerorun.launcher.plan import (
+    LaunchRequest,
     NodePlan,
     Plan,
     Rendezvous,
+    Target,
     build_plan,
     exported,
     is_secret,
@@ -256,7 +262,49 @@ def test_a_host_tells_what_it_is() -> None:
         probe("127.0.0.1", 1)
 
 
+def test_a_host_that_cannot_do_what_it_is_told_says_why(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    host = Agent(Line(ours.detach()))
+    job: dict[str, object] = {"do": "job", "cwd": str(tmp_path / "nowhere"), "env": {}, "grace": 1.0}
+    job |= {"script": None, "log_dir": None}
+    theirs.sendall(json.dumps(job).encode() + b"\n")
+    host._read()
+    theirs.settimeout(10)
+    answer = json.loads(theirs.recv(1 << 16))
+    assert answer["is"] == "trouble"
+    assert f"cannot change to {job['cwd']!r}: No such file or directory. Remedy: " in answer["text"]
+    host._line.close()
+    theirs.close()
+
+
 # -- batch jobs and restarts -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Remembered:
+    """A host as far as another round has to know it."""
+
+    name: str
+    lost: str | None = None
+    trouble: str | None = None
+    facts: dict[str, str] = dataclasses.field(default_factory=lambda: {"version": zerorun.__version__})
+
+
+@pytest.mark.parametrize(("lost", "back"), [("n1", ["n1"]), ("n2", ["n2"]), ("n1", []), ("n3", ["n3"])])
+def test_hosts_keep_their_order_over_a_restart(lost: str, back: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that which comes back: ranks, and the host where they meet, follow the hostfile."""
+    hosts = tuple(Host(name, (0,)) for name in ("n1", "n2", "n3"))
+    request = LaunchRequest("train.py", (), Target.SCRIPT, hosts, sys.executable)
+    job = Job(request, JobOptions(max_restarts=1, min_nodes=2))
+    said: list[str] = []
+    monkeypatch.setattr(job, "say", said.append)
+    monkeypatch.setattr(job, "_prepare", lambda nodes: None)
+    came = {host.name: Remembered(host.name, None if host.name in back else "gone") for host in hosts}
+    monkeypatch.setattr(job, "_open", lambda missing: [came[host.name] for host in missing])
+    job._nodes = [Remembered(host.name, "gone" if host.name == lost else None) for host in hosts]  # type: ignore[misc]
+    assert job._regroup(1)
+    assert [node.name for node in job._nodes] == [host.name for host in hosts if host.name != lost or back]
+    assert said == ["[zerorun] restart 1 of 1"]
 
 
 def test_batch_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,8 +214,11 @@ def test_a_file_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> N
     file = tmp_path / "secret"
     file.write_text(SECRET)
     file.chmod(mode)
-    with pytest.raises(LaunchError, match=f"its mode is {mode:04o}, so that others can read or write it. Remedy"):
+    with pytest.raises(LaunchError, match=f"its mode is {mode:04o}, .* write it. Remedy: delete it, .* with mode 0600."):
         secrets.leaders_secret(file, {}, terminal=True)
+    file.unlink()
+    secrets.leaders_secret(file, {}, terminal=True)
+    assert file.stat().st_mode & 0o777 == 0o600  # what the remedy promises
 
 
 def test_files_that_are_no_secrets_are_refused(tmp_path: Path) -> None:
@@ -362,6 +365,28 @@ def test_texts_of_other_hosts_cannot_steer_the_terminal() -> None:
     node._read()
     assert said == ["node1: a]52;c;ZXZpbA==b2J\nc"]
     assert heard == [(1, "stdout", b"hi\n")]
+    theirs.close()
+
+
+def test_ends_are_told_by_the_clock_of_this_host() -> None:
+    """Which failure was first must not depend on when hosts were booted."""
+    node, theirs, _ = greeted()
+    heard: list[float] = []
+    node._listener.on_end = lambda rank, code, at, asked: heard.append(at)  # type: ignore[method-assign]
+    node.clock = 1000.0
+    say(theirs, **{"is": "end", "rank": 1, "code": 1, "at": 1005.0, "asked": False})
+    node._read()
+    assert heard == [5.0]
+    theirs.close()
+
+
+def test_the_shortest_round_trip_tells_the_clock_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, theirs, _ = greeted()
+    for here, sent, there in ((14.0, 10.0, 512.5), (21.0, 20.0, 520.5), (40.0, 30.0, 400.0)):
+        monkeypatch.setattr("zerorun.launcher.remote.time.monotonic", lambda here=here: here)
+        say(theirs, **{"is": "pong", "t": sent, "now": there})
+        node._read()
+    assert node.clock == 500.0
     theirs.close()
 
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
 from zerorun.errors import PipelineError
+from zerorun.pipeline.executor import Executor
+from zerorun.pipeline.schedules import make_schedule
 
 VOCAB, WIDTH, LENGTH = 11, 8, 5
 
@@ -444,3 +446,26 @@ def test_parameters_that_nothing_tells_of_are_refused(kind: str) -> None:
 def test_functions_may_hold_what_has_no_parameters() -> None:
     activation = nn.GELU()
     PipelineModule([nn.Linear(2, 2), lambda x: activation(x)], num_stages=2, stage=1, partition_method="uniform")
+
+
+# -- after a failure ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", (1, 2))
+def test_a_stage_that_failed_takes_no_other_batch(stages: int) -> None:
+    """Its messages may be on their way still. Where there is no other stage, nothing stands in the way."""
+
+    def fail(batch: Any) -> Any:
+        raise ValueError("a mistake in the data")
+
+    module: Any = SimpleNamespace(stage=0, is_first=lambda chunk: True, inputs_of=fail)
+    courier: Any = SimpleNamespace(expect=lambda *key: None) if stages > 1 else None
+    nothing: Any = None
+    executor = Executor(module, nothing, courier, [], nothing, nothing, lambda value: value, nothing, nothing)
+    schedule = make_schedule("gpipe", stages, 2)
+    with pytest.raises(ValueError, match="a mistake in the data"):
+        executor.run(schedule, [1, 2])
+    assert executor.is_stuck == (stages > 1)
+    again = (PipelineError, "an earlier batch failed") if stages > 1 else (ValueError, "a mistake in the data")
+    with pytest.raises(again[0], match=again[1]):
+        executor.run(schedule, [1, 2])

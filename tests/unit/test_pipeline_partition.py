@@ -109,6 +109,8 @@ def test_a_list_says_where_to_cut() -> None:
     for wrong in ([2, 2, 2], [0, 3, 2, 5], [0, 2, 5], [1, 2, 3, 5], [6, -1, 0], [2, 0, 3.5]):
         with pytest.raises(PipelineError, match="Remedy"):
             bounds_of(wrong, layers, 3)  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match="3 counts that add up to 5, or 4 ascending bounds from 0 to 5"):
+        bounds_of([2, 2, 2], layers, 3)
 
 
 def test_types_are_counted_in_any_case() -> None:

@@ -199,6 +199,14 @@ def test_chunks_of_one_rank_in_their_order() -> None:
             simulate(Schedule.from_lists([[right[place] for place in wrong]], 1, chunks=2), Times.make(1))
 
 
+def test_a_chunk_takes_its_part_of_each_time() -> None:
+    order = [(F, 0), (F, 1), (INPUT, 1), (W, 1), (INPUT, 0), (W, 0)]
+    split = Schedule.from_lists([[Action(kind, 0, chunk) for kind, chunk in order]], 1, chunks=2)
+    report = simulate(split, Times.make(1, 2.0, 4.0, 8.0), record=True)
+    assert [span.end - span.start for span in report.spans[0]] == [1, 1, 2, 4, 2, 4]
+    assert report.makespan == report.busy[0] == 14
+
+
 def test_actions_and_times_that_do_not_fit() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0: forward\(micro-batch 1, chunk 0\) does not exist: there are 1"):
         Schedule.from_lists([[Action(F, 1, 0)]], 1)

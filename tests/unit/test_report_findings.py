@@ -296,6 +296,33 @@ def test_a_hang_of_nccl_names_what_to_try() -> None:
     assert all(word in remedy for word in ("NCCL_P2P_DISABLE=1", "IOMMU", "NCCL_SOCKET_IFNAME"))
 
 
+def test_a_hang_of_peer_memory_names_how_to_do_without() -> None:
+    from zerorun import peer_memory
+
+    check = "zerorun all_gather float32 by peer memory, 2 ranks"
+    remedy = one([host("a")], measured(ended="hang", furthest=check)).remedy
+    variable, value = remedy.removeprefix("Try ").removesuffix(".").split("=")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(variable, value)
+        assert not peer_memory.can_be_used()
+
+
+@pytest.mark.parametrize("wrong", [[False, True], [True, False], [True, True], [False, False]])
+def test_one_wrong_result_of_several_is_told(wrong: list[bool]) -> None:
+    import torch
+
+    from zerorun.report import exchanges
+    from zerorun.report.reporter import Reporter
+
+    said: list[dict[str, Any]] = []
+    reporter = Reporter(rank=0, faults=[])
+    reporter.say = lambda **message: said.append(message)  # type: ignore[method-assign]
+    exchanges._check(reporter, "all_reduce float32", lambda: ((torch.ones(3) + bad, torch.ones(3)) for bad in wrong))
+    assert said[-1]["checked"] == "all_reduce float32"
+    assert (said[-1]["wrong"] is not None) == any(wrong)
+    assert not any(wrong) or "3 of 3 elements; element 0 is 2.0, must be 1.0" in said[-1]["wrong"]
+
+
 def test_a_hang_between_two_hosts_names_them() -> None:
     assert "between a and c did not return" in one([host("a")], measured(ended="hang", furthest="pair 0 2")).what
 

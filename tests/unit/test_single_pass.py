@@ -152,16 +152,18 @@ def test_every_length_and_any_start(rule: Rule, path: str) -> None:
 
 @ALL_RULES
 def test_threads_make_no_difference(rule: Rule) -> None:
-    start, threads = training(rule, 300_001), torch.get_num_threads()
-    done = []
-    try:
-        for count in (1, 2, 3, 8):
-            torch.set_num_threads(count)
-            done.append(start.copy())
-            rule.run(done[-1])
-    finally:
-        torch.set_num_threads(threads)
-    assert all(same(one, other) for work in done[1:] for one, other in zip(done[0].results(), work.results(), strict=True))
+    threads = torch.get_num_threads()
+    for numel in (300_001, 32_769, 49_153):  # the last two: whole blocks for each thread, and one element more
+        start, done = training(rule, numel), []
+        try:
+            for count in (1, 2, 3, 8):
+                torch.set_num_threads(count)
+                done.append(start.copy())
+                rule.run(done[-1])
+        finally:
+            torch.set_num_threads(threads)
+        for work in done[1:]:
+            assert all(same(one, other) for one, other in zip(done[0].results(), work.results(), strict=True))
 
 
 @ALL_RULES

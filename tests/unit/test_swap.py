@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ from zerorun.errors import SwapError
 from zerorun.ops import single_pass
 from zerorun.ops.aio import BLOCK_BYTES, AsyncFile, Ticket
 from zerorun.zero import swap
+from zerorun.zero.placement import HostLink
 from zerorun.zero.swap import StateFile, require_room
 
 NUMELS = (20_003, 777, 31, 10_000, 1)  # of the units of most tests; torch takes one thread for each of them
@@ -101,6 +103,17 @@ OPTIMIZERS: dict[str, tuple[Callable[[Tensors], single_pass.SinglePassOptimizer]
     "SGD": (lambda params: single_pass.SGD(params, lr=0.1, momentum=0.9, dampening=0.3), 1),
     "SGD without momentum": (lambda params: single_pass.SGD(params, lr=0.1), 0),
 }
+
+
+def test_a_state_that_is_made_again_is_zero_again(tmp_path: Path) -> None:
+    """As when an optimizer's states are cleared: what the first one held lies in the file still."""
+    store, masters = filled(tmp_path, values(), states=2)
+    for master in masters:
+        for number in range(2):
+            store.home(master, number).fill_(3.0 + number)
+        assert not store.home(master, 0).any()
+        assert store.state(master, 1).eq(4.0).all()
+    store.close()
 
 
 def train(name: str, folder: Path | None, **how: Any) -> Tensors:
@@ -244,6 +257,19 @@ def test_a_unit_is_read_after_it_is_written(tmp_path: Path, watched: type[_Watch
     store.close()
 
 
+def test_what_was_read_before_a_series_of_updates_is_read_again(tmp_path: Path, watched: type[_Watched]) -> None:
+    """A unit that was announced, and then written to through the mapping, as loading a checkpoint does."""
+    states = six_units(tmp_path, watched, 3)
+    states.prefetch(1)
+    for buffer in states._buffers:
+        if buffer.ticket is not None:
+            buffer.ticket.wait()
+    master = states.master(1, 0).fill_(7.0)
+    states.begin()
+    assert states.open(1)(master).eq(7.0).all()
+    states.close()
+
+
 def test_another_unit_than_was_announced(tmp_path: Path) -> None:
     wanted = values((64,) * 6)
     store, masters = filled(tmp_path, wanted, buffer_count=2)
@@ -259,6 +285,21 @@ def test_another_unit_than_was_announced(tmp_path: Path) -> None:
     masters[4].fill_(7)
     store.begin()  # what was announced before has been read too early
     assert (store.open(4)(masters[4]) == 7).all()
+    store.close()
+
+
+def test_what_was_announced_stays_although_another_comes_first(tmp_path: Path, watched: type[_Watched]) -> None:
+    """A buffer that is being written is waited for before one that has been read, and would have to be read again."""
+    store = six_units(tmp_path, watched, 3)
+    for key in (0, 1):
+        store.open(key)
+        store.release(key)
+    store.prefetch(2)
+    store.open(3)
+    store.release(3)
+    store.open(2)
+    assert watched.events.count("read 2") == 1
+    assert watched.events[-2:] == ["write 3", "wait for read 2"]
     store.close()
 
 
@@ -367,6 +408,20 @@ def test_close_tells_of_a_failure_once(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(SwapError, match=r"Input/output error \(EIO\) while writing unit"):
         store.close()
     store.close()
+
+
+def test_who_waits_for_the_disk_hears_of_its_failure(tmp_path: Path) -> None:
+    """A save reads through the mapping what the link's thread has had written."""
+    store, _ = filled(tmp_path, values())
+    link = HostLink(torch.device("cpu"), store=store)
+    store.open(0)
+    store.release(0)
+    link.settle()
+    store._fail(0, OSError(errno.EIO, "Input/output error"), writing=True)
+    for _ in range(2):
+        with pytest.raises(SwapError, match="Input/output error"):
+            link.settle()
+    link.close()
 
 
 def test_a_file_that_has_lost_its_end(tmp_path: Path) -> None:

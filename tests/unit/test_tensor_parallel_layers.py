@@ -27,6 +27,7 @@ from zerorun.tensor_parallel.layers import (
     whole_of,
 )
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
+from zerorun.tensor_parallel.random import region_seed
 from zerorun.tensor_parallel.share import Share, even_range, fused_ranges, partial_of, shares_of
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
@@ -181,6 +182,17 @@ def test_columns_that_several_ranks_use() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_an_activation_that_is_not_divided_says_how_to_do_without() -> None:
+    def work(axis: ThreadAxis) -> None:
+        region = Region(axis)
+        region.sequence_length = TOKENS
+        message = r"shape \(2, 5, 12\) came where \[\.\.\., 7, width\] .* Remedy: sequence_parallel=False\."
+        with pytest.raises(ModelError, match=message):
+            region.leave(torch.zeros(2, 5, WIDTH))
+
+    on_threads(2, work)
+
+
 def test_sequence_parallelism_between_regions() -> None:
     """A norm between two regions sees a part of the sequence; its gradients are summands."""
     torch.manual_seed(0)
@@ -253,6 +265,13 @@ def test_tied_layers_are_divided_once() -> None:
     for out, found in on_threads(2, work):
         torch.testing.assert_close(out, expected)
         torch.testing.assert_close(found, wanted)
+
+
+def test_every_tensor_rank_has_a_random_stream_of_its_own() -> None:
+    """Other tests take the product's seeds for the reference, and would not see that all ranks draw alike."""
+    seeds = [region_seed(drawn, rank) for drawn in (0, 1, 2**63 - 2) for rank in range(64)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_shares() -> None:

@@ -121,12 +121,12 @@ def test_a_topology_can_be_copied_and_sent() -> None:
 @pytest.mark.parametrize(
     ("look_up", "words"),
     [
-        (lambda made: made.coordinate(8), "rank 8"),
+        (lambda made: made.coordinate(8), "rank 8 lies outside the 8 ranks .*Remedy: use a rank in 0 to 7."),
         (lambda made: made.coordinate(-1), "rank -1"),
         (lambda made: made.ranks_along("pipe", 9), "rank 9"),
         (lambda made: made.ranks_along("row"), "'row'"),
         (lambda made: made.groups("model_parallel"), "'model_parallel'"),
-        (lambda made: made.rank_at(pipe=2), "pipe = 2"),
+        (lambda made: made.rank_at(pipe=2), "pipe = 2 .*Remedy: use pipe in 0 to 1."),
         (lambda made: made.rank_at(stage=0), "stage=0"),
         (lambda made: made.filter_match(data=0), "'data'"),
         (lambda made: made.group("shard"), "no process groups"),
