@@ -37,6 +37,7 @@ import platform
 import secrets
 import select
 import sys
+import threading
 import time
 import weakref
 from collections import deque
@@ -350,28 +351,34 @@ class _Permission:
     def __init__(self) -> None:
         self._named: int | None = None
         self._alive: int | None = None  # handle of the named process
+        self._changing = threading.RLock()  # groups come and go on any thread, and in the midst of this
 
     def widen(self, process: int) -> None:
         """Let ``process`` and its descendants read, beside those that may already: the older ancestor covers both."""
-        self.renew()
-        line = [*ancestors(), _ANYBODY]
-        if self._named is None or line.index(process) > line.index(self._named):
-            self._name(process)
+        with self._changing:
+            self.renew()
+            line = [*ancestors(), _ANYBODY]
+            if self._named is None or line.index(process) > line.index(self._named):
+                self._name(process)
 
     def renew(self) -> None:
         """Let anybody read if the process that was named has ended: its descendants may not any more."""
-        if self._alive is not None and select.select([self._alive], [], [], 0)[0]:
-            self._name(_ANYBODY)
+        if self._alive is None:
+            return
+        with self._changing:
+            if self._alive is not None and select.select([self._alive], [], [], 0)[0]:
+                self._name(_ANYBODY)
 
     def end_unused(self) -> None:
         """Let nobody read where no group is left."""
-        if not _served and self._named is not None:
-            self._name(None)
+        with self._changing:
+            if not _served and self._named is not None:
+                self._name(None)
 
     def _name(self, process: int | None) -> None:
-        if self._alive is not None:
-            os.close(self._alive)
-        self._named, self._alive = process, None
+        ended, self._named, self._alive = self._alive, process, None
+        if ended is not None:
+            os.close(ended)
         if process is not None and process != _ANYBODY:
             try:
                 self._alive = os.pidfd_open(process)

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -346,6 +347,29 @@ def test_all_may_read_when_the_named_process_has_ended(monkeypatch: pytest.Monke
     permission.renew()
     permission.renew()
     assert recorder.named == [ended.pid, -1]
+
+
+def test_groups_that_go_at_once_on_two_threads_close_what_is_open_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second close would hit whatever has been opened under that number meanwhile."""
+    permission, closed = peer_memory._Permission(), []
+    monkeypatch.setattr(peer_memory, "_readable", lambda: None)
+    monkeypatch.setattr(peer_memory, "_served", [])
+
+    def close(number: int) -> None:
+        time.sleep(0.02)  # the other thread comes
+        closed.append(number)
+
+    permission.widen(os.getpid())
+    opened = permission._alive
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        threads = [threading.Thread(target=permission.end_unused) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert closed == [opened]
+    os.close(opened or 0)
 
 
 def test_the_older_ancestor_covers_both(monkeypatch: pytest.MonkeyPatch) -> None:
