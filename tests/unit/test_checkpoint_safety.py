@@ -219,8 +219,13 @@ def device(path: Path) -> None:
 
 
 def bound(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    before = os.getcwd()
+    os.chdir(path.parent)  # names of sockets are short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(before)
 
 
 @pytest.mark.parametrize("make", [pipe, device, bound])
