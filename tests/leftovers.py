@@ -21,6 +21,7 @@ import pytest
 
 _RUN = "TESTS_OF_RUN"  # the folder of the run: in the environment of all its processes
 _SHARED_MEMORY = Path("/dev/shm")
+_OF_LIBRARIES = ("torchelastic_",)  # torchrun's: not ours to end
 _GRACE_S = 5.0  # for processes that are ending
 
 
@@ -44,7 +45,7 @@ class Seen:
 
 def entries(folder: Path) -> set[str]:
     with contextlib.suppress(OSError):
-        return set(os.listdir(folder))
+        return {name for name in os.listdir(folder) if not name.startswith(_OF_LIBRARIES)}
     return set()
 
 
@@ -90,8 +91,13 @@ def end_processes(run: str) -> list[str]:
 class Watch:
     """The part of a process that runs tests: attributes what appears to tests."""
 
-    def __init__(self) -> None:
-        self.seen = [Seen(Path(tempfile.gettempdir())), Seen(_SHARED_MEMORY)]
+    def __init__(self, worker: str) -> None:
+        folder = Path(os.environ[_RUN], worker)  # one for each process, so that a test answers for its own
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)  # some tests act as another user
+        os.environ["TMPDIR"] = str(folder)
+        tempfile.tempdir = None  # to be found out again
+        self.seen = [Seen(folder), Seen(_SHARED_MEMORY)]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -120,9 +126,8 @@ class Run:
         kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)  # where it is without us: compiling them takes long
         self.folder = tempfile.mkdtemp(prefix="zerorun-tests-")
-        os.chmod(self.folder, 0o755)  # some tests act as another user
-        os.environ["TMPDIR"] = os.environ[_RUN] = self.folder
-        tempfile.tempdir = None  # to be found out again
+        os.chmod(self.folder, 0o755)
+        os.environ[_RUN] = self.folder
         self.config, self.told = config, _told(config)
 
     def pytest_testnodedown(self, node: object) -> None:
@@ -154,8 +159,8 @@ def _told(config: pytest.Config) -> list[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    worker = hasattr(config, "workerinput")
-    if not worker:
+    worker: str | None = getattr(config, "workerinput", {}).get("workerid")
+    if worker is None:
         config.pluginmanager.register(Run(config))
     if worker or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(Watch())
+        config.pluginmanager.register(Watch(worker or "alone"))

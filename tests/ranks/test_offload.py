@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from zerorun.zero import partition
 from zerorun.zero.placement import HostLink, Placement, Staging, place_units
 
 STEPS = 3
-DISK = os.path.join(tempfile.gettempdir(), "zerorun-states")  # files there have no names
+DISK = tempfile.gettempdir()  # files there have no names
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"offload_optimizer": {"device": "cpu"}},
     "ratio 0": {"offload_optimizer": {"device": "cpu", "ratio": 0.0}},
