@@ -21,7 +21,7 @@ import pytest
 
 _RUN = "TESTS_OF_RUN"  # the folder of the run: in the environment of all its processes
 _SHARED_MEMORY = Path("/dev/shm")
-_OF_LIBRARIES = ("torchelastic_",)  # torchrun's: not ours to end
+_OF_LIBRARIES = ("torchelastic_", "torchinductor_")  # what PyTorch itself leaves
 _GRACE_S = 5.0  # for processes that are ending
 
 

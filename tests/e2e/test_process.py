@@ -53,7 +53,7 @@ def launch(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return start([sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(script), *args])
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2))])
 def test_a_run_ends_with_exit_code_0(script: Path, stage: int) -> None:
     done = launch(script, str(stage), "fall off the end")
     assert done.returncode == 0, done.stderr
@@ -64,7 +64,7 @@ def test_exit_in_the_script(script: Path) -> None:
     assert launch(script, "1", "exit").returncode == 0
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_one_rank_raises(script: Path, stage: int) -> None:
     done = launch(script, str(stage), "raise")
     assert done.returncode == 1

@@ -133,6 +133,7 @@ def test_facts_alone_on_a_machine_without_programs() -> None:
     assert report["hosts"][0]["facts"]["problems"] == []
 
 
+@pytest.mark.nightly
 def test_the_live_check_does_not_mind_a_strange_environment() -> None:
     nonsense = {"RANK": "x", "WORLD_SIZE": "", "MASTER_PORT": "-1", "MASTER_ADDR": "nowhere.invalid"}
     status, report = as_json("--quick", PATH="", **nonsense)
