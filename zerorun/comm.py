@@ -2,8 +2,10 @@
 
 [Note: pending work and the end of a process]
 gloo's threads drop the last references to tensors a little after the main thread has seen the result. A thread that does
-so while the interpreter goes down is ended in the middle of C++ code, and the process aborts. So ``shutdown`` (called at
-exit) finishes what is in flight and then drops every process group, which joins its threads.
+so while the interpreter goes down is ended in the middle of C++ code, and the process aborts: its exit code is 134 and
+not that of the error. So ``shutdown`` (called at exit) finishes what is in flight and then drops every process group,
+which joins its threads. After an unhandled exception peers may never answer. Then it waits for nothing in flight, gives
+the threads a moment to end, and ends the process without the interpreter if they do not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import gc
 import os
 import socket
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -36,6 +39,8 @@ from .zero.layout import Piece
 
 # Seconds that an exiting process gives collectives in flight to finish.
 _EXIT_TIMEOUT_S = 10
+# Seconds that the threads of process groups have to end after an unhandled exception.
+_EXIT_FAILED_TIMEOUT_S = 2.0
 # Seconds to look out for rank 0's rendezvous, and between two looks.
 _LISTEN_TIMEOUT_S = 5.0
 _LISTEN_RETRY_S = 0.01
@@ -174,21 +179,37 @@ def _rendezvous() -> tuple[int, int, str | None]:
 
 def shutdown() -> None:
     """Finish what is in flight and leave the process groups. Called at exit; afterwards engines are of no use."""
-    failed = hasattr(sys, "last_value")  # an unhandled exception: peers may never answer, so do not wait for them
-    communicators = list(_live)
+    failed = hasattr(sys, "last_value")  # an unhandled exception
     drain_channels(None if failed else _EXIT_TIMEOUT_S)
-    waiting = Waiter.waiting() or not all(work.is_completed() for work in _given_up)
-    if failed and waiting:  # in C++ code, which would abort the process when it goes down, or hold it up
+    if not (_live or _owns_process_group):
+        return
+    if not failed:
+        _leave_groups()
+    elif not _leaves_groups_soon():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
-    if failed or not (communicators or _owns_process_group):
-        return
-    for communicator in communicators:
+
+
+def _leave_groups() -> None:
+    for communicator in list(_live):
         communicator.forget_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # a group in a reference cycle keeps its threads
+
+
+def _leaves_groups_soon() -> bool:
+    """False if threads still wait for what may never come."""
+    if Waiter.waiting() or not all(work.is_completed() for work in _given_up):
+        return False
+    leaving = threading.Thread(target=_leave_groups, name="zerorun leaves", daemon=True)
+    try:
+        leaving.start()
+    except RuntimeError:  # some versions of Python start no thread at exit
+        return False
+    leaving.join(_EXIT_FAILED_TIMEOUT_S)
+    return not leaving.is_alive()
 
 
 atexit.register(shutdown)

@@ -72,6 +72,26 @@ def test_one_rank_raises(script: Path, stage: int) -> None:
     assert "ValueError: planted" in done.stderr
 
 
+IN_FLIGHT = """
+import time, torch, zerorun
+import torch.distributed as dist
+zerorun.init_distributed("cpu")
+if dist.get_rank() == 0:
+    time.sleep(3600)
+dist.all_reduce(torch.ones(4), async_op=True)
+raise ValueError("planted")
+"""
+
+
+def test_a_rank_that_raises_ends_though_a_collective_of_the_script_waits_for_another(tmp_path: Path) -> None:
+    script = tmp_path / "in_flight.py"
+    script.write_text(IN_FLIGHT)
+    done = launch(script)
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 failed first" in done.stderr
+    assert "ValueError: planted" in done.stderr
+
+
 def test_torchrun_and_plain_python(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     assert start([*torchrun, "3", "fall off the end"]).stdout.count("finished 3") == 2
