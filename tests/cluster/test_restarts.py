@@ -21,6 +21,11 @@ def attempts(out: str) -> list[tuple[int, int, int]]:
     return sorted((int(word[1]), int(word[3]), int(word[5])) for word in words)
 
 
+def second(out: str) -> list[tuple[int, int, int]]:
+    """The ``attempts`` after a host has crashed: with it went lines of the first one that were on their way."""
+    return [entry for entry in attempts(out) if entry[0] > 0]
+
+
 def test_worker_fails_and_all_start_again(cluster: Cluster, tmp_path: Path) -> None:
     script = NOTE + "meet()\nif rank == 1 and attempt < 2: sys.exit(7)\nif attempt < 2: time.sleep(100)\n"
     code, out, err = Job(cluster, tmp_path, script, "--max-restarts=2", hosts=3).finish(30)
@@ -46,7 +51,7 @@ def test_host_crashes_and_the_others_go_on(cluster: Cluster, tmp_path: Path) -> 
     cluster[1].crash()
     code, out, err = job.finish(40)
     assert code == 0, err
-    assert attempts(out)[3:] == [(1, 0, 2), (1, 1, 2)]
+    assert second(out) == [(1, 0, 2), (1, 1, 2)]
     assert "host node1 failed first" in err and "restart 1 of 1 on 2 of 3 hosts" in err
     assert_nothing_left(cluster, 0.5)
 
@@ -59,7 +64,7 @@ def test_host_that_comes_back_takes_part_again(cluster: Cluster, tmp_path: Path)
     cluster[1].boot()
     code, out, err = job.finish(40)
     assert code == 0, err
-    assert attempts(out)[3:] == [(1, rank, 3) for rank in range(3)]
+    assert second(out) == [(1, rank, 3) for rank in range(3)]
 
 
 @pytest.mark.nightly

@@ -214,10 +214,10 @@ def write_deepspeed(folder: Path, name: str) -> None:
 def main(folder: Path, names: Sequence[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    import deepspeed.comm.torch
     from deepspeed.accelerator import get_accelerator
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # or it compiles for a minute
+    # Or it compiles for a minute. The attribute deepspeed.comm.torch is PyTorch itself.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     type(get_accelerator()).is_fp16_supported = lambda self: True  # slow, but for the format's sake
     deepspeed.init_distributed("gloo")
     for name in names:

@@ -139,7 +139,7 @@ def change(name: str, late: int, config: dict[str, Any]) -> tuple[list[float], f
     engine = make_engine(CASE, config)
     losses = [float(forward(engine))]
     for _ in range(3):
-        CHANGES[name](engine, lambda: time.sleep(0.02 if dist.get_rank() == late else 0))
+        CHANGES[name](engine, lambda: time.sleep(0.004 if dist.get_rank() == late else 0))
         losses += [float(forward(engine)) for _ in range(2)]
     weights = engine.state_dict()
     engine.destroy()

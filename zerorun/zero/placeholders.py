@@ -12,6 +12,7 @@ parameter, needs no NaN and does not wait for the device. It costs Python for ea
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -40,8 +41,16 @@ class ReadWatch(TorchDispatchMode):
         super().__init__()
         self._shown = {storage_key(marks): (names, unit) for marks, names, unit in shown}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by PyTorch. Its wrapper for such classes imports the compiler: a second of the first step, mostly for nothing."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        look = self._look_uncompiled if "torch._dynamo" in sys.modules else self._look
+        return look(func, args, kwargs or {})
+
+    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not getattr(func, "is_view", False) and not func.__name__.startswith(_READ_NO_VALUES):
             for tensor in tensors_in((args, kwargs)):
                 found = self._shown.get(storage_key(tensor))
@@ -49,6 +58,8 @@ class ReadWatch(TorchDispatchMode):
                     names, unit = found
                     raise released_parameter(names[int(tensor.storage_offset())], unit)
         return func(*args, **kwargs)
+
+    _look_uncompiled = torch._disable_dynamo(_look)
 
 
 def released_parameter(name: str, unit: str) -> ReleasedParameterError:
