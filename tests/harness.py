@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -70,12 +70,12 @@ class Pool:
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="zerorun-ranks-")
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pipes: list[Connection] = []
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank, and so the pipes
+        self._pipes: dict[int, Connection] = {}
         self._jobs = 0
 
     def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-        """What the ranks return. Raises AssertionError after ending all processes if any of them fails."""
+        """What the ranks return. Raises AssertionError after ending their processes if any of them fails."""
         self._grow(world_size)
         self._jobs += 1
         file = str(sys.modules[function.__module__].__file__)
@@ -90,13 +90,12 @@ class Pool:
         return results
 
     def _grow(self, world_size: int) -> None:
-        if any(process.poll() is not None for process in self._processes):
-            self.close()
-        new = range(len(self._processes), world_size)
+        self._end([rank for rank, process in self._processes.items() if process.poll() is not None])
+        new = [rank for rank in range(world_size) if rank not in self._processes]
         for rank in new:
             ours, theirs = Pipe()
-            self._pipes.append(ours)
-            self._processes.append(self._start(rank, theirs))
+            self._pipes[rank] = ours
+            self._processes[rank] = self._start(rank, theirs)
             theirs.close()
         self._collect(new, _START_TIMEOUT_S * patience(), "start")
 
@@ -114,11 +113,11 @@ class Pool:
 
     def _send(self, world_size: int, message: Job | None) -> None:
         packed = pickle.dumps(message)
-        for pipe in self._pipes[:world_size]:
+        for rank in range(world_size):
             with contextlib.suppress(OSError):  # the worker is dead: _collect says so
-                pipe.send_bytes(packed)
+                self._pipes[rank].send_bytes(packed)
 
-    def _collect(self, ranks: range, timeout_s: float, what: str) -> list[Any]:
+    def _collect(self, ranks: Sequence[int], timeout_s: float, what: str) -> list[Any]:
         answers: dict[int, tuple[str, Any]] = {}
         deadline = time.monotonic() + timeout_s
         while len(answers) < len(ranks):
@@ -134,7 +133,7 @@ class Pool:
         if len(answers) == len(ranks) and all(kind == "ok" for kind, _ in answers.values()):
             return [answers[rank][1] for rank in ranks]
         report = self._describe(ranks, answers, timeout_s, what)
-        self.close()
+        self._end(ranks)
         raise AssertionError(report)
 
     def _receive(self, rank: int) -> tuple[str, Any]:
@@ -144,7 +143,7 @@ class Pool:
             return "died", self._processes[rank].wait()
         return answer
 
-    def _describe(self, ranks: range, answers: dict[int, tuple[str, Any]], timeout_s: float, what: str) -> str:
+    def _describe(self, ranks: Sequence[int], answers: dict[int, tuple[str, Any]], timeout_s: float, what: str) -> str:
         stacks = self._stacks([rank for rank in ranks if rank not in answers])
         parts = [f"{what} failed on {len(ranks)} ranks"]
         for rank in ranks:
@@ -169,15 +168,17 @@ class Pool:
 
     def close(self) -> None:
         """End all processes; the next job starts new ones. Safe to call twice."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.wait()
-        self._pipes, self._processes = [], []
+        self._end(list(self._processes))
         for left in Path(self.folder.name).iterdir():
             left.unlink()
+
+    def _end(self, ranks: Sequence[int]) -> None:
+        ended = [self._processes.pop(rank) for rank in ranks]
+        for rank, process in zip(ranks, ended, strict=True):
+            self._pipes.pop(rank).close()
+            process.kill()
+        for process in ended:
+            process.wait()
 
 
 def stack_file(folder: str, rank: int) -> Path:

@@ -70,6 +70,7 @@ def test_json_has_everything() -> None:
     assert {op["name"] for op in facts["native_ops"]} == {"fused Adam", "Lion", "peer memory"} | native
 
 
+@pytest.mark.nightly
 def test_one_rank() -> None:
     status, report = as_json("--nproc-per-node", "1", "--quick")
     assert status in (0, 1)

@@ -78,10 +78,10 @@ def ranks_of(cell: tuple[int, ...]) -> int:
 
 @pytest.mark.parametrize(
     ("name", "index"),
-    [(name, index) for name in MODELS for index in range(len(CELLS)) if (name == "llama") == (index % 2 == 0)],
+    [(("gpt2", "llama")[index % 4 == 0], index) for index in range(0, len(CELLS), 2)],  # those with odd numbers load
 )
 def test_any_cell_loads_what_another_saved(name: str, index: int, tmp_path: Path) -> None:
-    check(name, index, (5,) if name == "llama" else (7,), tmp_path)
+    check(name, index, (5,) if name == "llama" else (9,), tmp_path)
 
 
 @pytest.mark.nightly

@@ -57,6 +57,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 # -- one update --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_pair
 @ALL_RULES
 @pytest.mark.parametrize("kind", [training, random_bits])
 @pytest.mark.parametrize("coefficient", [1.0, 0.37])

@@ -65,6 +65,7 @@ def both(rule: Rule, start: Work, kernels: Any, monkeypatch: pytest.MonkeyPatch)
     yield from zip(here.results(), there.results(), strict=True)
 
 
+@pytest.mark.each_pair
 @ALL_RULES
 @pytest.mark.parametrize("kind", [training, random_bits])
 @pytest.mark.parametrize("coefficient", [1.0, 0.37])

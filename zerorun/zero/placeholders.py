@@ -43,7 +43,7 @@ class ReadWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by PyTorch. Its wrapper for such classes imports the compiler: a second of the first step, mostly for nothing."""
+        """Asked by PyTorch, whose wrapper for such classes imports the compiler: a second of the first step."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
