@@ -22,6 +22,7 @@ import pytest
 _RUN = "TESTS_OF_RUN"  # the folder of the run: in the environment of all its processes
 _SHARED_MEMORY = Path("/dev/shm")
 _OF_LIBRARIES = ("torchelastic_", "torchinductor_")  # what PyTorch itself leaves
+_START_S = 1.0  # for processes that are starting
 _GRACE_S = 5.0  # for processes that are ending
 
 
@@ -74,11 +75,22 @@ def processes_of(run: str) -> dict[int, str]:
     return found
 
 
+def some_start() -> bool:
+    """True if a process has a program, and no environment yet: its parent was told a moment before."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(process / "exe") and not (process / "environ").read_bytes():
+                return True
+    return False
+
+
 def end_processes(run: str) -> list[str]:
     """Wait for what is ending, and end the rest: what had to be ended."""
-    deadline = time.monotonic() + _GRACE_S
-    while (left := processes_of(run)) and time.monotonic() < deadline:
+    now = time.monotonic()
+    started, deadline = now + _START_S, now + _GRACE_S
+    while ((left := processes_of(run)) and now < deadline) or (now < started and some_start()):
         time.sleep(0.1)
+        now = time.monotonic()
     for number in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
