@@ -90,6 +90,7 @@ def test_a_collective_that_never_returns_is_a_finding(fault: str) -> None:
     assert "Try " in hang["remedy"]
 
 
+@pytest.mark.nightly
 def test_a_rank_that_computes_slowly_is_named() -> None:
     status, report = as_json("--quick", ZERORUN_REPORT_FAULT="slow:1:2")
     assert status == 1
