@@ -36,10 +36,10 @@ from zerorun.errors import LaunchError
 
 from .escapes import plain
 from .facts import bound_socket, describe_host, probe
+from .job_plan import WorkerCommand, python_folder_first
 from .line import Line, Message, encode
 from .loop import dispatch
 from .node import LocalNode, make_log_dir
-from .plan import WorkerCommand, python_folder_first
 
 PING_SECONDS = 2.0
 SILENT_SECONDS = 12.0

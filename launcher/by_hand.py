@@ -29,10 +29,10 @@ from .escapes import plain
 from .facts import bound_socket
 from .hosts import Host
 from .job import Job, JobOptions, Node
+from .job_plan import LaunchRequest, Rendezvous, WorkerCommand, build_plan
 from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
-from .plan import LaunchRequest, Rendezvous, WorkerCommand, build_plan
 from .remote import LONGEST_MESSAGE, RemoteNode
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 

@@ -21,7 +21,7 @@ from zerorun.errors import ConfigError, LaunchError
 if TYPE_CHECKING:
     from .hosts import Host
     from .job import JobOptions
-    from .plan import LaunchRequest
+    from .job_plan import LaunchRequest
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
@@ -97,7 +97,7 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
     from .facts import reserve_port, usable_cores
-    from .plan import Rendezvous, build_plan, on_one_host, render_json, render_text
+    from .job_plan import Rendezvous, build_plan, on_one_host, render_json, render_text
 
     render = render_json if args.dry_run == "json" else render_text
     name = request.hosts[0].name
@@ -141,7 +141,7 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
 
 def _invitation(args: argparse.Namespace, secret: str, shown: bool) -> str:
     """How the other hosts get the secret; where it was made up here, the command to type there."""
-    from .plan import JOB_SECRET
+    from .job_plan import JOB_SECRET
 
     if not shown:
         return f"with {f'the secret in {args.secret_file}' if args.secret_file else f'the same {JOB_SECRET}'}"
@@ -209,38 +209,90 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_worker_options(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "--nproc-per-node", "--nproc", "--num-gpus", "--num-accelerators", type=_worker_count, default="auto",
-         metavar="N", help="workers of a host: a number, gpu (visible GPUs), cpu (usable cores) or auto (the slots of the "
-         "hostfile or of SLURM, visible GPUs, else 1; the default)")
+    _add(
+        parser,
+        "--nproc-per-node",
+        "--nproc",
+        "--num-gpus",
+        "--num-accelerators",
+        type=_worker_count,
+        default="auto",
+        metavar="N",
+        help="workers of a host: a number, gpu (visible GPUs), cpu (usable cores) or auto (the slots of the "
+        "hostfile or of SLURM, visible GPUs, else 1; the default)",
+    )
     _add(parser, "-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     _add(parser, "--no-python", action="store_true", help="the script is a program to be run without Python")
     _add(parser, "--python", metavar="PATH", help="Python on the other hosts (default: the path of this one)")
-    _add(parser, "--omp-threads", type=_positive, metavar="N",
-         help="OMP_NUM_THREADS of each worker (default: as in the environment, else cores / workers)")
-    _add(parser, "--bind-cores", "--bind-cores-to-rank", action="store_true",
-         help="bind each worker to its share of the host's cores, those of one NUMA node together")
+    _add(
+        parser,
+        "--omp-threads",
+        type=_positive,
+        metavar="N",
+        help="OMP_NUM_THREADS of each worker (default: as in the environment, else cores / workers)",
+    )
+    _add(
+        parser,
+        "--bind-cores",
+        "--bind-cores-to-rank",
+        action="store_true",
+        help="bind each worker to its share of the host's cores, those of one NUMA node together",
+    )
     _add(parser, "--bind-core-list", type=_cores, metavar="0-7,16", help="the cores to bind to; implies --bind-cores")
     _add(parser, "--local-rank-arg", action="store_true", help="give the script --local_rank=N, as deepspeed does")
-    _add(parser, "--export", action="append", default=[], metavar="NAME[=VALUE]", type=_export,
-         help="give the workers this variable, also on other hosts; may be repeated")
+    _add(
+        parser,
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        type=_export,
+        help="give the workers this variable, also on other hosts; may be repeated",
+    )
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "-H", "--hostfile", metavar="FILE", help="lines such as: node1 slots=8 (user=NAME port=N); # comments")
     _add(parser, "-i", "--include", default="", metavar="FILTER", help="only these: node1@node2:0,2@node[3-5]:0-3")
     _add(parser, "-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
-    _add(parser, "--num-nodes", "--nnodes", type=_node_counts, default=(None, None), metavar="N",
-         help="the first N hosts; MIN:MAX: also --min-nodes MIN")
-    _add(parser, "--min-nodes", type=_positive, metavar="N",
-         help="start and restart without hosts that cannot be had, if N or more are left")
-    _add(parser, "--launcher", choices=_LAUNCHERS,
-         help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local); pdsh means ssh")
+    _add(
+        parser,
+        "--num-nodes",
+        "--nnodes",
+        type=_node_counts,
+        default=(None, None),
+        metavar="N",
+        help="the first N hosts; MIN:MAX: also --min-nodes MIN",
+    )
+    _add(
+        parser,
+        "--min-nodes",
+        type=_positive,
+        metavar="N",
+        help="start and restart without hosts that cannot be had, if N or more are left",
+    )
+    _add(
+        parser,
+        "--launcher",
+        choices=_LAUNCHERS,
+        help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local); pdsh means ssh",
+    )
     _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun or mpirun")
-    _add(parser, "--node-rank", type=_count, metavar="K",
-         help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is")
-    _add(parser, "--secret-file", type=Path, metavar="FILE",
-         help="with --node-rank: holds what hosts must know to join; mode 0600, on all hosts. Node 0 makes it if it is not "
-         "there. Without it: ZERORUN_JOB_SECRET, or node 0 shows one on its terminal")
+    _add(
+        parser,
+        "--node-rank",
+        type=_count,
+        metavar="K",
+        help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is",
+    )
+    _add(
+        parser,
+        "--secret-file",
+        type=Path,
+        metavar="FILE",
+        help="with --node-rank: holds what hosts must know to join; mode 0600, on all hosts. Node 0 makes it if it is not "
+        "there. Without it: ZERORUN_JOB_SECRET, or node 0 shows one on its terminal",
+    )
     _add(parser, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")
     _add(parser, "--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
     _add(parser, "--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")
@@ -253,17 +305,46 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "--log-dir", "--enable-each-rank-log", type=Path, metavar="DIR",
-         help="also append each stream to DIR/rankN.{stdout,stderr}.log")
-    _add(parser, "-t", "--tee", type=_streams, default={}, metavar="0-3",
-         help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir")
+    _add(
+        parser,
+        "--log-dir",
+        "--enable-each-rank-log",
+        type=Path,
+        metavar="DIR",
+        help="also append each stream to DIR/rankN.{stdout,stderr}.log",
+    )
+    _add(
+        parser,
+        "-t",
+        "--tee",
+        type=_streams,
+        default={},
+        metavar="0-3",
+        help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir",
+    )
     _add(parser, "--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
-    _add(parser, "--grace", type=_seconds, default=5.0, metavar="SECONDS",
-         help="time between a request to end and SIGKILL (default: 5); raise it for scripts that save on SIGTERM")
-    _add(parser, "--max-restarts", type=_count, default=0, metavar="N",
-         help="start all workers again, up to N times, after a worker or host has failed (default: 0)")
-    _add(parser, "--no-config-check", action="store_true",
-         help="do not check the .json file that the script gets by --config or --deepspeed_config")
+    _add(
+        parser,
+        "--grace",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="time between a request to end and SIGKILL (default: 5); raise it for scripts that save on SIGTERM",
+    )
+    _add(
+        parser,
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start all workers again, up to N times, after a worker or host has failed (default: 0)",
+    )
+    _add(
+        parser,
+        "--no-config-check",
+        action="store_true",
+        help="do not check the .json file that the script gets by --config or --deepspeed_config",
+    )
     _add(parser, "--dry-run", dest="dry_run", action="store_const", const="text", help="print the plan; start nothing")
     _add(parser, "--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
 
@@ -472,7 +553,7 @@ def make_request(
     args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
-    from .plan import INTERFACE_NAMES, LaunchRequest, Target, exported
+    from .job_plan import INTERFACE_NAMES, LaunchRequest, ProgramKind, exported
 
     inherited = environment.get("OMP_NUM_THREADS", "")
     named = own_names() if launcher in ("local", "ssh") else set()
@@ -483,7 +564,7 @@ def make_request(
     return LaunchRequest(
         target=args.target,
         target_args=tuple(args.target_args),
-        kind=Target.MODULE if args.module else Target.PROGRAM if args.no_python else Target.SCRIPT,
+        kind=ProgramKind.MODULE if args.module else ProgramKind.PROGRAM if args.no_python else ProgramKind.SCRIPT,
         hosts=tuple(hosts),
         python=args.python or sys.executable,
         omp_threads=args.omp_threads or (int(inherited) if inherited.isdecimal() else None),
@@ -505,9 +586,7 @@ def _stderr_is_terminal() -> bool:
         return False
 
 
-def read_exports(
-    named: Sequence[tuple[str, str | None]], environment: Mapping[str, str], *, files: bool
-) -> dict[str, str]:
+def read_exports(named: Sequence[tuple[str, str | None]], environment: Mapping[str, str], *, files: bool) -> dict[str, str]:
     """With ``files`` the variables of the ``.zerorun_env`` and ``.deepspeed_env`` files; over them those of --export."""
     found: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()) if files else ():
@@ -554,7 +633,7 @@ def check_config(script_args: Sequence[str]) -> None:
         return
     if not os.path.isfile(path):
         raise LaunchError(f"configuration file not found: {path}")
-    from zerorun.config import load_config  # here, so that --help does not pay for it
+    from zerorun.config.parse import load_config  # here, so that --help does not pay for it
 
     load_config(path)
 

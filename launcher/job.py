@@ -31,12 +31,12 @@ import zerorun
 from zerorun.errors import LaunchError
 
 from .facts import bound_socket, describe_host, interface_of
+from .failures import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
 from .hosts import Host
+from .job_plan import JobPlan, LaunchRequest, ProgramKind, Rendezvous, WorkerCommand, build_plan, on_one_host
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .node import STREAMS, LocalNode, log_file, make_log_dir
-from .plan import LaunchRequest, Plan, Rendezvous, Target, WorkerCommand, build_plan, on_one_host
 from .remote import RemoteNode
-from .report import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
 from .sbatch import REQUEUE_STATUS
 from .screen import Forwarder, Tail, open_screens
 
@@ -93,7 +93,7 @@ Node = OwnNode | RemoteNode
 class _Round:
     """One run of the workers. Times are of this host's ``time.monotonic``."""
 
-    plan: Plan
+    plan: JobPlan
     start: float
     ends: dict[int, WorkerEnd] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)  # ranks that failed by themselves
@@ -269,7 +269,7 @@ class Job:
     def _place(self) -> dict[str, Any]:
         """Where and with which variables agents run the workers."""
         request, log_dir = self._request, self._options.log_dir
-        script = request.target if request.kind is Target.SCRIPT else None
+        script = request.target if request.kind is ProgramKind.SCRIPT else None
         logs = None if log_dir is None else str(log_dir)
         return {"cwd": os.getcwd(), "env": dict(request.exports), "script": script, "log_dir": logs}
 

@@ -31,7 +31,7 @@ from zerorun.errors import LaunchError
 
 from .bootstrap import Guard, adopt_orphans
 from .facts import CGROUPS, OWN_CGROUP, cgroups
-from .plan import WorkerCommand, full_environment
+from .job_plan import WorkerCommand, full_environment
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended

@@ -16,10 +16,10 @@ from typing import Any
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
 from .bootstrap import die_with_parent
 from .escapes import Cleaner, plain
+from .job_plan import WorkerCommand
 from .line import Line, Message, decode
 from .loop import PASSED_SIGNALS, STOP_SIGNALS
 from .node import STREAMS, Listener, own_child
-from .plan import WorkerCommand
 
 _MOST_LINES = 20
 LONGEST_MESSAGE = 1 << 20  # bytes; workers' output comes in chunks of 64 KiB

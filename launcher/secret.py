@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zerorun.errors import LaunchError
 
-from .plan import JOB_SECRET
+from .job_plan import JOB_SECRET
 
 GUEST, LEADER, GUEST_WRITES, LEADER_WRITES = "guest", "leader", "guest writes", "leader writes"
 _SHORTEST = 16  # characters; what a stranger overhears must not let him find it out by trying

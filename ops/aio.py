@@ -201,27 +201,27 @@ class _Queue(Protocol):
 
 
 @dataclass(frozen=True)
-class Status:
+class FileStatus:
     """``backend``: one of :data:`BACKENDS`, or None if ZERORUN_AIO names one that does not work. ``reason``: why that."""
 
     backend: str | None
     reason: str
 
 
-def status() -> Status:
+def status() -> FileStatus:
     """Which back end files get in this process, and why. Tries it."""
     wanted = os.environ.get("ZERORUN_AIO")
     try:
         backend, queue = _open_queue()
     except ValueError as error:
-        return Status(None, str(error))
+        return FileStatus(None, str(error))
     queue.close()
     if wanted:
-        return Status(backend, f"ZERORUN_AIO={wanted}")
+        return FileStatus(backend, f"ZERORUN_AIO={wanted}")
     if backend == "python":
-        return Status(backend, f"threads of Python: {native.status().reason}")
+        return FileStatus(backend, f"threads of Python: {native.status().reason}")
     left_out = BACKENDS[: BACKENDS.index(backend)]
-    return Status(backend, f"{' and '.join(left_out)}: not allowed here, or not there" if left_out else "works here")
+    return FileStatus(backend, f"{' and '.join(left_out)}: not allowed here, or not there" if left_out else "works here")
 
 
 def _open_queue() -> tuple[str, _Queue]:

@@ -109,7 +109,7 @@ class Library:
 
 
 @dataclass(frozen=True)
-class Status:
+class LibraryStatus:
     """``source``: "installed", "cached" or, without the library, "torch". ``isa``: one of :data:`ISAS`, or None."""
 
     source: str
@@ -123,25 +123,25 @@ def library() -> Library | None:
         return _outcome()[0]
 
 
-def status() -> Status:
+def status() -> LibraryStatus:
     """What is in force, and why. Finds or builds the library if nothing has yet."""
     with _lock:
         return _outcome()[1]
 
 
 @functools.cache
-def _outcome() -> tuple[Library | None, Status]:
+def _outcome() -> tuple[Library | None, LibraryStatus]:
     reasons: list[str] = []
     for source, how, found in _candidates(reasons):
         threads = "OpenMP" if found.openmp else "one thread, as the compiler has no OpenMP"
-        return found, Status(source, found.isa, f"{how}; {threads}")
+        return found, LibraryStatus(source, found.isa, f"{how}; {threads}")
     reason = "; ".join(dict.fromkeys(reasons))
     _logger.warning(
         "the native optimizer cannot be used: %s. torch's kernels are used instead, which take about 1.5 times as long "
         "in mixed precision. Remedy: install a C++ compiler (g++), or name one by $CXX.",
         reason,
     )
-    return None, Status("torch", None, reason)
+    return None, LibraryStatus("torch", None, reason)
 
 
 def _candidates(reasons: list[str]) -> Iterator[tuple[str, str, Library]]:

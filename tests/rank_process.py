@@ -27,8 +27,10 @@ import torch
 import torch.distributed as dist
 from harness import Job, of_this_job, stack_file
 
-import zerorun.assemble  # noqa: F401  (what engines need)
-from zerorun import comm, log, open_shards
+import zerorun.engine.initialize  # noqa: F401  (what engines need)
+from zerorun import log
+from zerorun.distributed.transport import communicator as comm
+from zerorun.distributed.transport import open_shards
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
 _GRACE_S = 1.0  # for threads that are ending

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import Any
+
+from .other_paths import PATHS, OtherPaths
 
 __version__ = "0.1.0"
 
@@ -18,12 +21,12 @@ if os.path.isfile(os.path.join(_checkout, "setup.py")) and os.path.isdir(os.path
     __path__.append(_checkout)
 
 _EXPORTS = {
-    "initialize": "zerorun.assemble",
-    "Engine": "zerorun.engine",
-    "Estimate": "zerorun.estimate",
-    "estimate_memory": "zerorun.estimate",
-    "add_config_arguments": "zerorun.arguments",
-    "init_distributed": "zerorun.comm",
+    "initialize": "zerorun.engine.initialize",
+    "Engine": "zerorun.engine.engine",
+    "Estimate": "zerorun.memory.estimate",
+    "estimate_memory": "zerorun.memory.estimate",
+    "add_config_arguments": "zerorun.deepspeed.arguments",
+    "init_distributed": "zerorun.distributed.transport.communicator",
     "load_pretrained": "zerorun.checkpoint.pretrained",
     "CheckpointError": "zerorun.errors",
     "Config": "zerorun.config",
@@ -31,14 +34,16 @@ _EXPORTS = {
     "DoesNotFitError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",
     "PipelineModule": "zerorun.pipeline.module",
-    "LayerSpec": "zerorun.pipeline.layers",
-    "TiedLayerSpec": "zerorun.pipeline.layers",
-    "Topology": "zerorun.topology",
-    "ProcessTopology": "zerorun.process_topology",
-    "PipeDataParallelTopology": "zerorun.process_topology",
-    "PipeModelDataParallelTopology": "zerorun.process_topology",
+    "LayerSpec": "zerorun.pipeline.layer_spec",
+    "TiedLayerSpec": "zerorun.pipeline.layer_spec",
+    "Topology": "zerorun.distributed.topology",
+    "ProcessTopology": "zerorun.distributed.process_topology",
+    "PipeDataParallelTopology": "zerorun.distributed.process_topology",
+    "PipeModelDataParallelTopology": "zerorun.distributed.process_topology",
 }
-_MODULES = ("zero", "checkpointing", "config", "errors", "schedules", "optim", "comm", "topology", "ops", "launcher")
+_MODULES = ("zero", "config", "errors", "ops", "launcher", *PATHS)
+
+sys.meta_path.append(OtherPaths())
 
 __all__ = [*_EXPORTS, *_MODULES, "__version__"]
 

@@ -105,4 +105,4 @@ class Slurm:
         """Stop the daemons; the hosts stay."""
         for host in self.cluster.hosts[: self.count]:
             pids = "$(cat /run/slurm/slurmd.pid /run/slurm/slurmctld.pid /run/munge/munged.pid 2>/dev/null)"
-            host.shell(f"p=\"{pids}\"; kill $p; for i in {{1..100}}; do kill -0 $p 2>/dev/null || exit 0; sleep 0.05; done")
+            host.shell(f'p="{pids}"; kill $p; for i in {{1..100}}; do kill -0 $p 2>/dev/null || exit 0; sleep 0.05; done')

@@ -35,12 +35,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zerorun
-import zerorun.assemble
+import zerorun.engine.initialize
 from zerorun.checkpoint.directory import REPLACED, newest_first
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.checkpoint.save import versions
 from zerorun.errors import CheckpointError, DamagedError
-from zerorun.schedules import build_formula
+from zerorun.optim.lr_schedules import build_formula
 from zerorun.zero.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 _PR_SET_PDEATHSIG = 1
@@ -1102,7 +1102,7 @@ def bystanders(rank: Rank, *, directory: str, action: str, name: str) -> None:
 
 def two_engines(rank: Rank, *, directory: str, shared: bool) -> list[int]:
     """One engine saves in the background while another one saves and loads. The steps that are found afterwards."""
-    from zerorun.topology import Topology
+    from zerorun.distributed.topology import Topology
 
     topology = Topology.create(rank.world, rank.rank, device_type="cpu") if shared else None
     folders = [Path(directory) / name for name in "ab"]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zerorun
-from zerorun.dataloader import RepeatingLoader
+from zerorun.data import RepeatingLoader
 
 STAGES, PRECISIONS = (0, 1, 2, 3), ("fp32", "bf16", "fp16")
 SAVED_AT, STEPS = 5, 12

@@ -27,7 +27,8 @@ from torch import nn
 from training import make_config, shared_topology
 
 import zerorun
-from zerorun.checkpoint import cli, cli_verify, offline, stream, tensorfile
+from zerorun.checkpoint import cli, offline, stream, tensorfile
+from zerorun.checkpoint.cli import verify as cli_verify
 from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
 from zerorun.checkpoint.load import optimizer_kind
 from zerorun.checkpoint.offline import write_foreign
@@ -811,7 +812,7 @@ def test_import_deepspeed_passes_arguments_on(tmp_path: Path, command: Command, 
         given.extend(args)
         return foreign([("model", "w", torch.ones(3))], counters={"global_steps": 5}, notes=["data_sampler: not known"])
 
-    monkeypatch.setattr("zerorun.checkpoint.from_deepspeed.read_deepspeed", read_deepspeed)
+    monkeypatch.setattr("zerorun.checkpoint.importers.from_deepspeed.read_deepspeed", read_deepspeed)
     (tmp_path / "names.json").write_text('[["w"]]')
     args = ["import-deepspeed", tmp_path, tmp_path / "out", "--tag", "T", "--names", tmp_path / "names.json"]
     status, out, _ = command(*args)

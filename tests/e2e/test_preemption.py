@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from harness import patience
 
+from zerorun.checkpoint.automatic import EXIT_RESUME
 from zerorun.checkpoint.directory import in_order_of_trust, newest_first
-from zerorun.checkpoint.routine import EXIT_RESUME
 
 JOB = Path(__file__).with_name("preempted_job.py")
 RANKS = 2

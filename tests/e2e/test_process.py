@@ -138,7 +138,7 @@ def test_importing_is_light_and_silent() -> None:
     code = "import sys, zerorun, zerorun.config; print('torch' in sys.modules)"
     assert start([sys.executable, "-c", code]).stdout == "False\n"
     heavy = ("torch._dynamo", "sympy", "triton")
-    code = f"import sys, torch, zerorun.assemble; print([m for m in {heavy} if m in sys.modules])"
+    code = f"import sys, torch, zerorun.engine.initialize; print([m for m in {heavy} if m in sys.modules])"
     done = start([sys.executable, "-c", code])
     assert (done.stdout, done.stderr) == ("[]\n", "")
 

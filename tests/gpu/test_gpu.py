@@ -14,8 +14,8 @@ import pytest
 import torch
 from updates import DTYPES, RULES, Rule, Work, random_bits, same, training
 
-from zerorun import optim
 from zerorun.ops import on_cuda, single_pass
+from zerorun.optim.optimizers import optimizers as optim
 
 pytestmark = [
     pytest.mark.gpu,

@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         "staging-buffer-in-use",
         "wait",
-        "zerorun/zero/placement.py",
+        "zerorun/zero/offload/placement.py",
         "            wait()",
         "            pass",
         ("tests/ranks/test_offload.py::test_a_staging_buffer_is_waited_for_before_it_is_used_again",),
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "quiesce-with-readers",
         "wait",
-        "zerorun/channel.py",
+        "zerorun/distributed/transport/channel.py",
         "            self.memory.finish()",
         "            self.memory.forget_finished()",
         ("tests/ranks/test_peer_memory.py::test_what_was_gathered_may_be_written_to_when_it_is_quiet",),
@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "sum-not-given",
         "wait",
-        "zerorun/channel.py",
+        "zerorun/distributed/transport/channel.py",
         "        self.all_gather(buffer, bounds, label, until_given=True).wait()",
         "        self.all_gather(buffer, bounds, label).wait()",
         ("tests/ranks/test_peer_memory.py::test_a_sum_may_be_written_to_at_once",),
@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant(
         "read-before-written",
         "wait",
-        "zerorun/zero/swap.py",
+        "zerorun/zero/offload/nvme.py",
         "                self._land(other)",
         "                pass",
         ("tests/unit/test_swap.py::test_a_unit_is_read_after_it_is_written",),
@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "norm-of-replicas",
         "divisor",
-        "zerorun/zero/stepping.py",
+        "zerorun/zero/sharded_optimizer.py",
         "        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)",
         "        return Summary(square_sum / topology.shard, int(bad), weights, unused_sum > 0, apart, counts)",
         ("tests/ranks/test_settings.py::test_shard_degree_changes_nothing",),
@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "weighted-gradients-scaled",
         "divisor",
-        "zerorun/engine.py",
+        "zerorun/engine/engine.py",
         "        return 1.0 / (self._divisor(Summary(0.0, 0, total, False)) * self.scaler.scale)",
         "        return 1.0 / self._divisor(Summary(0.0, 0, total, False))",
         ("tests/ranks/test_gradients.py::test_gradients_of_weighted_losses_have_neither_weight_nor_scale",),
@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "weight-gradient-of-a-chunk",
         "divisor",
-        "zerorun/pipeline/simulate.py",
+        "zerorun/pipeline/schedule/simulate.py",
         "    inputs, weights = times.input_gradient[rank] / chunks, times.weight_gradient[rank] / chunks",
         "    inputs, weights = times.input_gradient[rank] / chunks, times.weight_gradient[rank]",
         ("tests/unit/test_pipeline_simulator.py::test_a_chunk_takes_its_part_of_each_time",),
@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         "exit-code-128",
         "bound",
-        "launcher/report.py",
+        "launcher/failures.py",
         '        via_shell = f" (in a shell, {_signal_name(returncode - 128)})" if 128 < returncode < 128 + 65 else ""',
         '        via_shell = f" (in a shell, {_signal_name(returncode - 128)})" if 128 <= returncode < 128 + 65 else ""',
         ("tests/unit/test_launcher.py::test_ends_in_words",),
@@ -169,7 +169,7 @@ MUTANTS = (
     Mutant(
         "file-just-full",
         "bound",
-        "zerorun/checkpoint/plan.py",
+        "zerorun/checkpoint/write_plan.py",
         "            if writer != task.writer or (filled + tensor.nbytes > max_file and not is_single(kind)):",
         "            if writer != task.writer or (filled + tensor.nbytes >= max_file and not is_single(kind)):",
         ("tests/unit/test_checkpoint_files.py::test_a_file_may_be_as_large_as_is_said",),
@@ -177,7 +177,7 @@ MUTANTS = (
     Mutant(
         "one-offer-too-many",
         "bound",
-        "zerorun/peer_memory.py",
+        "zerorun/distributed/transport/peer_memory.py",
         "        if len(self._offered) >= SLOTS:",
         "        if len(self._offered) > SLOTS:",
         ("tests/ranks/test_peer_memory.py::test_a_rank_that_is_ahead_waits_for_a_free_slot",),
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "huge-pages-apart",
         "sign",
-        "zerorun/mapped_shards.py",
+        "zerorun/distributed/transport/mapped_shards.py",
         "            end += (rank * nbytes - end) % HUGE_PAGE",
         "            end += (rank * nbytes + end) % HUGE_PAGE",
         ("tests/ranks/test_mapped_shards.py::test_large_shards_begin_in_their_file_where_they_do_in_their_buffer",),
@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         "half-a-unit",
         "sign",
-        "zerorun/zero/placement.py",
+        "zerorun/zero/offload/placement.py",
         "        on_host = optimizer and (ratio == 1.0 or (ratio > 0.0 and total > 0 and before + numel / 2 >= stay))",
         "        on_host = optimizer and (ratio == 1.0 or (ratio > 0.0 and total > 0 and before - numel / 2 >= stay))",
         ("tests/ranks/test_offload.py::test_ratio",),
@@ -243,7 +243,7 @@ MUTANTS = (
     Mutant(
         "worker-seeds",
         "rank",
-        "zerorun/dataloader.py",
+        "zerorun/data.py",
         '        seed = random.Random(f"{self.seed} {self.epoch} {self.topology.data_parallel_rank} {start}").getrandbits(63)',
         '        seed = random.Random(f"{self.seed} {self.epoch} {self.topology.rank} {start}").getrandbits(63)',
         ("tests/unit/test_dataloader.py::test_ranks_that_share_their_data_share_the_worker_seeds",),
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "who-has-not-come",
         "rank",
-        "zerorun/channel.py",
+        "zerorun/distributed/transport/channel.py",
         "        Pending(self.books, label, [Message(work, label, self._names[peer]) for work in works], None).wait()",
         "        Pending(self.books, label, [Message(work, label, peer) for work in works], None).wait()",
         ("tests/ranks/test_waits.py::test_ranks_of_a_group_are_named_as_in_the_world",),
@@ -275,7 +275,7 @@ MUTANTS = (
     Mutant(
         "cross-rank",
         "rank",
-        "launcher/plan.py",
+        "launcher/job_plan.py",
         '        "CROSS_RANK": str(place.node_rank),',
         '        "CROSS_RANK": str(place.rank),',
         ("tests/unit/test_launcher.py::test_workers_get_torch_and_deepspeed_variables",),
@@ -283,7 +283,7 @@ MUTANTS = (
     Mutant(
         "weights-of-other-stages",
         "rank",
-        "zerorun/comm.py",
+        "zerorun/distributed/transport/communicator.py",
         "                    self._finish_control(dist.broadcast(sent, group=group, group_src=stage, async_op=True))",
         "                    self._finish_control(dist.broadcast(sent, group=group, src=stage, async_op=True))",
         ("tests/ranks/test_topology_groups.py::test_every_replica_of_a_pipeline_has_the_weights_of_all_stages",),
@@ -315,7 +315,7 @@ MUTANTS = (
     Mutant(
         "prefetched-too-early",
         "stale",
-        "zerorun/zero/swap.py",
+        "zerorun/zero/offload/nvme.py",
         "            if buffer.phase is _Phase.READING:  # announced before, and not opened",
         "            if buffer.phase is _Phase.OPEN:  # announced before, and not opened",
         ("tests/unit/test_swap.py::test_what_was_read_before_a_series_of_updates_is_read_again",),
@@ -323,7 +323,7 @@ MUTANTS = (
     Mutant(
         "states-of-another-run",
         "stale",
-        "zerorun/zero/swap.py",
+        "zerorun/zero/offload/nvme.py",
         "        self._given.add(whole)",
         "",
         ("tests/unit/test_swap.py::test_a_state_that_is_made_again_is_zero_again",),
@@ -331,7 +331,7 @@ MUTANTS = (
     Mutant(
         "activation-given-twice",
         "stale",
-        "zerorun/activations/host.py",
+        "zerorun/activations/host_pool.py",
         "        fetched, self._fetched = self._fetched, None",
         "        fetched = self._fetched",
         ("tests/unit/test_activation_checkpointing_calls.py::test_what_comes_back_has_memory_of_its_own",),
@@ -347,7 +347,7 @@ MUTANTS = (
     Mutant(
         "buffer-on-its-way",
         "stale",
-        "zerorun/pipeline/messages.py",
+        "zerorun/pipeline/p2p.py",
         "                flat = flat.clone()",
         "                pass",
         ("tests/ranks/test_parallel_access.py::test_a_buffer_may_change_after_it_was_handed_on",),
@@ -387,7 +387,7 @@ MUTANTS = (
     Mutant(
         "disk-at-the-end-of-a-save",
         "swallowed",
-        "zerorun/zero/placement.py",
+        "zerorun/zero/offload/placement.py",
         "            self.begin(self.store.settle)()",
         "            self.begin(self.store.settle)",
         ("tests/unit/test_swap.py::test_who_waits_for_the_disk_hears_of_its_failure",),
@@ -419,7 +419,7 @@ MUTANTS = (
     Mutant(
         "ranks-that-there-are",
         "remedy",
-        "zerorun/process_topology.py",
+        "zerorun/distributed/process_topology.py",
         '                f"Remedy: use a rank in 0 to {self.world_size() - 1}."',
         '                f"Remedy: use a rank in 0 to {self.world_size()}."',
         ("tests/unit/test_topology.py::test_look_ups_of_what_is_not_there",),
@@ -475,7 +475,7 @@ MUTANTS = (
     Mutant(
         "broadcast-to-all",
         "bytes",
-        "zerorun/channel.py",
+        "zerorun/distributed/transport/channel.py",
         "            self.books.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)",
         "            self.books.count(label, through.nbytes if self.rank == source else 0)",
         ("tests/ranks/test_ledger.py::test_a_broadcast_is_sent_to_every_other_rank",),
@@ -483,7 +483,7 @@ MUTANTS = (
     Mutant(
         "buffers-of-activations",
         "bytes",
-        "zerorun/activations/host.py",
+        "zerorun/activations/host_pool.py",
         "        self.counts.buffer_bytes += numel * dtype.itemsize",
         "        self.counts.buffer_bytes += numel",
         ("tests/unit/test_activation_checkpointing_calls.py::test_buffers_are_counted_in_bytes",),
@@ -507,7 +507,7 @@ MUTANTS = (
     Mutant(
         "staging-of-both",
         "bytes",
-        "zerorun/zero/partition.py",
+        "zerorun/zero/unit_builder.py",
         "        return 2 * (gradients + rounded) if self.apart else 0",
         "        return gradients + rounded if self.apart else 0",
         ("tests/unit/test_estimate_tables.py::test_two_staging_buffers_hold_the_largest_unit_on_its_way",),
@@ -515,7 +515,7 @@ MUTANTS = (
     Mutant(
         "part-of-an-odd-parameter",
         "bytes",
-        "zerorun/estimate.py",
+        "zerorun/memory/estimate.py",
         "    part = -(-param.numel() // world_size) * param.element_size()",
         "    part = param.numel() // world_size * param.element_size()",
         ("tests/unit/test_estimate_tables.py::test_init_leaves_every_rank_as_much_of_a_parameter",),
@@ -523,7 +523,7 @@ MUTANTS = (
     Mutant(
         "forward-after-a-forward",
         "order",
-        "zerorun/pipeline/zero_bubble.py",
+        "zerorun/pipeline/schedule/zero_bubble.py",
         "        if forward_at <= soon and (input_at > soon or self.last[rank] == _INPUT):",
         "        if forward_at <= soon and (input_at > soon or self.last[rank] == _FORWARD):",
         ("tests/unit/test_pipeline_schedules.py::test_bubble_is_the_formula_wherever_it_is_exact",),
@@ -531,7 +531,7 @@ MUTANTS = (
     Mutant(
         "fast-and-lean",
         "order",
-        "zerorun/pipeline/zero_bubble.py",
+        "zerorun/pipeline/schedule/zero_bubble.py",
         "    return schedules[min(fastest, key=lambda index: sum(reports[index].peak_whole))]",
         "    return schedules[max(fastest, key=lambda index: sum(reports[index].peak_whole))]",
         ("tests/unit/test_pipeline_schedules.py::test_zero_bubble_saves_a_sixth_with_the_memory_of_1f1b",),
@@ -539,7 +539,7 @@ MUTANTS = (
     Mutant(
         "buffers-that-were-announced",
         "order",
-        "zerorun/zero/swap.py",
+        "zerorun/zero/offload/nvme.py",
         "        for phase in (_Phase.IDLE, *((_Phase.WRITING, _Phase.READING) if patient else ())):",
         "        for phase in (_Phase.IDLE, *((_Phase.READING, _Phase.WRITING) if patient else ())):",
         ("tests/unit/test_swap.py::test_what_was_announced_stays_although_another_comes_first",),
@@ -547,7 +547,7 @@ MUTANTS = (
     Mutant(
         "unvisited-units",
         "order",
-        "zerorun/zero/order.py",
+        "zerorun/zero/execution_trace.py",
         "            result.insert(0 if previous is None else result.index(previous) + 1, unit)",
         "            result.insert(0 if previous is None else result.index(previous), unit)",
         ("tests/unit/test_order.py::test_orders_by_hand",),
@@ -559,5 +559,53 @@ MUTANTS = (
         "        self._nodes = sorted([*kept, *back], key=lambda node: list(by_name).index(node.name))",
         "        self._nodes = [*kept, *back]",
         ("tests/unit/test_launcher_hosts.py::test_hosts_keep_their_order_over_a_restart",),
+    ),
+    Mutant(
+        "accumulation-counts-ranks",
+        "divisor",
+        "zerorun/config/batch.py",
+        "        return micro * accumulation * ranks, micro, accumulation",
+        "        return micro * accumulation + ranks, micro, accumulation",
+        ("tests/unit/test_batch.py",),
+    ),
+    Mutant(
+        "loss-scale-grows-a-step-late",
+        "bound",
+        "zerorun/optim/loss_scaler.py",
+        "            if (self.steps - self.last_overflow) % self.window == 0:",
+        "            if (self.steps - self.last_overflow) % (self.window + 1) == 0:",
+        ("tests/ranks/test_precision.py::test_scaler_follows_the_published_state_machine",),
+    ),
+    Mutant(
+        "first-tensor-rank-is-this-one",
+        "rank",
+        "zerorun/deepspeed/mpu.py",
+        "        return self._topology.rank - self._topology.tensor_rank",
+        "        return self._topology.rank",
+        ("tests/unit/test_topology.py::test_source_ranks_are_the_first_of_their_groups",),
+    ),
+    Mutant(
+        "one-path-spelled-twice",
+        "remedy",
+        "zerorun/startup/inputs.py",
+        "        return os.path.abspath(one) == os.path.abspath(other)",
+        "        return one == other",
+        ("tests/ranks/test_loop_arguments.py", "tests/unit/test_arguments.py"),
+    ),
+    Mutant(
+        "smallest-difference-first",
+        "sign",
+        "zerorun/checkpoint/cli/diff.py",
+        "    found.values.sort(key=lambda difference: (-difference.relative, -difference.absolute))",
+        "    found.values.sort(key=lambda difference: (difference.relative, difference.absolute))",
+        ("tests/e2e/test_checkpoint_command.py::test_diff_of_two_steps",),
+    ),
+    Mutant(
+        "a-list-in-itself-is-read",
+        "swallowed",
+        "zerorun/checkpoint/importers/torch_files.py",
+        '                raise pickle.UnpicklingError("a value is in itself")',
+        "                break",
+        ("tests/unit/test_foreign_safety.py",),
     ),
 )

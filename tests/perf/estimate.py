@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 import zerorun
-from zerorun.fitting import Fitting
-from zerorun.intake import take_in
-from zerorun.topology import Topology
+from zerorun.distributed.topology import Topology
+from zerorun.memory.fitting import Fitting
+from zerorun.startup.inputs import take_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from test_estimate_tables import LLAMA_405B, OLMO, Decoder, config, on_meta

@@ -36,7 +36,7 @@ from compare_peers import versions
 from zerorun.ops import aio
 from zerorun.ops.aio import AsyncFile, aligned_empty
 from zerorun.ops.single_pass import Adam
-from zerorun.zero.swap import StateFile
+from zerorun.zero.offload.nvme import StateFile
 
 Figures = dict[str, list[float]]
 

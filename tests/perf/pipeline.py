@@ -99,9 +99,9 @@ def run_bubbles(kind: str, stages: int, micro_batches: int, chunks: int, out: st
 
 def bubbles(stages: int, micro_batches: int) -> dict[str, Any]:
     """Measured makespans and bubbles of every schedule."""
-    from zerorun.pipeline.simulate import simulate
-    from zerorun.pipeline.times import Times
-    from zerorun.pipeline.trace import read_trace
+    from zerorun.pipeline.schedule.simulate import simulate
+    from zerorun.pipeline.schedule.times import Times
+    from zerorun.pipeline.schedule.trace import read_trace
 
     rows: dict[str, Any] = {}
     for kind, chunks in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
@@ -109,7 +109,7 @@ def bubbles(stages: int, micro_batches: int) -> dict[str, Any]:
             out = str(Path(folder) / "trace.json")
             launch(stages, ["--worker", "bubbles", kind, str(stages), str(micro_batches), str(chunks), out])
             report = read_trace(out).report()
-            from zerorun.pipeline.schedules import make_schedule
+            from zerorun.pipeline.schedule.schedules import make_schedule
 
             times = Times.make(stages, FORWARD_S, INPUT_S, WEIGHT_S)
             ideal = simulate(make_schedule(kind, stages, micro_batches, chunks=chunks, times=times), times)

@@ -14,10 +14,10 @@ import resource
 import sys
 import time
 
-from zerorun.pipeline.formulas import bubble
-from zerorun.pipeline.schedules import SCHEDULES, make_schedule
-from zerorun.pipeline.simulate import simulate
-from zerorun.pipeline.times import Times
+from zerorun.pipeline.schedule.formulas import bubble
+from zerorun.pipeline.schedule.schedules import SCHEDULES, make_schedule
+from zerorun.pipeline.schedule.simulate import simulate
+from zerorun.pipeline.schedule.times import Times
 
 MOST_SECONDS = 60  # for 1F1B at the largest size
 MIB = 1 << 10  # of ru_maxrss, which counts KiB

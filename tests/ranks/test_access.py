@@ -18,10 +18,10 @@ from torch import nn
 from training import make_config, shared_topology
 
 import zerorun
+from zerorun.distributed.layout import ALIGNMENT
 from zerorun.errors import ReleasedParameterError
 from zerorun.zero import GatheredParameters, Init
 from zerorun.zero.init import part_of
-from zerorun.zero.layout import ALIGNMENT
 
 
 class OwnInit(nn.Module):

@@ -330,11 +330,11 @@ def train_by_hand(stage: int) -> list[Any]:
             super().__init__(device)
             made.append(self)
 
-    original, zerorun.assemble.HostPool = zerorun.assemble.HostPool, Noted
+    original, zerorun.engine.initialize.HostPool = zerorun.engine.initialize.HostPool, Noted
     try:
         results.append(train_seeded(case, in_host))
     finally:
-        zerorun.assemble.HostPool = original
+        zerorun.engine.initialize.HostPool = original
     return [*results, made[0].counts.out_copies]
 
 

@@ -20,7 +20,7 @@ import zerorun
 from zerorun.checkpoint import cli
 from zerorun.checkpoint.adapters import Adapters
 from zerorun.errors import CheckpointError
-from zerorun.precision import DTYPES
+from zerorun.optim.loss_scaler import DTYPES
 from zerorun.zero.access import safe_get_full_fp32_param
 
 peft: Any = pytest.importorskip("peft")

@@ -13,8 +13,8 @@ from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
-from zerorun import engine as engine_module
-from zerorun import label_counts
+from zerorun.engine.engine import engine as engine_module
+from zerorun.engine.engine import label_counts
 from zerorun.zero import stepping
 
 STEPS = stepping.WATCHED_STEPS

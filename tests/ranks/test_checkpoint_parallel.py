@@ -20,11 +20,11 @@ from training import make_config, shared_topology
 from transformers.pytorch_utils import Conv1D
 
 import zerorun
-from zerorun import assemble
+from zerorun.distributed.share import even_range, fused_ranges
+from zerorun.engine.engine import initialize as assemble
 from zerorun.errors import CheckpointError
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import make_column_parallel, make_row_parallel, make_vocab_parallel, use_columns
-from zerorun.tensor_parallel.share import even_range, fused_ranges
 
 VOCAB, WIDTH, HIDDEN = 41, 16, 22  # neither the vocabulary nor the hidden elements divide by 2 and 4
 SAMPLES = 4

@@ -53,7 +53,5 @@ def test_compiled_equals_eager_and_is_not_compiled_again(stage: int) -> None:
 
 def test_inductor_at_stage_3() -> None:
     eager = run_ranks(2, train, 3, None, 3)
-    for (losses, _), (expected, _) in zip(
-        run_ranks(2, train, 3, "inductor", 3, timeout_s=240.0), eager, strict=True
-    ):
+    for (losses, _), (expected, _) in zip(run_ranks(2, train, 3, "inductor", 3, timeout_s=240.0), eager, strict=True):
         assert losses == pytest.approx(expected, rel=1e-5)

@@ -29,8 +29,8 @@ from training import make_config
 import zerorun
 from zerorun.checkpoint.cli import main as main_command
 from zerorun.checkpoint.foreign import ForeignCheckpoint, match_groups
-from zerorun.checkpoint.from_dcp import read_dcp
-from zerorun.checkpoint.from_deepspeed import read_deepspeed
+from zerorun.checkpoint.importers.from_dcp import read_dcp
+from zerorun.checkpoint.importers.from_deepspeed import read_deepspeed
 from zerorun.errors import CheckpointError
 
 STEPS, ACCUMULATION = 3, 2
@@ -339,9 +339,7 @@ def go_on(folder: str, stage: int, dtype: str) -> list[float]:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "name", [at_night("1 fp32 adam"), "2 fp32", "3 fp32", "1 bf16 optimizer", "3 bf16 sub-groups"]
-)
+@pytest.mark.parametrize("name", [at_night("1 fp32 adam"), "2 fp32", "3 fp32", "1 bf16 optimizer", "3 bf16 sub-groups"])
 def test_training_goes_on_as_deepspeed_would(deepspeed_runs: Path, name: str, stage: int, tmp_path: Path) -> None:
     """The command imports the checkpoint; the next 5 losses are DeepSpeed's own."""
     assert main_command(["import-deepspeed", str(deepspeed_runs / name), str(tmp_path)]) == 0

@@ -27,12 +27,12 @@ from torch import nn
 from training import make_config, make_engine
 
 import zerorun
-from zerorun.channel import Books, Channel
-from zerorun.zero.layout import Layout, build_layout
-from zerorun.zero.order import gathers
-from zerorun.zero.partition import UnitPolicy, choose_units
+from zerorun.distributed.layout import Layout, build_layout
+from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
+from zerorun.zero.execution_trace import gathers
 from zerorun.zero.runtime import MAX_REDUCING, Runtime
 from zerorun.zero.unit import Unit
+from zerorun.zero.unit_builder import UnitPolicy, choose_units
 
 GRAD_SLOTS = 1  # one is on the wire while autograd works on the next unit's gradients
 ITEMSIZE = {"fp32": 4, "bf16": 2}
@@ -299,7 +299,15 @@ def test_no_more_reductions_are_on_their_way_than_are_counted(overlap: bool, mos
 
 def broadcast_bytes() -> list[int]:
     """Of a tensor of 20 bytes, from each rank in turn."""
-    channel = Channel("test", None, dist.get_rank(), dist.get_world_size(), torch.device("cpu"), Books(), reads_peers=False)
+    channel = Channel(
+        "test",
+        None,
+        dist.get_rank(),
+        dist.get_world_size(),
+        torch.device("cpu"),
+        CommunicationStatistics(),
+        reads_peers=False,
+    )
     found = []
     for source in range(dist.get_world_size()):
         channel.broadcast(torch.zeros(5), f"from {source}", source)

@@ -11,7 +11,7 @@ from harness import run_ranks
 from models import CASES
 from training import make_config, make_engine
 
-from zerorun.config import EffectiveValue
+from zerorun.config.parse import EffectiveValue
 
 SETTINGS = (
     *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),

@@ -20,10 +20,11 @@ from torch import nn
 from training import make_config, make_engine, train
 
 import zerorun
-from zerorun import huge_pages
-from zerorun.mapped_shards import _places
-from zerorun.zero import layout, partition
-from zerorun.zero.layout import build_layout
+from zerorun.distributed import layout
+from zerorun.distributed.layout import build_layout
+from zerorun.distributed.transport import huge_pages
+from zerorun.distributed.transport.mapped_shards import _places
+from zerorun.zero import unit_builder as partition
 
 STEPS = 3
 CASE = CASES["plain"]

@@ -19,9 +19,9 @@ from test_parallel_matrix import batch_of, build
 from training import make_config, merged, shared_topology
 
 import zerorun
-from zerorun import fitting
 from zerorun.errors import DoesNotFitError, ZerorunError
-from zerorun.limits import Limit
+from zerorun.memory import fitting
+from zerorun.memory.limits import Limit
 
 PARAMETERS = sum(param.numel() for param in Deep().parameters())
 

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from harness import patience, run_ranks
 from torch.utils import _pytree
 
-from zerorun.channel import Books, Channel
-from zerorun.comm import init_distributed
-from zerorun.pipeline.messages import ACTIVATIONS, GRADIENTS, Courier
+from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
+from zerorun.distributed.transport.communicator import init_distributed
+from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS, PointToPoint
 
 
-def courier() -> Courier:
+def courier() -> PointToPoint:
     init_distributed(torch.device("cpu"))
     place = (dist.get_rank(), dist.get_world_size())
-    channel = Channel("pipe", dist.group.WORLD, *place, torch.device("cpu"), Books(), reads_peers=False)
-    return Courier(channel, lambda message, label: message.result(60))
+    channel = Channel("pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics(), reads_peers=False)
+    return PointToPoint(channel, lambda message, label: message.result(60))
 
 
 def travel_ahead() -> list[bool]:
@@ -51,7 +51,10 @@ def alone_before() -> bool:
     if dist.get_rank() == 0:
         alone = dist.new_group([0], use_local_synchronization=True)
         for _ in range(3):
-            Courier(Channel("pipe", alone, 0, 1, torch.device("cpu"), Books(), reads_peers=False), lambda *unused: None)
+            PointToPoint(
+                Channel("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics(), reads_peers=False),
+                lambda *unused: None,
+            )
     carried, value = courier(), torch.arange(6.0)
     carried.send(value, 1 - dist.get_rank(), ACTIVATIONS)
     found = torch.equal(carried.receive(1 - dist.get_rank(), ACTIVATIONS), value)

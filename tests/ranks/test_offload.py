@@ -20,7 +20,7 @@ from training import make_config, make_engine, train
 
 import zerorun
 from zerorun.zero import partition
-from zerorun.zero.placement import HostLink, Placement, Staging, place_units
+from zerorun.zero.offload.placement import HostLink, Placement, Staging, place_units
 
 STEPS = 3
 DISK = tempfile.gettempdir()  # files there have no names

@@ -18,7 +18,7 @@ from training import make_config
 import zerorun
 from zerorun.errors import ZerorunError
 from zerorun.pipeline.module import PipelineModule
-from zerorun.pipeline.pretrained import split_pretrained
+from zerorun.pipeline.split_pretrained import split_pretrained
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import ColumnParallelLinear
 

@@ -22,10 +22,10 @@ from models import CASES
 from reference import Result, differences, train_reference
 from training import make_config, make_engine, run_steps, train
 
-from zerorun import peer_memory
-from zerorun.channel import Books, Channel
-from zerorun.comm import Communicator
-from zerorun.peer_memory import PeerMemory, PeerMemoryError
+from zerorun.distributed.transport import peer_memory
+from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
+from zerorun.distributed.transport.communicator import Communicator
+from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError
 from zerorun.zero import partition
 
 STEPS = 3
@@ -77,7 +77,7 @@ def test_more_exchanges_than_slots(world: int) -> None:
 def overwrite_at_once(how: str) -> list[float]:
     """The last rank is slow to read the others' parts, which these write to as soon as they may."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    channel = Channel("test", dist.group.WORLD, rank, world, torch.device("cpu"), Books())
+    channel = Channel("test", dist.group.WORLD, rank, world, torch.device("cpu"), CommunicationStatistics())
     memory = channel.memory
     assert memory is not None
     read = memory.read_tensor

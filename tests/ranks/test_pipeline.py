@@ -15,11 +15,11 @@ from torch.nn import functional
 from training import make_config
 
 import zerorun
-from zerorun.pipeline.layers import LayerSpec, TiedLayerSpec
+from zerorun.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 from zerorun.pipeline.module import PipelineModule
-from zerorun.pipeline.schedules import make_schedule
-from zerorun.pipeline.simulate import simulate
-from zerorun.pipeline.times import Times
+from zerorun.pipeline.schedule.schedules import make_schedule
+from zerorun.pipeline.schedule.simulate import simulate
+from zerorun.pipeline.schedule.times import Times
 
 VOCABULARY, WIDTH, BATCH, STEPS = 17, 12, 2, 3
 

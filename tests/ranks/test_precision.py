@@ -14,7 +14,7 @@ from training import make_config, shared_topology
 
 import zerorun
 from zerorun.errors import LossScaleError
-from zerorun.precision import LossScaler
+from zerorun.optim.loss_scaler import LossScaler
 
 
 def published_scales(overflows: list[bool], window: int, hysteresis: int, start: float, minimum: float) -> list[float]:

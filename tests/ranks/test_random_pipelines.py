@@ -14,7 +14,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
-from zerorun.pipeline.layers import LayerSpec
+from zerorun.pipeline.layer_spec import LayerSpec
 from zerorun.pipeline.module import PipelineModule
 
 WIDTH, STEPS = 6, 2

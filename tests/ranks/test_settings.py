@@ -108,8 +108,7 @@ def test_overlap_and_buckets_change_nothing(stage: int, model: str) -> None:
 @pytest.mark.parametrize("degree", (1, 2, 4))
 def test_shard_degree_changes_nothing(degree: int, precision: str) -> None:
     configs = [
-        make_config(stage, clip=0.5, precision=precision, zero_optimization={"shard_degree": degree})
-        for stage in (1, 2, 3)
+        make_config(stage, clip=0.5, precision=precision, zero_optimization={"shard_degree": degree}) for stage in (1, 2, 3)
     ]
     by_rank = run_ranks(4, train_variants, "plain", configs)
     for results in by_rank:
@@ -220,9 +219,7 @@ def token_mean_reference(world_size: int, accumulation: int) -> Result:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize(
-    ("world_size", "accumulation"), [(1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (4, 1), (4, 2), (4, 8)]
-)
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 2), (1, 8), (2, 1), (2, 2), (2, 8), (4, 1), (4, 2), (4, 8)])
 def test_weighted_losses_give_the_global_token_mean(world_size: int, accumulation: int, stage: int) -> None:
     result = run_ranks(world_size, train_weighted, stage, accumulation)[0]
     assert not differences(result, token_mean_reference(world_size, accumulation))

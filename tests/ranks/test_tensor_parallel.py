@@ -13,12 +13,12 @@ from torch.nn import functional
 from training import make_config
 
 import zerorun
-from zerorun.checkpointing import checkpoint
+from zerorun.activations.checkpointing import checkpoint
+from zerorun.distributed.share import even_range
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, make_region, split_sequence
 from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
 from zerorun.tensor_parallel.random import region_seed
-from zerorun.tensor_parallel.share import even_range
 
 VOCABULARY, WIDTH, LENGTH, BATCH, STEPS = 17, 12, 5, 2, 3
 

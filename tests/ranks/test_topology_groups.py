@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from zerorun.comm import Communicator
-from zerorun.mpu import Grid
-from zerorun.process_topology import PipeDataParallelTopology
-from zerorun.topology import AXES, Topology
+from zerorun.deepspeed.mpu import Grid
+from zerorun.distributed.process_topology import PipeDataParallelTopology
+from zerorun.distributed.topology import AXES, Topology
+from zerorun.distributed.transport.communicator import Communicator
 
 GROUPS_OF_THE_GRID = {"pipe": "pipe", "pipeline_model": "pipe", "data": "data", "model": "model", "slice": "tensor"}
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from zerorun.channel import Books, Channel
 from zerorun.checkpoint.ranks import Ranks
-from zerorun.comm import Communicator, init_distributed
+from zerorun.distributed.topology import Topology
+from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
+from zerorun.distributed.transport.communicator import Communicator, init_distributed
+from zerorun.distributed.wire import gather_values
 from zerorun.errors import CheckpointError, MessageError, PipelineError
-from zerorun.pipeline.messages import ACTIVATIONS, Courier
-from zerorun.topology import Topology
-from zerorun.wire import gather_values
+from zerorun.pipeline.p2p import ACTIVATIONS, PointToPoint
 
 
 class Evil:
@@ -82,8 +82,8 @@ def be_attacked(trace: str) -> list[str]:
     rank, cpu = dist.get_rank(), torch.device("cpu")
     topology = Topology.create(2, rank, device_type="cpu")
     comm, ranks = Communicator(topology, cpu), Ranks(topology)
-    channel = Channel("pipe", dist.group.WORLD, rank, 2, cpu, Books(), reads_peers=False)
-    courier = Courier(channel, lambda message, label: message.result(60))
+    channel = Channel("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics(), reads_peers=False)
+    courier = PointToPoint(channel, lambda message, label: message.result(60))
     content, found = pickle.dumps(Evil(Path(trace))), []
     for way, tell in ((comm._world, comm.control_objects), (ranks._group, ranks.gather), (None, channel._objects)):
         if rank == 1:

@@ -20,7 +20,8 @@ from torch import nn
 from training import make_config
 
 import zerorun
-from zerorun import channel, waits
+from zerorun.distributed import waits
+from zerorun.distributed.transport import channel
 
 LATE_S = 0.9
 
@@ -91,7 +92,9 @@ def named_in_messages() -> list[int]:
     group, rank, named = dist.new_group([1, 2]), dist.get_rank(), []
     if rank == 0:
         return []
-    pair = channel.Channel("pair", group, rank - 1, 2, torch.device("cpu"), channel.Books(), reads_peers=False)
+    pair = channel.Channel(
+        "pair", group, rank - 1, 2, torch.device("cpu"), channel.CommunicationStatistics(), reads_peers=False
+    )
 
     class Noted(channel.Message):
         def __init__(self, work: dist.Work, label: str, peer: int) -> None:

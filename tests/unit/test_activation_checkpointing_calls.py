@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 import zerorun
 from zerorun.activations import blocks, host, selective
-from zerorun.activations.host import HostPool
+from zerorun.activations.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
+from zerorun.activations.host_pool import HostPool
 from zerorun.activations.region import Selection, run
-from zerorun.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
-from zerorun.config import load_config
+from zerorun.config.parse import load_config
 from zerorun.errors import ConfigError, ModelError
 
 WIDTH, LENGTH = 64, 96
@@ -81,7 +81,7 @@ def gradients(block: nn.Module, policy: str, selection: Selection, pool: HostPoo
 @pytest.fixture(autouse=True)
 def _no_settings_left() -> Iterator[None]:
     yield
-    from zerorun import checkpointing
+    from zerorun.activations import checkpointing
 
     checkpointing._current.configured = False
     checkpointing._use(checkpointing.Recompute())
@@ -303,7 +303,7 @@ def test_checkpoint_works_without_an_engine() -> None:
 
 def test_configure_reads_the_file_and_the_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "SMALL_BYTES", 1)
-    from zerorun import checkpointing
+    from zerorun.activations import checkpointing
 
     section = {"activation_checkpointing": {"cpu_checkpointing": True, "policy": "selective"}}
     configure(deepspeed_config=section, partition_activations=True, num_checkpoints=4)

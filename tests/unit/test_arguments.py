@@ -12,7 +12,7 @@ import torch
 from harness import patience
 
 import zerorun
-from zerorun.intake import take_in
+from zerorun.startup.inputs import take_in
 
 CALLS = ("'gloo'", "dist_backend='gloo'", "'nccl', auto_mpi_discovery=False, verbose=False", "'cpu'", "")
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from zerorun.batch import resolve_batch
+from zerorun.config.batch import resolve_batch
 from zerorun.errors import ConfigError
 
 

@@ -29,10 +29,9 @@ from safetensors import safe_open
 from zerorun.checkpoint import directory as folder
 from zerorun.checkpoint import stream, tensorfile
 from zerorun.checkpoint.files import is_plain
+from zerorun.checkpoint.json_values import decode, encode
 from zerorun.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, read_manifest
 from zerorun.checkpoint.offline import alone
-from zerorun.checkpoint.plain import decode, encode
-from zerorun.checkpoint.plan import CAST, MASTER, MODEL, Plan, Row, make_plan
 from zerorun.checkpoint.save import pack_scalars, scalar, unpack_scalars
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
 from zerorun.checkpoint.tensorfile import (
@@ -44,10 +43,11 @@ from zerorun.checkpoint.tensorfile import (
     header_bytes,
     memory_of,
 )
-from zerorun.checkpoint.write import Target, commit, index_files, small_tensor_file
+from zerorun.checkpoint.write import Destination, commit, index_files, small_tensor_file
+from zerorun.checkpoint.write_plan import CAST, MASTER, MODEL, Row, WritePlan, make_plan
+from zerorun.distributed.layout import build_layout
+from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError, DamagedError
-from zerorun.topology import Topology
-from zerorun.zero.layout import build_layout
 
 quick = settings(
     max_examples=100, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -781,7 +781,7 @@ def models(draw: st.DrawFn) -> Model:
     return found
 
 
-def check_plan(model: Model, plan: Plan, max_file: int) -> None:
+def check_plan(model: Model, plan: WritePlan, max_file: int) -> None:
     ranks = len(model.tables)
     assert [task.number for task in plan.tasks] == list(range(len(plan.tasks)))
     assert sorted((task.set, task.tensor.name) for task in plan.tasks) == sorted(model.elements)
@@ -1210,7 +1210,7 @@ def test_what_a_killed_save_had_replaced(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / tag, tmp_path / f".replaced.{tag}")
     (tmp_path / "s2" / MANIFEST).write_text("{")
     content = Manifest("s3", "2026-01-03", {"global_steps": 3})
-    commit(alone(), Target(tmp_path, "s3"), dict, lambda records: ({}, content))
+    commit(alone(), Destination(tmp_path, "s3"), dict, lambda records: ({}, content))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".replaced.s2", "latest", "s1", "s2", "s3"]
 
 

@@ -20,16 +20,16 @@ import torch
 from harness import patience
 
 from zerorun.checkpoint import directory as folder
-from zerorun.checkpoint.cli_verify import check
+from zerorun.checkpoint.cli.verify import check
 from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
+from zerorun.checkpoint.json_values import decode
 from zerorun.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from zerorun.checkpoint.offline import alone, write_foreign
-from zerorun.checkpoint.plain import decode
 from zerorun.checkpoint.read import Read, Reader, candidates, open_on_all
 from zerorun.checkpoint.save import unpack_scalars
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
 from zerorun.checkpoint.tensorfile import BLOCK_BYTES, FileRecord, TensorFile, dtype_of
-from zerorun.checkpoint.write import Target, commit
+from zerorun.checkpoint.write import Destination, commit
 from zerorun.errors import CheckpointError, DamagedError
 
 # -- what a save deletes, overwrites and follows -----------------------------------------------------------------
@@ -38,7 +38,7 @@ from zerorun.errors import CheckpointError, DamagedError
 def save(directory: Path, tag: str, step: int = 0, keep: int | None = None) -> Path:
     """A whole save of one rank, of a checkpoint without tensors."""
     manifest = Manifest(tag, f"2026-01-01T00:00:{step:02}", {"global_steps": step})
-    return commit(alone(), Target(directory, tag, keep=keep), dict, lambda records: ({"config.json": b"{}"}, manifest))
+    return commit(alone(), Destination(directory, tag, keep=keep), dict, lambda records: ({"config.json": b"{}"}, manifest))
 
 
 def names(directory: Path) -> list[str]:
@@ -130,7 +130,7 @@ def test_another_run_s_checkpoint_is_not_the_newest(tmp_path: Path) -> None:
     """A link to one that was saved after ``latest`` was written does not look like an interrupted save."""
     save(tmp_path / "mine", "s1", 1)
     manifest = Manifest("base", "9999-01-01", {"global_steps": 50})
-    commit(alone(), Target(tmp_path / "others", "base"), dict, lambda records: ({}, manifest))
+    commit(alone(), Destination(tmp_path / "others", "base"), dict, lambda records: ({}, manifest))
     (tmp_path / "mine" / "base").symlink_to(tmp_path / "others" / "base")
     assert folder.in_order_of_trust(tmp_path / "mine") == ["s1", "base"]
     (tmp_path / "mine" / "latest").unlink()

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from zerorun.checkpoint.inventory import Part
-from zerorun.checkpoint.plan import MODEL
+from zerorun.checkpoint.inventory import TensorPart
 from zerorun.checkpoint.save import Captured, Saver
-from zerorun.checkpoint.write import Target
+from zerorun.checkpoint.write import Destination
+from zerorun.checkpoint.write_plan import MODEL
 
 
 def saver() -> Saver:
@@ -20,7 +20,7 @@ def saver() -> Saver:
 
 
 def captured(*tensors: torch.Tensor) -> Captured:
-    parts = [Part(MODEL, f"p{index}", 0, tensor, (tensor.numel(),)) for index, tensor in enumerate(tensors)]
+    parts = [TensorPart(MODEL, f"p{index}", 0, tensor, (tensor.numel(),)) for index, tensor in enumerate(tensors)]
     return Captured(parts, [part.name for part in parts], {}, {}, None)  # type: ignore[arg-type]
 
 
@@ -29,7 +29,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     events: list[str] = []
     may_end, kept = threading.Event(), saver()
 
-    def write(captured: Captured, target: Target) -> Path:
+    def write(captured: Captured, target: Destination) -> Path:
         events.append(f"{target.tag} begins")
         if target.tag == "first":
             may_end.wait(60)
@@ -37,10 +37,10 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
         return target.directory / target.tag
 
     kept._write = write  # type: ignore[method-assign]
-    kept.save(captured(), Target(tmp_path, "first"), asynchronous=True)
+    kept.save(captured(), Destination(tmp_path, "first"), asynchronous=True)
     timer = threading.Timer(0.2, may_end.set)
     timer.start()
-    assert kept.save(captured(), Target(tmp_path, "second"), asynchronous=False) == tmp_path / "second"
+    assert kept.save(captured(), Destination(tmp_path, "second"), asynchronous=False) == tmp_path / "second"
     may_end.set()
     kept.close()
     timer.join()

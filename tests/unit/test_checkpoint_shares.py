@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zerorun.checkpoint import collect, cuts
-from zerorun.checkpoint.collect import Collector
 from zerorun.checkpoint.cuts import blocks, in_stretches, put, span, take
-from zerorun.checkpoint.inventory import Contents, Part, together
+from zerorun.checkpoint.gather import Collector
+from zerorun.checkpoint.inventory import Contents, TensorPart, together
 from zerorun.checkpoint.manifest import Manifest
-from zerorun.checkpoint.plan import MASTER, MODEL, Plan, make_plan
 from zerorun.checkpoint.read import Read, Reader
+from zerorun.checkpoint.write_plan import MASTER, MODEL, WritePlan, make_plan
+from zerorun.distributed.layout import build_layout
+from zerorun.distributed.share import TensorShard, fused_ranges
+from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
-from zerorun.tensor_parallel.share import Share, fused_ranges
-from zerorun.topology import Topology
-from zerorun.zero.layout import build_layout
 
 quick = settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
@@ -51,11 +51,11 @@ class Divided:
     lengths: tuple[int, ...] = ()
     alike: int = 1
 
-    def share(self, rank: int, size: int) -> Share | None:
+    def share(self, rank: int, size: int) -> TensorShard | None:
         if self.dim < 0 or size == 1:
             return None
         groups = -(-size // self.alike)
-        return Share(self.shape, self.dim, fused_ranges(self.lengths, rank // self.alike, groups))
+        return TensorShard(self.shape, self.dim, fused_ranges(self.lengths, rank // self.alike, groups))
 
 
 @st.composite
@@ -74,7 +74,7 @@ def numbered(shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Share, int, int]:
+def runs(draw: st.DrawFn) -> tuple[TensorShard, int, int]:
     """A share, and a run of it: (share, start, numel)."""
     divided = draw(division().filter(lambda found: found.dim >= 0))
     size = draw(st.integers(2, 4))
@@ -87,7 +87,7 @@ def runs(draw: st.DrawFn) -> tuple[Share, int, int]:
 
 @quick
 @given(runs())
-def test_a_run_is_where_its_blocks_say(found: tuple[Share, int, int]) -> None:
+def test_a_run_is_where_its_blocks_say(found: tuple[TensorShard, int, int]) -> None:
     share, start, numel = found
     whole = numbered(share.shape)
     expected = share.cut(whole).reshape(-1)[start : start + numel]
@@ -110,7 +110,7 @@ def test_a_run_is_where_its_blocks_say(found: tuple[Share, int, int]) -> None:
 
 @quick
 @given(runs())
-def test_a_run_is_put_and_taken(found: tuple[Share, int, int]) -> None:
+def test_a_run_is_put_and_taken(found: tuple[TensorShard, int, int]) -> None:
     share, start, numel = found
     whole = numbered(share.shape).reshape(-1)
     run = share.cut(whole.view(share.shape)).reshape(-1)[start : start + numel]
@@ -137,7 +137,7 @@ def test_a_run_is_put_and_taken(found: tuple[Share, int, int]) -> None:
 @quick
 @given(runs(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_reader_gives_the_elements_of_a_share(
-    tmp_path_factory: pytest.TempPathFactory, found: tuple[Share, int, int], dtype: torch.dtype
+    tmp_path_factory: pytest.TempPathFactory, found: tuple[TensorShard, int, int], dtype: torch.dtype
 ) -> None:
     share, start, numel = found
     folder = tmp_path_factory.mktemp("model")
@@ -157,12 +157,12 @@ class Model:
     """A model in training on the ranks of ``topology``: what each has, and the whole."""
 
     topology: Topology
-    parts: list[list[Part]]  # by rank
+    parts: list[list[TensorPart]]  # by rank
     order: list[str] = field(default_factory=list)
     whole: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)  # set, name -> tensor
     readers: set[int] = field(default_factory=set)  # ranks whose shard group has peer memory
 
-    def plan(self) -> Plan:
+    def plan(self) -> WritePlan:
         return make_plan([[part.row() for part in parts] for parts in self.parts], self.topology, self.order)
 
 
@@ -203,7 +203,7 @@ def _hold(model: Model, rank: int, divided: dict[str, Divided], kind: str) -> No
             local = (whole if share is None else share.cut(whole)).reshape(-1)
             pieces = [(p.start, p.start + p.numel) for p in layout.pieces(place.shard) if p.entry == entry]
             for start, end in [(0, local.numel())] if kind == "resident" else pieces:
-                model.parts[rank].append(Part(*key, start, local[start:end].clone(), found.shape, share))
+                model.parts[rank].append(TensorPart(*key, start, local[start:end].clone(), found.shape, share))
 
 
 class Post:
@@ -224,7 +224,7 @@ class Post:
         return SimpleNamespace(rank=rank, topology=topology, send=send, receive=receive)
 
 
-def collected(model: Model, plan: Plan) -> dict[tuple[str, str], torch.Tensor]:
+def collected(model: Model, plan: WritePlan) -> dict[tuple[str, str], torch.Tensor]:
     """What the writers of ``plan`` get together, by the collectors of all ranks."""
     post, collectors = Post(), []
     for rank, parts in enumerate(model.parts):
@@ -298,11 +298,11 @@ def test_what_no_rank_has_is_noticed(model: Model, data: st.DataObject) -> None:
 
 
 def test_a_run_that_is_missing_is_noticed() -> None:
-    share = [Share((4, 6), 1, fused_ranges((6,), rank, 2)) for rank in range(2)]
+    share = [TensorShard((4, 6), 1, fused_ranges((6,), rank, 2)) for rank in range(2)]
     model = Model(Topology.plan(4, tensor=2), [[] for _ in range(4)], ["x"])
     for rank in range(3):  # rank 3 has the second half of the right columns
         run = torch.zeros(6)
-        model.parts[rank].append(Part(MODEL, "x", 6 * (rank // 2), run, (4, 6), share[rank % 2]))
+        model.parts[rank].append(TensorPart(MODEL, "x", 6 * (rank // 2), run, (4, 6), share[rank % 2]))
     with pytest.raises(CheckpointError, match=r"has 12 elements, but ranks hold only the first 6.*error in zerorun"):
         model.plan()
 

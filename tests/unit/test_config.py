@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from zerorun.config import Config, EffectiveValue, ModelFacts, data_parallel_degree, load_config, main, resolve
-from zerorun.config_schema import flatten
+from zerorun.config.parse import Config, EffectiveValue, ModelFacts, data_parallel_degree, load_config, main, resolve
+from zerorun.config.schema import flatten
 from zerorun.errors import ConfigError, ConfigProblem
 
 HF_STYLE: dict[str, Any] = {

@@ -12,15 +12,15 @@ import pytest
 import torch
 from pydantic.fields import FieldInfo
 
-import zerorun.schedules
-from zerorun.config import Config, ModelFacts, load_config, resolve
-from zerorun.config_fields import Inert, OnlyStages, Refused, Section, section_of
-from zerorun.config_params import OPTIMIZERS, SCHEDULERS, TORCH_SCHEDULERS, find_kind, wrong_name
-from zerorun.config_schema import Optimizer, Scheduler
+import zerorun.optim.lr_schedules
+from zerorun.config.fields import Inert, OnlyStages, Refused, Section, section_of
+from zerorun.config.params import OPTIMIZERS, SCHEDULERS, TORCH_SCHEDULERS, find_kind, wrong_name
+from zerorun.config.parse import Config, ModelFacts, load_config, resolve
+from zerorun.config.schema import Optimizer, Scheduler
 from zerorun.errors import ConfigError
-from zerorun.optim import resolve_optimizer
+from zerorun.optim.optimizers import resolve_optimizer
 
-PACKAGE = Path(zerorun.schedules.__file__).parent
+PACKAGE = Path(zerorun.optim.lr_schedules.__file__).parent
 
 # What the engine reads, by the names of the attributes.
 READ_BY_THE_ENGINE = {
@@ -231,7 +231,7 @@ def test_every_optimizer_keyword_is_taken_or_marked(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_every_schedule_keyword_is_taken(kind: str) -> None:
-    formula = inspect.signature(getattr(zerorun.schedules, kind)).parameters
+    formula = inspect.signature(getattr(zerorun.optim.lr_schedules, kind)).parameters
     assert SCHEDULERS[kind].model_fields.keys() - {"last_batch_iteration"} == formula.keys()
 
 

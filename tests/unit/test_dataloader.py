@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-import zerorun.dataloader
-from zerorun.dataloader import EpochLoader, EpochSampler, RepeatingLoader
+import zerorun.data
+from zerorun.data import EpochLoader, EpochSampler, RepeatingLoader
+from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
-from zerorun.topology import Topology
 
 SEED = 7
 quick = settings(max_examples=150, deadline=None, database=None)
@@ -595,7 +595,7 @@ def test_another_order_is_refused_and_nothing_changed(change: dict[str, Any], me
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(zerorun.dataloader, "warn_once", said.append)
+    monkeypatch.setattr(zerorun.data, "warn_once", said.append)
     return said
 
 

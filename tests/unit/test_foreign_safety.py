@@ -22,9 +22,9 @@ from harness import patience
 from torch.distributed.checkpoint import filesystem, metadata
 
 from zerorun.checkpoint.foreign import HARMLESS
-from zerorun.checkpoint.from_dcp import makes_up, read_dcp
-from zerorun.checkpoint.from_deepspeed import read_deepspeed
-from zerorun.checkpoint.torch_files import Part, look_through
+from zerorun.checkpoint.importers.from_dcp import makes_up, read_dcp
+from zerorun.checkpoint.importers.from_deepspeed import read_deepspeed
+from zerorun.checkpoint.importers.torch_files import FileSlice, look_through
 from zerorun.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed", "ignore:Detected pickle protocol")
@@ -385,7 +385,7 @@ def test_ordinary_torch_files_are_read(tmp_path: Path) -> None:
     for zipped in (True, False):
         torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
         with (tmp_path / "x.pt").open("rb") as file:
-            look_through(Part(file, 0, (tmp_path / "x.pt").stat().st_size))
+            look_through(FileSlice(file, 0, (tmp_path / "x.pt").stat().st_size))
 
 
 def test_a_torch_file_that_is_compressed(tmp_path: Path) -> None:

@@ -9,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from zerorun.huge_pages import prefer_huge_pages
-from zerorun.zero.host_memory import give_back_freed
+from zerorun.distributed.transport.huge_pages import prefer_huge_pages
+from zerorun.zero.offload.host_memory import give_back_freed
 
 # A step: 16 MiB in pieces of 1 MiB, all freed at its end. Prints the page faults of the last of three.
 SCRIPT = """
 import resource, sys
 import torch
-from zerorun.zero.host_memory import keep_freed
+from zerorun.zero.offload.host_memory import keep_freed
 if sys.argv[1] == "keep":
     keep_freed()
 def step():

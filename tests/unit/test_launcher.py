@@ -16,11 +16,11 @@ import zerorun
 from zerorun.errors import ConfigError, ConfigProblem, LaunchError
 from zerorun.launcher import cli, facts, report, screen
 from zerorun.launcher.hosts import Host
-from zerorun.launcher.plan import (
+from zerorun.launcher.job_plan import (
+    JobPlan,
     LaunchRequest,
-    Plan,
+    ProgramKind,
     Rendezvous,
-    Target,
     build_plan,
     full_environment,
     render_text,
@@ -31,13 +31,18 @@ HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\
 
 def request_for(**changes: object) -> LaunchRequest:
     values: dict[str, object] = {
-        "target": "train.py", "target_args": (), "kind": Target.SCRIPT, "hosts": (Host("localhost", (0, 1)),),
-        "python": "/usr/bin/python3", "omp_threads": 3, **changes,
+        "target": "train.py",
+        "target_args": (),
+        "kind": ProgramKind.SCRIPT,
+        "hosts": (Host("localhost", (0, 1)),),
+        "python": "/usr/bin/python3",
+        "omp_threads": 3,
+        **changes,
     }
     return LaunchRequest(**values)  # type: ignore[arg-type]
 
 
-def plan_for(**changes: object) -> Plan:
+def plan_for(**changes: object) -> JobPlan:
     return build_plan(request_for(**changes), Rendezvous("127.0.0.1", 1234))
 
 
@@ -60,10 +65,23 @@ def test_workers_get_torch_and_deepspeed_variables() -> None:
     plan = plan_for()
     assert [worker.rank for worker in plan.workers] == [0, 1]
     assert plan.workers[1].env == {
-        "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1", "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1234",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "LOCAL_SIZE": "2",
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "GROUP_WORLD_SIZE": "1",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
     }
 
 
@@ -71,8 +89,8 @@ def test_workers_get_torch_and_deepspeed_variables() -> None:
     ("changes", "head"),
     [
         ({}, ("/usr/bin/python3", "-u", "train.py")),
-        ({"kind": Target.MODULE, "target": "pkg.train"}, ("/usr/bin/python3", "-u", "-m", "pkg.train")),
-        ({"kind": Target.PROGRAM, "target": "./run.sh"}, ("./run.sh",)),
+        ({"kind": ProgramKind.MODULE, "target": "pkg.train"}, ("/usr/bin/python3", "-u", "-m", "pkg.train")),
+        ({"kind": ProgramKind.PROGRAM, "target": "./run.sh"}, ("./run.sh",)),
     ],
 )
 def test_arguments_reach_exec_unchanged(changes: dict[str, object], head: tuple[str, ...]) -> None:

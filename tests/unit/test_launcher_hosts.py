@@ -22,13 +22,12 @@ from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job import Job, JobOptions
-from zerorun.launcher.line import Line, decode, encode
-from zerorun.launcher.plan import (
+from zerorun.launcher.job_plan import (
+    JobPlan,
     LaunchRequest,
     NodePlan,
-    Plan,
+    ProgramKind,
     Rendezvous,
-    Target,
     build_plan,
     exported,
     is_secret,
@@ -37,6 +36,7 @@ from zerorun.launcher.plan import (
     shown,
     split_cores,
 )
+from zerorun.launcher.line import Line, decode, encode
 from zerorun.launcher.sbatch import batch_script
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
@@ -53,7 +53,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def plan(*argv: str, environment: dict[str, str] | None = None) -> Plan:
+def plan(*argv: str, environment: dict[str, str] | None = None) -> JobPlan:
     """The plan for a command line, with a made-up rendezvous."""
     variables = environment or {}
     args = cli.parse_args(cli.build_parser(), [*argv, "train.py"])
@@ -177,7 +177,7 @@ def test_no_plan_shows_the_password_of_a_url(folder: Path) -> None:
     url = "postgres://ann:hunter2@db/runs"
     found = plan("-H", "hosts", "--export", f"DB_URL={url}")
     worker = dataclasses.replace(found.workers[0], argv=("train.py", "--db", url))
-    request = Plan("n1", 1, (NodePlan("n1", 0, (worker,)),), found.exports)
+    request = JobPlan("n1", 1, (NodePlan("n1", 0, (worker,)),), found.exports)
     for text in (render_text(request, {"n1": ["ssh", "n1"]}), render_json(request, {"n1": ["ssh", "n1"]})):
         assert "hunter2" not in text and text.count("postgres://(hidden)@db/runs") == 2
 
@@ -294,7 +294,7 @@ class Remembered:
 def test_hosts_keep_their_order_over_a_restart(lost: str, back: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that which comes back: ranks, and the host where they meet, follow the hostfile."""
     hosts = tuple(Host(name, (0,)) for name in ("n1", "n2", "n3"))
-    request = LaunchRequest("train.py", (), Target.SCRIPT, hosts, sys.executable)
+    request = LaunchRequest("train.py", (), ProgramKind.SCRIPT, hosts, sys.executable)
     job = Job(request, JobOptions(max_restarts=1, min_nodes=2))
     said: list[str] = []
     monkeypatch.setattr(job, "say", said.append)
@@ -343,9 +343,7 @@ def test_values_of_variables_are_in_no_batch_script(folder: Path, sbatch: Path, 
     assert "s3cret" not in capsys.readouterr().out
 
 
-def test_a_script_of_the_user_is_not_overwritten(
-    folder: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_of_the_user_is_not_overwritten(folder: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written, thesis = folder / "train.sbatch", folder / "thesis.txt"
     assert [cli.main(["--sbatch", "train.py"]), cli.main(["--sbatch", "train.py", "again"])] == [0, 0]
     assert "train.py again" in written.read_text()  # its own it replaces

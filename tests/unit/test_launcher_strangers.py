@@ -23,8 +23,8 @@ from harness import patience
 from zerorun.errors import LaunchError
 from zerorun.launcher import secret as secrets
 from zerorun.launcher.escapes import Cleaner, plain
+from zerorun.launcher.job_plan import WorkerCommand
 from zerorun.launcher.line import Line, encode
-from zerorun.launcher.plan import WorkerCommand
 from zerorun.launcher.remote import LONGEST_MESSAGE, RemoteNode
 
 SECRET = "correct horse battery staple"

@@ -1,227 +1,39 @@
-"""The layers of the package: imports point downwards only, and some files need no torch."""
+"""The house: each folder has its place, imports point downwards only, and some files need no torch."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Module -> layer. A module may import from its own layer as long as there is no cycle, and from lower ones.
-LAYERS = {
-    "errors": 0,
-    "log": 0,
-    "waits": 0,
-    "batch": 1,
-    "config": 1,
-    "config_fields": 1,
-    "config_params": 1,
-    "config_rules": 1,
-    "config_schema": 1,
-    "config_sections": 1,
-    "config_source": 1,
-    "config_walk": 1,
-    "schedules": 1,
-    "huge_pages": 1,
-    "zero.layout": 1,
-    "zero.order": 1,
-    "zero.spread": 1,
-    "zero.policy": 1,
-    "arguments": 1,
-    "wire": 1,
-    "process_topology": 1,
-    "topology_picture": 1,
-    "topology": 2,
-    "channel": 2,
-    "mpu": 2,
-    "comm": 2,
-    "mapped_shards": 2,
-    "open_shards": 2,
-    "peer_memory": 2,
-    "ops": 2,
-    "ops.adam": 2,
-    "ops.aio": 2,
-    "ops.build": 1,
-    "ops.token_loss": 2,
-    "ops.lion": 2,
-    "ops.native": 2,
-    "ops.on_cuda": 2,
-    "ops.operands": 2,
-    "ops.single_pass": 2,
-    "ops.torch_path": 2,
-    "ops.triton_kernels": 2,
-    "pipeline.build": 4,
-    "pipeline.executor": 4,
-    "pipeline.layers": 1,
-    "pipeline.messages": 2,
-    "pipeline.split_backward": 3,
-    "pipeline.measure": 4,
-    "pipeline.module": 4,
-    "pipeline.observe": 4,
-    "pipeline.partition": 1,
-    "pipeline.pipelined": 4,
-    "pipeline.pretrained": 4,
-    "pipeline.probe": 4,
-    "pipeline.stages": 2,
-    "pipeline.views": 4,
-    "precision": 3,
-    "loss_given": 1,
-    "same_data": 1,
-    "tensor_parallel": 3,
-    "tensor_parallel.__main__": 3,
-    "tensor_parallel.axis": 3,
-    "tensor_parallel.causal_loss": 3,
-    "tensor_parallel.collectives": 3,
-    "tensor_parallel.convert": 3,
-    "tensor_parallel.describe": 3,
-    "tensor_parallel.heads": 3,
-    "tensor_parallel.hooks": 3,
-    "tensor_parallel.infer": 3,
-    "tensor_parallel.layers": 3,
-    "tensor_parallel.loss": 3,
-    "tensor_parallel.parallelized": 3,
-    "tensor_parallel.pairs": 3,
-    "tensor_parallel.plan": 3,
-    "tensor_parallel.probe": 3,
-    "tensor_parallel.random": 3,
-    "tensor_parallel.sequence": 3,
-    "tensor_parallel.share": 3,
-    "tensor_parallel.styles": 3,
-    "tensor_parallel.threads": 3,
-    "zero": 3,
-    "zero.access": 3,
-    "zero.gradients": 3,
-    "zero.host_memory": 3,
-    "zero.init": 3,
-    "zero.host_updates": 3,
-    "zero.norm": 3,
-    "zero.outside_step": 3,
-    "zero.partition": 3,
-    "zero.pieces": 3,
-    "zero.placeholders": 3,
-    "zero.placement": 3,
-    "zero.report": 3,
-    "zero.runtime": 3,
-    "zero.same_request": 1,
-    "zero.swap": 3,
-    "zero.stepping": 3,
-    "zero.unit": 3,
-    "zero.weights": 3,
-    "pipeline": 1,
-    "pipeline.actions": 1,
-    "pipeline.cli": 5,
-    "pipeline.formulas": 1,
-    "pipeline.schedules": 1,
-    "pipeline.simulate": 1,
-    "pipeline.timeline": 1,
-    "pipeline.times": 1,
-    "pipeline.trace": 1,
-    "pipeline.zero_bubble": 1,
-    "activations": 4,
-    "activations.blocks": 4,
-    "activations.host": 4,
-    "activations.region": 4,
-    "activations.selective": 4,
-    "checkpointing": 4,
-    "dataloader": 4,
-    "optim": 4,
-    "checkpoint": 4,
-    "checkpoint.adapters": 4,
-    "checkpoint.checkpointer": 4,
-    "checkpoint.cli": 5,
-    "checkpoint.cli_choose": 5,
-    "checkpoint.cli_diff": 5,
-    "checkpoint.cli_export": 5,
-    "checkpoint.cli_folder": 5,
-    "checkpoint.cli_import": 5,
-    "checkpoint.cli_inspect": 5,
-    "checkpoint.cli_salvage": 5,
-    "checkpoint.cli_verify": 5,
-    "checkpoint.collect": 4,
-    "checkpoint.cuts": 4,
-    "checkpoint.directory": 4,
-    "checkpoint.files": 4,
-    "checkpoint.foreign": 4,
-    "checkpoint.from_dcp": 4,
-    "checkpoint.from_deepspeed": 4,
-    "checkpoint.given": 4,
-    "checkpoint.inventory": 4,
-    "checkpoint.load": 4,
-    "checkpoint.manifest": 4,
-    "checkpoint.merging": 4,
-    "checkpoint.offline": 4,
-    "checkpoint.pickles": 4,
-    "checkpoint.plain": 4,
-    "checkpoint.plan": 4,
-    "checkpoint.pretrained": 4,
-    "checkpoint.random_state": 4,
-    "checkpoint.ranks": 4,
-    "checkpoint.read": 4,
-    "checkpoint.routine": 4,
-    "checkpoint.save": 4,
-    "checkpoint.stream": 4,
-    "checkpoint.tensorfile": 4,
-    "checkpoint.torch_files": 4,
-    "checkpoint.write": 4,
-    "disks": 4,
-    "estimate": 4,
-    "fitting": 4,
-    "intake": 4,
-    "limits": 1,
-    "moments": 4,
-    "parallel": 4,
-    "parts": 4,
-    "plan": 4,
-    "receiving": 4,
-    "sizing": 4,
-    "engine": 5,
-    "label_counts": 1,
-    "loop_queries": 5,
-    "pipeline_engine": 5,
-    "assemble": 5,
-    "report": 5,
-    "report.checks": 5,
-    "report.cli": 5,
-    "report.collect": 5,
-    "report.exchanges": 5,
-    "report.finding": 5,
-    "report.findings": 5,
-    "report.findings_live": 5,
-    "report.host": 5,
-    "report.lines": 5,
-    "report.live": 5,
-    "report.machine": 5,
-    "report.page": 5,
-    "report.reporter": 5,
-    "report.software": 5,
-    "report.speed": 5,
-    "launcher": 0,
-    "launcher.bootstrap": 1,
-    "launcher.plan": 3,
-    "launcher.report": 3,
-    "launcher.hosts": 2,
-    "launcher.escapes": 2,
-    "launcher.line": 2,
-    "launcher.secret": 4,
-    "launcher.loop": 2,
-    "launcher.facts": 2,
-    "launcher.screen": 2,
-    "launcher.node": 4,
-    "launcher.agent": 4,
-    "launcher.carriers": 4,
-    "launcher.remote": 4,
-    "launcher.job": 4,
-    "launcher.by_hand": 4,
-    "launcher.sbatch": 4,
-    "launcher.cli": 5,
-}
-NO_TORCH = {name for name, layer in LAYERS.items() if name.startswith(("launcher", "config", "zero.layout", "zero.order"))}
-NO_TORCH |= {"errors", "limits", "log", "batch", "arguments", "zero.policy", "ops.build"}
-NO_TORCH |= {"process_topology", "topology_picture"}
-NO_TORCH |= {"pipeline", "pipeline.actions", "pipeline.cli", "pipeline.formulas", "pipeline.schedules", "pipeline.simulate"}
-NO_TORCH |= {"pipeline.timeline", "pipeline.times", "pipeline.trace", "pipeline.zero_bubble"}
-NO_TORCH |= {"pipeline", "pipeline.partition"}
+# The folders (and the files at the top) from the ground up. Each may import from those before it. A row is a floor: the
+# folders of one floor know nothing of each other.
+FLOORS = (
+    ("errors", "log", "other_paths", "ops"),
+    ("config",),
+    ("distributed", "launcher"),
+    ("distributed.transport",),
+    ("data", "optim", "zero.offload", "pipeline.schedule"),
+    ("zero", "activations"),
+    ("pipeline", "tensor_parallel"),
+    ("startup",),
+    ("checkpoint", "memory"),
+    ("checkpoint.importers", "engine"),
+    ("checkpoint.cli", "deepspeed", "report"),
+)
+FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
+MOST_AT_THE_TOP = 5  # modules beside __init__.py
+# Folders, and modules of others, that import no torch: they are needed where there is none, or before it is imported.
+NO_TORCH = ("launcher", "config", "errors", "log", "other_paths", "pipeline.schedule", "ops.build")
+NO_TORCH += ("distributed.layout", "distributed.process_topology", "distributed.topology_picture", "memory.limits")
+NO_TORCH += ("zero.execution_trace", "zero.policy", "deepspeed.arguments", "pipeline.partition", "pipeline.cli")
+# Names of files that mean the same wherever they are.
+USUAL = {"__init__", "__main__", "cli"}
+# The same optimizers, by another kernel.
+SAME_CLASSES = {"Lion"}
 
 
 def sources() -> dict[str, Path]:
@@ -233,6 +45,13 @@ def sources() -> dict[str, Path]:
             found[name.removesuffix("__init__").removesuffix(".")] = path
     found.pop("", None)
     return found
+
+
+def folder_of(name: str, path: Path) -> str:
+    """The folder of a module; a file at the top is one by itself."""
+    if path.name == "__init__.py" or "." not in name:
+        return name
+    return name.rpartition(".")[0]
 
 
 def imports(name: str, path: Path) -> Iterator[str]:
@@ -256,18 +75,34 @@ def own_imports(name: str, path: Path) -> set[str]:
     return {target for target in found if target in known and target != name}
 
 
-def test_every_module_has_a_layer() -> None:
-    assert sorted(sources()) == sorted(LAYERS)
+def test_every_folder_has_a_place() -> None:
+    assert sorted({folder_of(name, path) for name, path in sources().items()}) == sorted(FLOOR_OF)
 
 
 def test_imports_point_downwards() -> None:
-    upward = [
-        f"{name} (layer {LAYERS[name]}) imports {target} (layer {LAYERS[target]})"
-        for name, path in sources().items()
-        for target in own_imports(name, path)
-        if LAYERS[target] > LAYERS[name]
-    ]
+    known = sources()
+    upward = []
+    for name, path in known.items():
+        for target in own_imports(name, path):
+            here, there = folder_of(name, path), folder_of(target, known[target])
+            # A package that is imported only on the way to a module in it does nothing.
+            if here != there and FLOOR_OF[there] >= FLOOR_OF[here] and not here.startswith(f"{there}."):
+                upward.append(f"{name} (floor {FLOOR_OF[here]}) imports {target} (floor {FLOOR_OF[there]})")
     assert not upward
+
+
+def test_few_modules_lie_at_the_top() -> None:
+    at_the_top = [name for name, path in sources().items() if path.parent == ROOT / "zerorun" and path.suffix == ".py"]
+    assert len(at_the_top) <= MOST_AT_THE_TOP, at_the_top
+
+
+def test_a_name_means_one_thing() -> None:
+    files = Counter(path.stem for path in sources().values())
+    assert not [name for name, count in files.items() if count > 1 and name not in USUAL]
+    classes: Counter[str] = Counter()
+    for path in sources().values():
+        classes.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in classes.items() if count > 1 and name not in SAME_CLASSES]
 
 
 def test_no_import_cycles() -> None:
@@ -286,9 +121,9 @@ def test_no_import_cycles() -> None:
 
 
 def test_configuration_and_launcher_import_no_torch() -> None:
-    known = sources()
-    for name in NO_TORCH:
-        assert not [full for full in imports(name, known[name]) if full.split(".")[0] == "torch"], name
+    for name, path in sources().items():
+        if name in NO_TORCH or folder_of(name, path) in NO_TORCH:
+            assert not [full for full in imports(name, path) if full.split(".")[0] == "torch"], name
 
 
 def test_ops_and_launcher_keep_to_themselves() -> None:

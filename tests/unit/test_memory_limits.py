@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerorun.limits import Limit, cgroup_path, host_limits
+from zerorun.memory.limits import Limit, cgroup_path, host_limits
 
 MIB = 2**20
 

@@ -14,7 +14,7 @@ FOLDERS = {"zerorun", "ops", "ops/csrc", "launcher"}
 
 def parts_of_the_product() -> set[str]:
     """The folders that must have planted bugs: all packages, and the native code."""
-    return FOLDERS | {str(path.parent.relative_to(ROOT)) for path in (ROOT / "zerorun").glob("*/__init__.py")}
+    return FOLDERS | {str(path.parent.relative_to(ROOT)) for path in (ROOT / "zerorun").rglob("__init__.py")}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -13,7 +13,7 @@ from zerorun.errors import ConfigError, ModelError
 from zerorun.ops import single_pass
 from zerorun.ops.adam import FusedAdam
 from zerorun.ops.single_pass import SinglePassOptimizer
-from zerorun.optim import ELEMENTWISE, Lion, build_optimizer, is_elementwise, refuse_unusable, split_state
+from zerorun.optim.optimizers import ELEMENTWISE, Lion, build_optimizer, is_elementwise, refuse_unusable, split_state
 
 SHAPE = (13, 11)
 LENGTHS = [17, 3, 0, 1, 100, 22]

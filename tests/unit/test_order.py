@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerorun.errors import OrderError
-from zerorun.zero.order import merge_orders
+from zerorun.zero.execution_trace import merge_orders
 from zerorun.zero.runtime import Runtime
 
 

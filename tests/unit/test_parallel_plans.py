@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from zerorun import LayerSpec, PipelineModule, Topology
-from zerorun.config import load_config
+from zerorun.config.parse import load_config
 from zerorun.errors import ModelError
-from zerorun.parallel import plan_layers
+from zerorun.startup.parallelize import plan_layers
 
 
 class Block(nn.Module):

@@ -14,9 +14,9 @@ import torch
 from torch.utils import _pytree
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from zerorun.distributed.wire import encode
 from zerorun.errors import PipelineError
-from zerorun.pipeline.messages import describe, read_description, tensors_of
-from zerorun.wire import encode
+from zerorun.pipeline.p2p import describe, read_description, tensors_of
 
 Pair = namedtuple("Pair", "left right")
 

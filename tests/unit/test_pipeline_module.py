@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
 from zerorun.errors import PipelineError
 from zerorun.pipeline.executor import Executor
-from zerorun.pipeline.schedules import make_schedule
+from zerorun.pipeline.schedule.schedules import make_schedule
 
 VOCAB, WIDTH, LENGTH = 11, 8, 5
 

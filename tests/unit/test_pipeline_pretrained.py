@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerorun.errors import ModelError, PipelineError
 from zerorun.pipeline import probe
-from zerorun.pipeline.pretrained import PretrainedPipeline, split_pretrained
+from zerorun.pipeline.split_pretrained import PretrainedPipeline, split_pretrained
 
 transformers = pytest.importorskip("transformers")
 

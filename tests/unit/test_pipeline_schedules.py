@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zerorun.errors import ScheduleError
-from zerorun.pipeline import zero_bubble
-from zerorun.pipeline.actions import Action, Kind, decode, encode, peer
-from zerorun.pipeline.formulas import bubble, why_inexact
-from zerorun.pipeline.schedules import SCHEDULES, make_schedule
-from zerorun.pipeline.simulate import simulate
-from zerorun.pipeline.times import Times
+from zerorun.pipeline.schedule import zero_bubble
+from zerorun.pipeline.schedule.actions import Action, ActionKind, decode, encode, peer
+from zerorun.pipeline.schedule.formulas import bubble, why_inexact
+from zerorun.pipeline.schedule.schedules import SCHEDULES, make_schedule
+from zerorun.pipeline.schedule.simulate import simulate
+from zerorun.pipeline.schedule.times import Times
 
 CHUNKS = {"interleaved": (2, 3, 4), "forward_only": (1, 2, 3, 4)}
 SHAPES = st.tuples(st.integers(1, 16), st.integers(1, 40), st.integers(1, 4), st.sampled_from(SCHEDULES))
@@ -160,11 +160,21 @@ def test_a_large_zero_bubble_schedule_is_played_in_one_variant(monkeypatch: pyte
 
 
 def test_the_lists_of_1f1b() -> None:
-    shown = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.SEND_ACTIVATION: "s", Kind.RECEIVE_GRADIENT: "r"}
+    shown = {
+        ActionKind.FORWARD: "F",
+        ActionKind.BACKWARD: "B",
+        ActionKind.SEND_ACTIVATION: "s",
+        ActionKind.RECEIVE_GRADIENT: "r",
+    }
     schedule = make_schedule("1f1b", 2, 3)
     assert " ".join(f"{shown[a.kind]}{a.micro_batch}" for a in schedule.actions(0)) == "F0 s0 F1 s1 r0 B0 F2 s2 r1 B1 r2 B2"
     last = [action for action in schedule.actions(1) if action.micro_batch == 1]
-    assert [action.kind for action in last] == [Kind.RECEIVE_ACTIVATION, Kind.FORWARD, Kind.BACKWARD, Kind.SEND_GRADIENT]
+    assert [action.kind for action in last] == [
+        ActionKind.RECEIVE_ACTIVATION,
+        ActionKind.FORWARD,
+        ActionKind.BACKWARD,
+        ActionKind.SEND_GRADIENT,
+    ]
 
 
 def test_gradients_of_micro_batches_add_up_in_the_same_order_everywhere() -> None:
@@ -172,7 +182,7 @@ def test_gradients_of_micro_batches_add_up_in_the_same_order_everywhere() -> Non
         chunks = chunks_of(kind, 2)
         for rank in range(3):
             actions = list(make_schedule(kind, 3, 7, chunks=chunks).actions(rank))
-            added = [a for a in actions if a.kind in (Kind.BACKWARD, Kind.WEIGHT_GRADIENT)]
+            added = [a for a in actions if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)]
             for chunk in range(chunks):
                 assert [a.micro_batch for a in added if a.chunk == chunk] == list(range(7)), kind
 
@@ -186,16 +196,20 @@ def test_one_rank_sends_nothing() -> None:
 def test_lists_are_made_as_they_are_read() -> None:
     schedule = make_schedule("1f1b", 1024, 10**12)
     first = list(itertools.islice(schedule.actions(1023), 3))
-    assert first == [Action(Kind.RECEIVE_ACTIVATION, 0, 0), Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)]
+    assert first == [
+        Action(ActionKind.RECEIVE_ACTIVATION, 0, 0),
+        Action(ActionKind.FORWARD, 0, 0),
+        Action(ActionKind.BACKWARD, 0, 0),
+    ]
     assert list(itertools.islice(pickle.loads(pickle.dumps(schedule)).actions(1023), 3)) == first
 
 
 def test_codes_and_peers() -> None:
-    for kind, micro_batch, chunk in itertools.product(Kind, (0, 5, 10**6), range(3)):
+    for kind, micro_batch, chunk in itertools.product(ActionKind, (0, 5, 10**6), range(3)):
         action = Action(kind, micro_batch, chunk)
         assert decode(encode(action, 3), 3) == action
-    assert [peer(kind, 2, 3) for kind in list(Kind)[4:]] == [0, 1, 1, 0]
-    assert str(Action(Kind.SEND_GRADIENT, 3, 1)) == "send_gradient(micro-batch 3, chunk 1)"
+    assert [peer(kind, 2, 3) for kind in list(ActionKind)[4:]] == [0, 1, 1, 0]
+    assert str(Action(ActionKind.SEND_GRADIENT, 3, 1)) == "send_gradient(micro-batch 3, chunk 1)"
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from test_pipeline_schedules import SHAPES, chunks_of, uneven
 
 from zerorun.errors import ScheduleError
-from zerorun.pipeline.actions import Action, Kind, Schedule, peer
-from zerorun.pipeline.schedules import make_schedule
-from zerorun.pipeline.simulate import simulate
-from zerorun.pipeline.times import Times
+from zerorun.pipeline.schedule.actions import Action, ActionKind, PipelineSchedule, peer
+from zerorun.pipeline.schedule.schedules import make_schedule
+from zerorun.pipeline.schedule.simulate import simulate
+from zerorun.pipeline.schedule.times import Times
 
-F, B, INPUT, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT
-SEND, RECEIVE = Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION
+F, B, INPUT, W = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
+SEND, RECEIVE = ActionKind.SEND_ACTIVATION, ActionKind.RECEIVE_ACTIVATION
 Lists = list[list[Action]]
 
 
-def lists_of(schedule: Schedule) -> Lists:
+def lists_of(schedule: PipelineSchedule) -> Lists:
     return [list(schedule.actions(rank)) for rank in range(schedule.stages)]
 
 
@@ -32,22 +32,22 @@ def reference(lists: Lists, times: Times, chunks: int) -> float:
     """The makespan by rounds over all ranks, each of which goes on as far as it can; no checks, messages by name."""
     stages = len(lists)
     clocks, places = [0.0] * stages, [0] * stages
-    arrivals: dict[tuple[Kind, int, int, int], float] = {}
+    arrivals: dict[tuple[ActionKind, int, int, int], float] = {}
     moved = True
     while moved:
         moved = False
         for rank, actions in enumerate(lists):
             while places[rank] < len(actions):
                 kind, micro_batch, chunk = actions[places[rank]]
-                if kind in (RECEIVE, Kind.RECEIVE_GRADIENT):
+                if kind in (RECEIVE, ActionKind.RECEIVE_GRADIENT):
                     if (kind, rank, micro_batch, chunk) not in arrivals:
                         break
                     clocks[rank] = max(clocks[rank], arrivals[kind, rank, micro_batch, chunk])
                 elif kind == SEND:
                     there = (RECEIVE, peer(kind, rank, stages), micro_batch, chunk + (rank == stages - 1))
                     arrivals[there] = clocks[rank] + times.transfer[rank]
-                elif kind == Kind.SEND_GRADIENT:
-                    there = (Kind.RECEIVE_GRADIENT, peer(kind, rank, stages), micro_batch, chunk - (rank == 0))
+                elif kind == ActionKind.SEND_GRADIENT:
+                    there = (ActionKind.RECEIVE_GRADIENT, peer(kind, rank, stages), micro_batch, chunk - (rank == 0))
                     arrivals[there] = clocks[rank] + times.transfer[rank]
                 else:
                     gradients = times.input_gradient[rank], times.weight_gradient[rank]
@@ -94,7 +94,7 @@ def test_any_change_of_a_list_is_caught_or_harmless(shape: tuple[int, int, int, 
     else:
         chosen[place], chosen[other] = chosen[other], chosen[place]
     times = uneven(stages, seed)
-    broken = Schedule.from_lists(lists, micro_batches, chunks=chunks, kind=kind)
+    broken = PipelineSchedule.from_lists(lists, micro_batches, chunks=chunks, kind=kind)
     try:
         report = simulate(broken, times)
     except ScheduleError as error:
@@ -107,7 +107,7 @@ def test_any_change_of_a_list_is_caught_or_harmless(shape: tuple[int, int, int, 
 # -- broken by hand ----------------------------------------------------------------------------------------------
 
 
-def index(actions: list[Action], kind: Kind, micro_batch: int) -> int:
+def index(actions: list[Action], kind: ActionKind, micro_batch: int) -> int:
     return actions.index(Action(kind, micro_batch, 0))
 
 
@@ -127,11 +127,11 @@ def swap_micro_batches(lists: Lists) -> None:
 
 def wait_for_one_another(lists: Lists) -> None:
     """Rank 0 wants the gradient of micro-batch 0 before it sends its activation."""
-    lists[0].remove(Action(Kind.RECEIVE_GRADIENT, 0, 0))
-    lists[0].insert(1, Action(Kind.RECEIVE_GRADIENT, 0, 0))
+    lists[0].remove(Action(ActionKind.RECEIVE_GRADIENT, 0, 0))
+    lists[0].insert(1, Action(ActionKind.RECEIVE_GRADIENT, 0, 0))
 
 
-def drop(rank: int, kind: Kind, micro_batch: int) -> Callable[[Lists], None]:
+def drop(rank: int, kind: ActionKind, micro_batch: int) -> Callable[[Lists], None]:
     return lambda lists: lists[rank].remove(Action(kind, micro_batch, 0))
 
 
@@ -154,10 +154,10 @@ def weight_before_input(lists: Lists) -> None:
         ("1f1b", drop(0, SEND, 3), "(micro-batch 3, chunk 0) finds micro-batch 4, chunk 0: rank 0 did not send what is"),
         ("1f1b", drop(0, SEND, 7), "rank 0 waits in receive_gradient(micro-batch 5, chunk 0) for rank 1; rank 1 waits in "
                                    "receive_activation(micro-batch 7, chunk 0) for rank 0, which has no such send in its"),
-        ("1f1b", drop(1, Kind.SEND_GRADIENT, 7), "rank 1 ends without the send_gradient of micro-batch 7, chunk 0"),
+        ("1f1b", drop(1, ActionKind.SEND_GRADIENT, 7), "rank 1 ends without the send_gradient of micro-batch 7, chunk 0"),
         ("1f1b", drop(3, B, 7), "rank 3: send_gradient(micro-batch 7, chunk 0) comes before the backward or input"),
         ("1f1b", drop(1, RECEIVE, 4), "rank 1: forward(micro-batch 4, chunk 0) comes before the receive_activation"),
-        ("1f1b", drop(2, Kind.RECEIVE_GRADIENT, 4), "rank 2: backward(micro-batch 4, chunk 0) comes before the receive_gr"),
+        ("1f1b", drop(2, ActionKind.RECEIVE_GRADIENT, 4), "rank 2: backward(micro-batch 4, chunk 0) comes before the re"),
         ("zero_bubble", drop(2, W, 5), "rank 2 ends without the backward or weight_gradient of micro-batch 5, chunk 0"),
         ("zero_bubble", weight_before_input, "rank 1: weight_gradient(micro-batch 1, chunk 0) comes before the backward"),
         ("gpipe", add(1, 9, Action(F, 0, 0)), "rank 1: forward(micro-batch 0, chunk 0) comes a second time"),
@@ -174,7 +174,7 @@ def test_what_is_broken_is_named(kind: str, breaks: Callable[[Lists], None], wor
     lists = lists_of(make_schedule(kind, 4, 8))
     breaks(lists)
     with pytest.raises(ScheduleError) as caught:
-        simulate(Schedule.from_lists(lists, 8, kind=kind), Times.make(4))
+        simulate(PipelineSchedule.from_lists(lists, 8, kind=kind), Times.make(4))
     assert words in str(caught.value)
     assert "Remedy: " in str(caught.value)
 
@@ -186,22 +186,22 @@ def test_a_ring_of_waiting_ranks_is_named_and_not_the_rest() -> None:
     lists[0].remove(late)
     lists[0].insert(0, late)  # the second chunk before the first has begun
     with pytest.raises(ScheduleError) as caught:
-        simulate(Schedule.from_lists(lists, 20, chunks=2), Times.make(20))
+        simulate(PipelineSchedule.from_lists(lists, 20, chunks=2), Times.make(20))
     assert "rank 0 waits in receive_activation(micro-batch 0, chunk 1) for rank 19" in str(caught.value)
     assert "and 12 more ranks" in str(caught.value)
 
 
 def test_chunks_of_one_rank_in_their_order() -> None:
     right = [Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 1), Action(B, 0, 0)]
-    assert simulate(Schedule.from_lists([right], 1, chunks=2), Times.make(1)).makespan == 3
+    assert simulate(PipelineSchedule.from_lists([right], 1, chunks=2), Times.make(1)).makespan == 3
     for wrong in ([1, 0, 2, 3], [0, 1, 3, 2]):
         with pytest.raises(ScheduleError, match="same action of its neighbour chunk"):
-            simulate(Schedule.from_lists([[right[place] for place in wrong]], 1, chunks=2), Times.make(1))
+            simulate(PipelineSchedule.from_lists([[right[place] for place in wrong]], 1, chunks=2), Times.make(1))
 
 
 def test_a_chunk_takes_its_part_of_each_time() -> None:
     order = [(F, 0), (F, 1), (INPUT, 1), (W, 1), (INPUT, 0), (W, 0)]
-    split = Schedule.from_lists([[Action(kind, 0, chunk) for kind, chunk in order]], 1, chunks=2)
+    split = PipelineSchedule.from_lists([[Action(kind, 0, chunk) for kind, chunk in order]], 1, chunks=2)
     report = simulate(split, Times.make(1, 2.0, 4.0, 8.0), record=True)
     assert [span.end - span.start for span in report.spans[0]] == [1, 1, 2, 4, 2, 4]
     assert report.makespan == report.busy[0] == 14
@@ -209,7 +209,7 @@ def test_a_chunk_takes_its_part_of_each_time() -> None:
 
 def test_actions_and_times_that_do_not_fit() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0: forward\(micro-batch 1, chunk 0\) does not exist: there are 1"):
-        Schedule.from_lists([[Action(F, 1, 0)]], 1)
+        PipelineSchedule.from_lists([[Action(F, 1, 0)]], 1)
     with pytest.raises(ScheduleError, match=r"times of 3 stages do not fit a schedule of 4"):
         simulate(make_schedule("1f1b", 4, 8), Times.make(3))
     with pytest.raises(ScheduleError, match="rank 4 has no actions"):

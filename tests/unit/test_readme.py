@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerorun.config import load_config, resolve
+from zerorun.config.parse import load_config, resolve
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -297,7 +297,7 @@ def test_a_hang_of_nccl_names_what_to_try() -> None:
 
 
 def test_a_hang_of_peer_memory_names_how_to_do_without() -> None:
-    from zerorun import peer_memory
+    from zerorun.distributed.transport import peer_memory
 
     check = "zerorun all_gather float32 by peer memory, 2 ranks"
     remedy = one([host("a")], measured(ended="hang", furthest=check)).remedy

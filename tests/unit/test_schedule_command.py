@@ -15,11 +15,12 @@ import pytest
 from harness import patience
 
 from zerorun.errors import ScheduleError
-from zerorun.pipeline import cli, timeline
-from zerorun.pipeline.schedules import SCHEDULES, make_schedule
-from zerorun.pipeline.simulate import Span, simulate
-from zerorun.pipeline.times import Times
-from zerorun.pipeline.trace import Trace, read_trace, write_trace
+from zerorun.pipeline import cli
+from zerorun.pipeline.schedule import timeline
+from zerorun.pipeline.schedule.schedules import SCHEDULES, make_schedule
+from zerorun.pipeline.schedule.simulate import Span, simulate
+from zerorun.pipeline.schedule.times import Times
+from zerorun.pipeline.schedule.trace import Trace, read_trace, write_trace
 
 ROOT = Path(__file__).parents[2]
 BIN = ROOT / "bin" / "zerorun-schedule"

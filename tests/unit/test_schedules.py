@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from zerorun.errors import ConfigError, ModelError
-from zerorun.schedules import (
+from zerorun.optim.lr_schedules import (
     FORMULAS,
     LRRangeTest,
+    LRSchedule,
     OneCycle,
-    Schedule,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
@@ -226,7 +226,7 @@ def test_one_cycle_leaves_momentum_alone_when_told_to_or_when_there_is_none() ->
 def test_a_tensor_lr_is_filled_in_place() -> None:
     optimizer = torch.optim.AdamW([torch.zeros(2)], lr=torch.tensor(0.5), capturable=False, foreach=False)
     held = optimizer.param_groups[0]["lr"]
-    schedule = Schedule(optimizer, WarmupLR(warmup_num_steps=2, warmup_type="linear"))
+    schedule = LRSchedule(optimizer, WarmupLR(warmup_num_steps=2, warmup_type="linear"))
     assert held.item() == 0.0
     for _ in range(3):
         schedule.step()

@@ -20,9 +20,9 @@ from small_disk import run_on_small_disk
 from zerorun.errors import SwapError
 from zerorun.ops import single_pass
 from zerorun.ops.aio import BLOCK_BYTES, AsyncFile, Ticket
-from zerorun.zero import swap
-from zerorun.zero.placement import HostLink
-from zerorun.zero.swap import StateFile, require_room
+from zerorun.zero.offload import nvme as swap
+from zerorun.zero.offload.nvme import StateFile, require_room
+from zerorun.zero.offload.placement import HostLink
 
 NUMELS = (20_003, 777, 31, 10_000, 1)  # of the units of most tests; torch takes one thread for each of them
 
@@ -322,7 +322,7 @@ TOO_SMALL = """
 import os, torch
 from pathlib import Path
 from zerorun.errors import SwapError
-from zerorun.zero.swap import StateFile, require_room
+from zerorun.zero.offload.nvme import StateFile, require_room
 def attempt(what):
     try:
         return what()
@@ -354,7 +354,7 @@ import os, torch
 from pathlib import Path
 from zerorun.errors import SwapError
 from zerorun.ops.aio import AsyncFile
-from zerorun.zero.swap import StateFile
+from zerorun.zero.offload.nvme import StateFile
 AsyncFile.allocate = lambda self, nbytes: os.truncate(self._cached, nbytes)  # as file systems do that allocate late
 Path("checkpoint").write_text("whole")
 store = StateFile(Path("states"), {key: [1 << 19] for key in range(8)}, 0, buffer_count=2)
@@ -467,7 +467,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
 WORK_FOR_EVER = """
 import os, signal, sys, torch
 from pathlib import Path
-from zerorun.zero.swap import StateFile
+from zerorun.zero.offload.nvme import StateFile
 store = StateFile(Path(sys.argv[1]), {key: [1 << 20] for key in range(4)}, 0, buffer_count=2)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 print("ready", flush=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from zerorun.distributed.share import TensorShard, even_range, fused_ranges, partial_of, shares_of
 from zerorun.errors import ModelError
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, split_sequence
 from zerorun.tensor_parallel.layers import (
@@ -28,7 +29,6 @@ from zerorun.tensor_parallel.layers import (
 )
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
 from zerorun.tensor_parallel.random import region_seed
-from zerorun.tensor_parallel.share import Share, even_range, fused_ranges, partial_of, shares_of
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
 WIDTH, HIDDEN, TOKENS = 12, 20, 7
@@ -276,7 +276,7 @@ def test_every_tensor_rank_has_a_random_stream_of_its_own() -> None:
 
 def test_shares() -> None:
     whole_tensor = torch.arange(24).view(4, 6)
-    share = Share((4, 6), 1, fused_ranges((2, 4), 1, 2))
+    share = TensorShard((4, 6), 1, fused_ranges((2, 4), 1, 2))
     assert share.ranges == ((1, 2), (4, 6))
     part = share.cut(whole_tensor)
     assert part.shape == share.local_shape == (4, 3)

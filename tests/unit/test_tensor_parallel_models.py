@@ -14,10 +14,10 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
+from zerorun.distributed.share import partial_of, shares_of
 from zerorun.tensor_parallel import infer_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
-from zerorun.tensor_parallel.share import partial_of, shares_of
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zerorun
-from zerorun import topology
+from zerorun.deepspeed.mpu import Grid
+from zerorun.distributed import topology
+from zerorun.distributed.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from zerorun.distributed.topology import AXES, Coordinate, Topology
 from zerorun.errors import TopologyError
-from zerorun.mpu import Grid
-from zerorun.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from zerorun.topology import AXES, Coordinate, Topology
 
 LARGE = Topology.plan(4096, pipe=16, tensor=8, shard_degree=8)  # 16 x 4 x 8 x 8
 EVERY_AXIS = (*AXES, "data", "model", "replica")
@@ -511,7 +511,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 def test_run_as_a_module() -> None:
-    command = [sys.executable, "-m", "zerorun.topology", "--world-size", "8", "--shard", "2"]
+    command = [sys.executable, "-m", "zerorun.distributed.topology", "--world-size", "8", "--shard", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120 * patience())
     assert (done.returncode, done.stderr) == (0, "")
     assert "replicate 4 x shard 2" in done.stdout

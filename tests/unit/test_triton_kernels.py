@@ -19,8 +19,8 @@ import pytest
 import torch
 from updates import DTYPES, RULES, UNITS, Rule, Work, assert_close_to_float64, random_bits, same, training
 
-from zerorun import optim
 from zerorun.ops import native, on_cuda, single_pass
+from zerorun.optim.optimizers import optimizers as optim
 from zerorun.report import software
 
 triton = pytest.importorskip("triton")

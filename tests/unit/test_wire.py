@@ -18,19 +18,19 @@ import torch
 from test_layering import sources
 
 from zerorun.checkpoint.ranks import Problem
+from zerorun.distributed.wire import decode, encode
 from zerorun.errors import MessageError
-from zerorun.fitting import Demand
-from zerorun.pipeline.actions import Action, Kind
-from zerorun.pipeline.simulate import Span
-from zerorun.wire import decode, encode
+from zerorun.memory.fitting import Demand
+from zerorun.pipeline.schedule.actions import Action, ActionKind
+from zerorun.pipeline.schedule.simulate import Span
 
 VALUES: tuple[Any, ...] = (
     [None, True, 0, -5, 2**70, 0.1, -0.0, float("nan"), "text\udc80", "$", {}],
     (1, (2, [3, ()]), {4, "five"}, frozenset({(6,)})),
-    {"a": 1, 2: "b", None: {"list": []}, (3, 4): b"\x00\xff", Kind.FORWARD: bytearray(b"x")},
+    {"a": 1, 2: "b", None: {"list": []}, (3, 4): b"\x00\xff", ActionKind.FORWARD: bytearray(b"x")},
     OrderedDict(z=1, a=2),
     [torch.float16, torch.device("cpu"), torch.Size([1, 2]), slice(None, 3), 1 + 2j, numpy.float64(0.3), numpy.int8(-3)],
-    [Demand(1, 2, 3, "node"), Problem("wrong", True), (Span(Action(Kind.FORWARD, 1, 0), 0.5, 1.5),)],
+    [Demand(1, 2, 3, "node"), Problem("wrong", True), (Span(Action(ActionKind.FORWARD, 1, 0), 0.5, 1.5),)],
 )
 
 
@@ -105,9 +105,9 @@ def told(text: str, rest: bytes = b"") -> bytes:
 HOSTILE = (
     '{"data":["subprocess","Popen",{"args":["true"]}]}',
     '{"data":["test_wire","NotOurs",{"x":1}]}',
-    '{"data":["zerorun.fitting","os.system",{}]}',
-    '{"data":["zerorun.fitting","Demand",{"__class__":1}]}',
-    '{"data":["zerorun.fitting","Fitting",{}]}',
+    '{"data":["zerorun.memory.fitting","os.system",{}]}',
+    '{"data":["zerorun.memory.fitting","Demand",{"__class__":1}]}',
+    '{"data":["zerorun.memory.fitting","Fitting",{}]}',
     '{"named":["subprocess","Popen",[1]]}',
     '{"named":["antigravity","geohash",[1]]}',
     '{"member":["enum","Enum","__class__"]}',
@@ -171,7 +171,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
 _PICKLING = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 _PICKLING |= {"send_object_list", "recv_object_list"}
 _MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
-FOREIGN = {"checkpoint.foreign", "checkpoint.from_dcp", "checkpoint.pickles", "checkpoint.torch_files"}
+FOREIGN = {f"checkpoint.{name}" for name in ("foreign", "importers.from_dcp", "importers.pickles", "importers.torch_files")}
 """They read what others wrote, with unpicklers that refuse what is not data."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..log import info_once, warn_once
-from .host import HostPool
+from .host_pool import HostPool
 from .region import Selection, run
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..errors import ModelError
-from .host import Group, HostPool, Stored
-from .selective import Keep, Recall, Watch
+from .host_pool import Group, HostPool, Stored
+from .selective import Keep, OperationWatch, Recall
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -126,13 +126,13 @@ class _Contexts:
 
     def __init__(self, selection: Selection | None, group: Group | None) -> None:
         self._selection, self._group = selection, group
-        self._watch: Watch | None = None
+        self._watch: OperationWatch | None = None
 
     def __call__(self) -> Contexts:
         if self._selection is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
         if self._selection.chosen is None:
-            self._watch = Watch()
+            self._watch = OperationWatch()
             return self._watch, contextlib.nullcontext()
         keep = Keep(self._selection.chosen, self._group)
         return keep, Recall(keep)

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .host import Group, Stored
+from .host_pool import Group, Stored
 
 KEPT_SHARE = 0.4
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in torch's registry
@@ -97,7 +97,7 @@ class Record:
         return frozenset(chosen)
 
 
-class Watch(TorchDispatchMode):
+class OperationWatch(TorchDispatchMode):
     """Fills a ``Record`` with what runs inside; changes nothing."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
         self._alive: list[Any] = []  # a storage that is freed could come again under the same number
         self._hooks: Any = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> OperationWatch:
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, unpack = outer or (_same, _same)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._packing(pack), unpack)

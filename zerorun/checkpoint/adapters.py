@@ -32,11 +32,11 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..zero.access import GatheredParameters
-from .inventory import Inventory, Part, stored_name
-from .plan import ADAPTER, CAST
+from .inventory import Inventory, TensorPart, stored_name
 from .ranks import Ranks, attempt, leads_stage
 from .read import Reader
 from .tensorfile import TensorFile, dtype_of
+from .write_plan import ADAPTER, CAST
 
 ADAPTERS_FILE = "adapters.json"  # in a checkpoint
 _PREFIX = "base_model.model."  # of PEFT's names, where adapters were added to a model without PEFT's wrapper
@@ -61,7 +61,7 @@ class Adapters:
             self.names.setdefault(kind, {}).update(names)
         self.computed.update(other.computed)
 
-    def parts(self, parts: Iterable[Part], dtype: torch.dtype | None, *, first: bool) -> Iterator[Part]:
+    def parts(self, parts: Iterable[TensorPart], dtype: torch.dtype | None, *, first: bool) -> Iterator[TensorPart]:
         """Those of a rank's ``parts`` that belong to adapters, under names there; ``first``: and what PEFT has computed."""
         wanted: dict[str, list[tuple[str, str]]] = {}
         for kind, names in self.names.items():
@@ -73,7 +73,7 @@ class Adapters:
         for kind, tensors in self.computed.items() if first else ():
             for new, tensor in (tensors or {}).items():
                 cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-                yield Part(kind, new, 0, cast.reshape(-1), tuple(tensor.shape))
+                yield TensorPart(kind, new, 0, cast.reshape(-1), tuple(tensor.shape))
 
     def to_bytes(self) -> bytes:
         """For a checkpoint. Computed tensors are left out."""

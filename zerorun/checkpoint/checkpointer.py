@@ -10,30 +10,30 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..dataloader import EpochLoader
+from ..data import EpochLoader
 from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, logger
-from ..precision import LossScaler
+from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
-from .given import check_client_state, directory_of, dtype_of, tag_of
-from .inventory import Inventory, Part, Subject
+from .inventory import Inventory, Subject, TensorPart
+from .json_values import decode, encode
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest, never_cast
 from .merging import Merged
-from .plain import decode, encode
-from .plan import CAST, MASTER, MODEL
 from .ranks import Ranks, attempt, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all
+from .requests import check_client_state, directory_of, dtype_of, tag_of
 from .save import Captured, Saver, now, scalar, versions
-from .write import Target
+from .write import Destination
+from .write_plan import CAST, MASTER, MODEL
 
 T = TypeVar("T")
 _SCALER_STATE = ("scale", "hysteresis_left", "steps", "last_overflow")
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """The training run around the model: the engine."""
 
     module: torch.nn.Module
@@ -51,7 +51,7 @@ class Run(Protocol):
 class Checkpointer:
     """Checkpoints of one engine. All public methods are collective."""
 
-    def __init__(self, subject: Subject, run: Run) -> None:
+    def __init__(self, subject: Subject, run: TrainingRun) -> None:
         self.subject, self.run = subject, run
         self.inventory = Inventory.of(subject)
         self.expected = self.inventory.describe()  # as the model was when the engine was made
@@ -94,9 +94,9 @@ class Checkpointer:
         self.wait()
         default = f"global_step{self.run.counters()['global_steps']}"
 
-        def look() -> Target:
+        def look() -> Destination:
             check_client_state(client_state)
-            return Target(directory_of(directory), tag_of(tag) or default, latest, keep, check=self.check_point)
+            return Destination(directory_of(directory), tag_of(tag) or default, latest, keep, check=self.check_point)
 
         target = self._meet("save_checkpoint()", look)
         if not asynchronous:
@@ -122,7 +122,7 @@ class Checkpointer:
             self._merge(captured, dtype)
         else:
             self._choose(captured, dtype)
-        target = Target(path.parent, folder.check_tag(path.name), latest=False, prune=False, check=self.check_point)
+        target = Destination(path.parent, folder.check_tag(path.name), latest=False, prune=False, check=self.check_point)
         return self.saver.save(captured, target, asynchronous=False)
 
     def _choose(self, captured: Captured, dtype: torch.dtype | None) -> None:
@@ -374,7 +374,7 @@ class Checkpointer:
         return lines
 
 
-def _exported(part: Part, dtype: torch.dtype | None) -> Part | None:
+def _exported(part: TensorPart, dtype: torch.dtype | None) -> TensorPart | None:
     """``part`` as an export has it: weights in ``dtype``, or in that of the model; whatever is no float as it is."""
     if part.set == MASTER and part.rounded is None:
         return None  # the weights are there as well

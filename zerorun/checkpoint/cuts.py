@@ -1,9 +1,10 @@
 """Cuts: where neighbouring elements of a rank's part of a tensor lie in the whole one. Pure arithmetic, and copies by it.
 
 [Note: rows]
-A tensor-parallel rank has ranges along one dimension (a ``Share``). Seen as a matrix, with all dimensions before that one
-as rows, the rank has the same columns of every row. Data parallelism then cuts the rank's flattened part into *runs*
-that heed no rows. So a run is the end of a row, some whole rows, and the beginning of a row: at most three *blocks*.
+A tensor-parallel rank has ranges along one dimension (a ``TensorShard``). Seen as a matrix, with all dimensions before
+that one as rows, the rank has the same columns of every row. Data parallelism then cuts the rank's flattened part into
+*runs* that heed no rows. So a run is the end of a row, some whole rows, and the beginning of a row: at most three
+*blocks*.
 Where nothing lies before the divided dimension there is one row, and a run is a few stretches of the whole tensor.
 """
 
@@ -15,13 +16,13 @@ from math import prod
 
 import torch
 
-from ..tensor_parallel.share import Share
+from ..distributed.share import TensorShard
 
 _MOST_BYTES = 4 << 20  # of enclosing rows that are read at a time
 
 
 @dataclass(frozen=True)
-class Cut:
+class Stretch:
     """``width`` neighbouring elements: in the run from ``here`` on, in the flattened whole tensor from ``there`` on."""
 
     here: int
@@ -36,7 +37,7 @@ class Block:
     rows: int
     step_here: int
     step_there: int
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Stretch, ...]
 
     @property
     def begin(self) -> int:
@@ -54,12 +55,12 @@ class Block:
         return self.row_end + (self.rows - 1) * self.step_there
 
 
-def in_stretches(share: Share) -> bool:
+def in_stretches(share: TensorShard) -> bool:
     """True if a rank's part is one row: then runs are stretches of the whole tensor, as many as there are ranges."""
     return prod(share.shape[: share.dim]) == 1
 
 
-def blocks(share: Share, start: int, numel: int) -> Iterator[Block]:
+def blocks(share: TensorShard, start: int, numel: int) -> Iterator[Block]:
     """Where elements ``start .. start + numel`` of the flattened part ``share`` lie in the whole tensor."""
     inner = prod(share.shape[share.dim + 1 :])
     step_here, step_there = share.length * inner, share.shape[share.dim] * inner
@@ -73,24 +74,24 @@ def blocks(share: Share, start: int, numel: int) -> Iterator[Block]:
         position += max(rows, 1) * width
 
 
-def _cuts(share: Share, inner: int, column: int, width: int, here: int, there: int) -> Iterator[Cut]:
+def _cuts(share: TensorShard, inner: int, column: int, width: int, here: int, there: int) -> Iterator[Stretch]:
     """Of ``width`` elements from ``column`` of a row of the part: ``here`` in the run. The whole's row begins ``there``."""
     begin = 0  # of a range, in the row of the part
     for low, high in share.ranges:
         end = begin + (high - low) * inner
         left, right = max(begin, column), min(end, column + width)
         if left < right:
-            yield Cut(here + left - column, there + low * inner + left - begin, right - left)
+            yield Stretch(here + left - column, there + low * inner + left - begin, right - left)
         begin = end
 
 
-def span(share: Share, start: int, numel: int) -> tuple[int, int]:
+def span(share: TensorShard, start: int, numel: int) -> tuple[int, int]:
     """The (begin, end) in the flattened whole tensor that encloses a run."""
     found = list(blocks(share, start, numel))
     return min((block.begin for block in found), default=0), max((block.end for block in found), default=0)
 
 
-def put(share: Share, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
+def put(share: TensorShard, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
     """Write ``run``, elements from ``start`` of the flattened part, to where they belong in the flattened ``whole``."""
     for block in blocks(share, start, run.numel()):
         for cut in block.cuts:
@@ -98,7 +99,7 @@ def put(share: Share, start: int, run: torch.Tensor, whole: torch.Tensor) -> Non
             _rows(whole, cut.there, block.rows, cut.width, block.step_there).copy_(found)
 
 
-def take(share: Share, start: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+def take(share: TensorShard, start: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
     """Fill ``out``, contiguous, with the elements from ``start`` of the flattened part.
 
     ``read(begin, to)`` fills the contiguous 1-D ``to`` from element ``begin`` of the flattened whole tensor. Of whole rows

@@ -36,8 +36,8 @@ from ..errors import CheckpointError
 from ..log import logger
 from .files import create, is_plain, read_regular
 from .manifest import MANIFEST, Manifest, read_manifest
-from .plan import STATE_FILE
 from .tensorfile import FileRecord
+from .write_plan import STATE_FILE
 
 LATEST = "latest"
 TEMPORARY = ".saving."

@@ -46,7 +46,7 @@ class ForeignCheckpoint:
     name of a tied parameter -> the name under which it is stored. ``optimizer_type``: such as ``AdamW``, empty if unknown.
     ``group_of``: a parameter's name -> the index in ``groups`` of its optimizer group. ``groups``: hyperparameters.
     ``scalars``: such as ``step`` -> name -> value. ``counters``: global_steps, micro_steps, skipped_steps, where known.
-    ``loss_scale``, of fp16 only: the fields of :class:`zerorun.precision.LossScaler` but ``hysteresis``.
+    ``loss_scale``, of fp16 only: the fields of :class:`zerorun.optim.loss_scaler.LossScaler` but ``hysteresis``.
     ``scheduler``: the state of the learning rate scheduler. ``client_state``: what the user had stored along.
     ``notes``: what could not be carried over, and why.
     """

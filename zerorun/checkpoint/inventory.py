@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm import Communicator
+from ..distributed.share import TensorShard
+from ..distributed.topology import Topology
+from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
-from ..tensor_parallel.share import Share
-from ..topology import Topology
 from ..zero.access import Parts
-from ..zero.pieces import OptimizerPiece, Run, owned_runs
+from ..zero.flat_group import FlatGroup
+from ..zero.pieces import OptimizerPiece, ParameterRun, owned_runs
 from ..zero.runtime import Runtime
-from ..zero.stepping import ShardedOptimizer
-from ..zero.unit import Segment, Unit
+from ..zero.sharded_optimizer import ShardedOptimizer
+from ..zero.unit import Unit
 from ..zero.weights import inner_tensors
-from .plan import MASTER, MODEL, OPTIMIZER, Row
 from .ranks import leads_stage
 from .tensorfile import dtype_code
+from .write_plan import MASTER, MODEL, OPTIMIZER, Row
 
 _WRAPPER = "_orig_mod."
 
@@ -50,13 +51,13 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Home:
+class SavedParameter:
     """Where a parameter lives, and what of it the ranks that shard with this one have (None: all)."""
 
     unit: Unit
-    segment: Segment
+    segment: FlatGroup
     entry: int
-    share: Share | None
+    share: TensorShard | None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,7 +76,7 @@ class Home:
 
 
 @dataclass
-class Part:
+class TensorPart:
     """Elements from ``start`` of the flattened tensor ``name`` of ``set``, as a 1-D view of where they live.
 
     With a ``share``, of that part of the tensor, flattened.
@@ -86,7 +87,7 @@ class Part:
     start: int
     tensor: torch.Tensor  # [n]
     shape: tuple[int, ...]  # of the whole
-    share: Share | None = None
+    share: TensorShard | None = None
     rounded: torch.dtype | None = None  # the set "model" has it in this dtype
 
     def row(self) -> Row:
@@ -121,7 +122,7 @@ class Inventory:
     """Made once, when the engine is: what a checkpoint of this model must hold."""
 
     subject: Subject
-    homes: dict[str, Home] = field(default_factory=dict)  # parameters, in the order of the state dict
+    homes: dict[str, SavedParameter] = field(default_factory=dict)  # parameters, in the order of the state dict
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
     apart: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters of no unit
 
@@ -130,7 +131,7 @@ class Inventory:
         made = cls(subject)
         shares, copies = subject.parts.shares, subject.parts.copies
         by_id = {
-            id(param): Home(unit, segment, entry, shares.get(id(param)))
+            id(param): SavedParameter(unit, segment, entry, shares.get(id(param)))
             for unit in subject.units
             for segment in unit.segments
             for entry, param in enumerate(segment.params)
@@ -219,14 +220,14 @@ class Inventory:
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
-    def weights(self, *, frozen: bool = True) -> Iterator[Part]:
+    def weights(self, *, frozen: bool = True) -> Iterator[TensorPart]:
         """Weights and masters of this rank; of trainable parameters only, unless ``frozen``."""
         self.subject.runtime.finish_updates()
         runs = {}
         for name, home in self.homes.items():
             segment = home.segment
             if 0 in home.shape:  # no shard has a part of it
-                yield Part(MODEL, name, 0, torch.empty(0, dtype=segment.dtype), home.shape)
+                yield TensorPart(MODEL, name, 0, torch.empty(0, dtype=segment.dtype), home.shape)
             elif home.numel == 0:  # other tensor ranks have it all between them
                 continue
             elif segment.trainable:
@@ -238,19 +239,19 @@ class Inventory:
         if frozen:
             yield from self.parts_apart()
 
-    def parts_apart(self) -> Iterator[Part]:
+    def parts_apart(self) -> Iterator[TensorPart]:
         """What stays apart, of a stage's first rank: all its ranks have the same."""
         return self.buffer_parts(self.kept_apart())
 
-    def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[Part]:
+    def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[TensorPart]:
         """Buffers: those of a stage's first rank count, as with its initial values."""
         for name, value in buffers.items() if leads_stage(self.subject.topology) else ():
-            yield Part(MODEL, name, 0, value.contiguous().reshape(-1), tuple(value.shape))
+            yield TensorPart(MODEL, name, 0, value.contiguous().reshape(-1), tuple(value.shape))
 
-    def optimizer_state(self) -> tuple[list[Part], dict[str, dict[str, Any]]]:
+    def optimizer_state(self) -> tuple[list[TensorPart], dict[str, dict[str, Any]]]:
         """(state tensors of this rank, scalar states: key -> name -> value)."""
         self.subject.runtime.finish_updates()
-        parts: list[Part] = []
+        parts: list[TensorPart] = []
         scalars: dict[str, dict[str, Any]] = {}
         names = {(id(home.segment), home.entry): name for name, home in self.homes.items()}
         for piece in self._pieces():
@@ -266,7 +267,7 @@ class Inventory:
         return parts, scalars
 
 
-def _trainable_parts(name: str, home: Home, run: Run | None) -> Iterator[Part]:
+def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) -> Iterator[TensorPart]:
     """The master elements that this rank updates, and the weights where those cannot be told from the master."""
     segment = home.segment
     if run is None:
@@ -274,36 +275,40 @@ def _trainable_parts(name: str, home: Home, run: Run | None) -> Iterator[Part]:
     assert segment.master is not None
     owned = segment.master[run.offset : run.offset + run.numel]
     if segment.dtype == torch.float32:
-        yield Part(MODEL, name, run.start, owned, home.shape, home.share)
+        yield TensorPart(MODEL, name, run.start, owned, home.shape, home.share)
     elif segment.dtype.itemsize < owned.element_size():  # weights are masters, rounded
-        yield Part(MASTER, name, run.start, owned, home.shape, home.share, segment.dtype)
+        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.share, segment.dtype)
     else:
-        yield Part(MASTER, name, run.start, owned, home.shape, home.share)
+        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.share)
         yield from frozen_parts(name, home)
 
 
-def frozen_parts(name: str, home: Home) -> Iterator[Part]:
+def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
     """The elements of the weight that this rank holds: all of them while its unit is resident."""
     segment = home.segment
     if home.unit.resident:
-        yield Part(MODEL, name, 0, home.part_of_full(segment.full), home.shape, home.share)
+        yield TensorPart(MODEL, name, 0, home.part_of_full(segment.full), home.shape, home.share)
         return
     for piece in segment.pieces:
         if piece.entry == home.entry:
             part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
-            yield Part(MODEL, name, piece.start, part, home.shape, home.share)
+            yield TensorPart(MODEL, name, piece.start, part, home.shape, home.share)
 
 
 def _state_parts(
-    kind: str, value: torch.Tensor, piece: OptimizerPiece, members: list[tuple[str, Run]], homes: dict[str, Home]
-) -> Iterator[Part]:
+    kind: str,
+    value: torch.Tensor,
+    piece: OptimizerPiece,
+    members: list[tuple[str, ParameterRun]],
+    homes: dict[str, SavedParameter],
+) -> Iterator[TensorPart]:
     flat, (first, run), home = value.detach().reshape(-1), members[0], homes[members[0][0]]
     if value.shape == piece.tensor.shape:
         for name, run in members:
             part = flat[run.offset : run.offset + run.numel]
-            yield Part(kind, name, run.start, part, homes[name].shape, homes[name].share)
+            yield TensorPart(kind, name, run.start, part, homes[name].shape, homes[name].share)
     elif len(members) == 1 and run.numel == home.numel and home.share is None:  # rows or columns of a whole parameter
-        yield Part(kind, first, 0, flat, tuple(value.shape))
+        yield TensorPart(kind, first, 0, flat, tuple(value.shape))
     else:
         raise CheckpointError(
             f"the optimizer's state {kind.removeprefix(OPTIMIZER)!r} of {first!r} has shape {tuple(value.shape)}, "

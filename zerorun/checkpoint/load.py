@@ -15,19 +15,19 @@ import torch
 
 from ..errors import CheckpointError
 from ..log import is_rank_zero, logger
-from ..moments import new_states
 from ..ops.single_pass import SinglePassOptimizer
-from ..zero.pieces import OptimizerPiece, Run, owned_runs
-from ..zero.stepping import ShardedOptimizer
+from ..zero.optimizer_states import new_states
+from ..zero.pieces import OptimizerPiece, ParameterRun, owned_runs
+from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.weights import as_bytes, inner_tensors
-from .collect import PeerReader
-from .inventory import Contents, Home, Inventory, frozen_parts, together
-from .plain import decode
-from .plan import MASTER, MODEL, OPTIMIZER
+from .gather import PeerReader
+from .inventory import Contents, Inventory, SavedParameter, frozen_parts, together
+from .json_values import decode
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
 from .save import frozen_sums, unpack_scalars
 from .tensorfile import dtype_of
+from .write_plan import MASTER, MODEL, OPTIMIZER
 
 # Keys of parameter groups that say how a step is computed, not what.
 IMPLEMENTATION = frozenset(
@@ -201,7 +201,7 @@ class ModelLoader:
                 "the weights that the checkpoint was made with, before initialize()."
             )
 
-    def _weight_reads(self, name: str, home: Home) -> Iterable[Read]:
+    def _weight_reads(self, name: str, home: SavedParameter) -> Iterable[Read]:
         stored, segment, share = self.find(name), home.segment, home.share
         if stored is None:
             return
@@ -277,16 +277,18 @@ class ModelLoader:
                 f"{len(sharded.optimizer.param_groups)}. Remedy: make the same groups, or pass load_optimizer=False."
             )
 
-    def _signature(self, piece: OptimizerPiece, run: Run, keys: list[str], scalars: dict[str, dict[str, Any]]) -> Any:
+    def _signature(
+        self, piece: OptimizerPiece, run: ParameterRun, keys: list[str], scalars: dict[str, dict[str, Any]]
+    ) -> Any:
         """What must be alike for parameters that share a piece: the states they have, and the scalars."""
         stored = self._stored_name(piece, run)
         there = tuple(kind for kind in keys if stored in self.reader.places(kind))
         return there, repr(scalars.get(stored))
 
-    def _home(self, piece: OptimizerPiece, run: Run) -> Home:
+    def _home(self, piece: OptimizerPiece, run: ParameterRun) -> SavedParameter:
         return self.inventory.homes[self._entries[id(piece.segment), run.entry]]
 
-    def _stored_name(self, piece: OptimizerPiece, run: Run) -> str:
+    def _stored_name(self, piece: OptimizerPiece, run: ParameterRun) -> str:
         name = self._entries[id(piece.segment), run.entry]
         return self.find(name) or name
 

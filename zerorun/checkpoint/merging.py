@@ -19,12 +19,12 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..zero.access import WholeValues
-from .inventory import Inventory, Part, stored_name
-from .plan import MODEL
+from .inventory import Inventory, TensorPart, stored_name
+from .write_plan import MODEL
 
 
 @dataclass
-class _Place:
+class _LayerPlace:
     """A tensor of the model under adapters: its name in the inventory, and what stands for it in the skeleton.
 
     ``owner``: the rank that has merged it; -1 while none has.
@@ -48,8 +48,8 @@ class Merged:
         self._rank, self._loads = topology.rank, dict.fromkeys(topology.ranks_along("data"), 0)  # bytes merged by each
         self._values = WholeValues(inventory.subject.module)
         self._dtype = dtype
-        self._of_param: dict[int, _Place] = {}  # by id, of the skeleton's
-        self._of_memory: dict[int, _Place] = {}  # by address: layers may be given new parameters in the same memory
+        self._of_param: dict[int, _LayerPlace] = {}  # by id, of the skeleton's
+        self._of_memory: dict[int, _LayerPlace] = {}  # by address: layers may be given new parameters in the same memory
         self._is_merging = False
         self._problem: Exception | None = None
         skeleton = self._skeleton(adapted, inventory)
@@ -75,10 +75,10 @@ class Merged:
             wide = param.is_floating_point() and self._dtype is not None and self._dtype.itemsize > param.dtype.itemsize
             stand_in = torch.zeros(1, dtype=self._dtype if wide else param.dtype).expand(param.shape)
             memo[id(param)] = nn.Parameter(stand_in, param.requires_grad)
-            self._remember(memo[id(param)], _Place(_name(name, inventory), param, stand_in))
+            self._remember(memo[id(param)], _LayerPlace(_name(name, inventory), param, stand_in))
         for name, buffer in adapted.named_buffers():
             memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-            self._remember(memo[id(buffer)], _Place(_name(name, inventory), buffer, memo[id(buffer)]))
+            self._remember(memo[id(buffer)], _LayerPlace(_name(name, inventory), buffer, memo[id(buffer)]))
         for module in adapted.modules():
             for name, value in vars(module).items():
                 if "hooks" in name and isinstance(value, dict):
@@ -92,7 +92,7 @@ class Merged:
                 module.merge = self._merging(module, module.merge)
         return skeleton
 
-    def _remember(self, tensor: torch.Tensor, place: _Place) -> None:
+    def _remember(self, tensor: torch.Tensor, place: _LayerPlace) -> None:
         self._of_param[id(tensor)] = self._of_memory[_address(tensor)] = place
 
     def _merging(self, layer: Any, merge: Callable[..., None]) -> Callable[..., None]:
@@ -125,7 +125,7 @@ class Merged:
         known = [place.owner for param in base if (place := self._of_param[id(param)]).owner >= 0]
         return known[0] if known else min(self._loads, key=lambda rank: self._loads[rank])
 
-    def _fill(self, params: list[tuple[nn.Parameter, _Place]], here: bool) -> None:
+    def _fill(self, params: list[tuple[nn.Parameter, _LayerPlace]], here: bool) -> None:
         self._values.forget_all_but([place.live for _, place in params])
         for param, place in params:
             value = self._values.value(place.live, master=param.dtype != place.live.dtype)
@@ -149,9 +149,9 @@ class Merged:
                 found.setdefault(_address(value), (stored_name(name), value))
         return dict(found.values())
 
-    def parts(self, live: Sequence[Part]) -> Iterator[Part]:
+    def parts(self, live: Sequence[TensorPart]) -> Iterator[TensorPart]:
         """What this rank has of the merged model, of which ``live`` are its parts under adapters."""
-        by_name: dict[str, list[Part]] = {}
+        by_name: dict[str, list[TensorPart]] = {}
         for part in live:
             by_name.setdefault(part.name, []).append(part)
         for name, value in self.named().items():
@@ -159,7 +159,7 @@ class Merged:
             if place.owner < 0:
                 yield from (replace(part, name=name) for part in by_name.get(place.name, ()))
             elif place.owner == self._rank:
-                yield Part(MODEL, name, 0, value.detach().reshape(-1), tuple(value.shape))
+                yield TensorPart(MODEL, name, 0, value.detach().reshape(-1), tuple(value.shape))
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
+from ..distributed.topology import Topology
 from ..errors import CheckpointError
-from ..precision import LossScaler
-from ..topology import Topology
+from ..optim.loss_scaler import LossScaler
 from . import directory as folder
-from .collect import Collector
 from .foreign import ForeignCheckpoint, ForeignTensor
+from .gather import Collector
+from .json_values import encode
 from .load import IMPLEMENTATION
 from .manifest import Manifest
-from .plain import encode
-from .plan import MASTER, MAX_FILE_BYTES, MODEL, OPTIMIZER, STATE, Plan, Row, Task, make_plan
 from .ranks import Ranks
 from .save import Scalar, now, pack_scalars, versions
 from .stream import write_small
 from .tensorfile import Described, FileRecord, dtype_code
-from .write import Target, commit, index_files, place, small_tensor_file, sync_folders, write_tensors
+from .write import Destination, commit, index_files, place, small_tensor_file, sync_folders, write_tensors
+from .write_plan import MASTER, MAX_FILE_BYTES, MODEL, OPTIMIZER, STATE, Row, Task, WritePlan, make_plan
 
 STRETCH_BYTES = 4 << 20
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
@@ -59,7 +59,7 @@ class Stream:
 class _Streams(Collector):
     """Takes tensors from their streams, where a rank's collector takes them from memory."""
 
-    def __init__(self, plan: Plan, streams: Sequence[Stream]) -> None:
+    def __init__(self, plan: WritePlan, streams: Sequence[Stream]) -> None:
         super().__init__(plan, {}, alone(), None)
         self._streams = {(stream.set, stream.tensor.name): stream for stream in streams}
 
@@ -67,7 +67,7 @@ class _Streams(Collector):
         return self._streams[task.set, task.tensor.name].stretches()
 
 
-def _plan(streams: Sequence[Stream], max_file: int) -> Plan:
+def _plan(streams: Sequence[Stream], max_file: int) -> WritePlan:
     """The files, tensors in the order in which ``streams`` name them first. Raises CheckpointError for two of a name."""
     rows = [Row(s.set, s.tensor.name, 0, s.tensor.numel, s.tensor.dtype, s.tensor.shape) for s in streams]
     for (kind, name), count in Counter((row.set, row.name) for row in rows).items():
@@ -92,7 +92,7 @@ def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, byte
     """
     out = Path(os.path.abspath(out))
     refuse_existing(out)
-    target = Target(out.parent, folder.check_tag(out.name))
+    target = Destination(out.parent, folder.check_tag(out.name))
     plan = _plan(streams, max_file)
     folder.begin(target.directory, target.tag)
     try:
@@ -119,7 +119,7 @@ def write_foreign(found: ForeignCheckpoint, directory: Path, tag: str) -> Path:
     What of the user's own state cannot be stored without pickle is left out, and ``found.notes`` says so. Raises
     CheckpointError if ``found`` contradicts itself, a tensor cannot be read, ``directory/tag`` exists, or the disk is full.
     """
-    target = Target(directory, folder.check_tag(tag))
+    target = Destination(directory, folder.check_tag(tag))
     refuse_existing(directory / tag)
     streams = [_foreign_stream(tensor) for tensor in found.tensors]
     plan = _plan(streams, MAX_FILE_BYTES)

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm import default_device, init_distributed
+from ..distributed.share import TensorShard, shares_of
+from ..distributed.transport.communicator import default_device, init_distributed
 from ..errors import CheckpointError
-from ..tensor_parallel.share import Share, shares_of
 from ..zero.access import registry_of
 from ..zero.init import keep_part, part_of
 from .directory import has_manifest
 from .inventory import Inventory, Subject, stored_name
 from .load import ModelLoader, NameMap, Wanted, compare_tensors
 from .manifest import read_manifest
-from .plan import MASTER, MODEL
 from .ranks import Ranks
 from .read import Read, Reader
+from .write_plan import MASTER, MODEL
 
 
 def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -> None:
@@ -82,7 +82,7 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
             module._buffers[key] = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
 
 
-def _reads(model: nn.Module, param: nn.Parameter, share: Share | None, source: str, stored: str) -> Iterator[Read]:
+def _reads(model: nn.Module, param: nn.Parameter, share: TensorShard | None, source: str, stored: str) -> Iterator[Read]:
     """What this rank reads of one parameter."""
     part = part_of(param)
     if share is not None and (param.is_meta or part is not None):

@@ -22,11 +22,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ..distributed.topology import Topology
+from ..distributed.waits import waiting
+from ..distributed.wire import gather_values
 from ..errors import CheckpointError, DamagedError, MessageError
 from ..log import logger
-from ..topology import Topology
-from ..waits import waiting
-from ..wire import gather_values
 
 _PATIENCE = timedelta(days=1)
 _MEET_S = 30.0

@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
+from ..distributed.share import TensorShard
 from ..errors import CheckpointError, DamagedError
-from ..tensor_parallel.share import Share
 from . import directory as folder
 from .cuts import span, take
 from .files import is_plain, read_regular
 from .manifest import MANIFEST, Manifest, index_name, read_manifest
-from .plan import MODEL, STATE
 from .ranks import Problem, Ranks, attempt
 from .tensorfile import Described, FileRecord, Located, TensorFile, dtype_of
+from .write_plan import MODEL, STATE
 
 _AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
 _MOST_SMALL = 256 << 20  # bytes of a file that is read as a whole
@@ -43,7 +43,7 @@ class Read:
     name: str
     start: int
     out: torch.Tensor
-    share: Share | None = None
+    share: TensorShard | None = None
 
     @property
     def span(self) -> tuple[int, int]:

@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
+from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError
 from ..log import logger
-from ..waits import waiting
-from .collect import Collector, PeerReader
-from .inventory import Part
+from .gather import Collector, PeerReader
+from .inventory import TensorPart
+from .json_values import decode, dtype_by_name, encode
 from .manifest import Manifest
-from .plain import decode, dtype_by_name, encode
-from .plan import OPTIMIZER, STATE, STATE_FILE, Plan, make_plan
 from .ranks import Ranks, leads_stage
 from .tensorfile import FileRecord, memory_of
-from .write import Target, commit, index_files, small_tensor_file, write_tensors
+from .write import Destination, commit, index_files, small_tensor_file, write_tensors
+from .write_plan import OPTIMIZER, STATE, STATE_FILE, WritePlan, make_plan
 
 Scalar = tuple[Any, str | None]  # (plain value, dtype if it was a 0-dim tensor)
 
@@ -43,7 +43,7 @@ Scalar = tuple[Any, str | None]  # (plain value, dtype if it was a 0-dim tensor)
 class Captured:
     """One rank's share of a checkpoint. All but ``parts`` and ``frozen`` are copies already."""
 
-    parts: list[Part]
+    parts: list[TensorPart]
     order: list[str]  # names of the module
     scalars: dict[str, dict[str, Scalar]]  # of the optimizer: key -> name -> value
     groups: dict[str, int]  # of the parameters that this rank updates
@@ -51,7 +51,7 @@ class Captured:
     rng: Any = None  # plain values
     data: Any = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # that plain values refer to
-    frozen: list[Part] = field(default_factory=list)  # whose sums are kept, but not they themselves
+    frozen: list[TensorPart] = field(default_factory=list)  # whose sums are kept, but not they themselves
     small: dict[str, bytes] = field(default_factory=dict)  # files as they stand, such as config.json
     weights_only: bool = False
 
@@ -77,7 +77,7 @@ class Saver:
         self._failure: CheckpointError | None = None
         self._watches_exit = False
 
-    def save(self, captured: Captured, target: Target, *, asynchronous: bool) -> Path:
+    def save(self, captured: Captured, target: Destination, *, asynchronous: bool) -> Path:
         """Write a checkpoint. Collective. Raises CheckpointError, also for the asynchronous save before this one."""
         self.wait()
         if not asynchronous:
@@ -122,7 +122,7 @@ class Saver:
             sys.stderr.flush()
             os._exit(1)
 
-    def _write_later(self, captured: Captured, target: Target) -> None:
+    def _write_later(self, captured: Captured, target: Destination) -> None:
         try:
             self._write(captured, target)
         except CheckpointError as error:
@@ -133,7 +133,7 @@ class Saver:
         if self._failure is not None:  # there may be no next call
             logger.error("the checkpoint %s was not saved: %s", target.directory / target.tag, self._failure)
 
-    def _stage(self, parts: list[Part]) -> list[Part]:
+    def _stage(self, parts: list[TensorPart]) -> list[TensorPart]:
         """Copies of ``parts`` in host memory, pinned if they come from a GPU. The memory is kept for the next save."""
         staged, sources, places = [], [], []
         for part in parts:
@@ -152,7 +152,7 @@ class Saver:
             torch.cuda.synchronize()
         return staged
 
-    def _write(self, captured: Captured, target: Target) -> Path:
+    def _write(self, captured: Captured, target: Destination) -> Path:
         ranks = self.ranks
         target.tag = ranks.first(lambda: target.tag)
         plan = _plan_together(captured.parts, captured.order, ranks)
@@ -171,12 +171,12 @@ class Saver:
         return commit(ranks, target, write, finish)
 
 
-def on_host(parts: list[Part]) -> list[Part]:
+def on_host(parts: list[TensorPart]) -> list[TensorPart]:
     """The same parts with their elements in host memory."""
     return [part if part.tensor.device.type == "cpu" else replace(part, tensor=part.tensor.cpu()) for part in parts]
 
 
-def _plan_together(parts: list[Part], order: list[str], ranks: Ranks) -> Plan:
+def _plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> WritePlan:
     """The plan for all ranks' parts. ``order``: names of this rank's module; stages follow one another. Collective."""
     tables = ranks.gather([part.row() for part in parts])
     stages = ranks.gather(order if leads_stage(ranks.topology) else [])
@@ -184,7 +184,7 @@ def _plan_together(parts: list[Part], order: list[str], ranks: Ranks) -> Plan:
 
 
 def frozen_sums(
-    parts: list[Part], order: list[str], ranks: Ranks, read_peer: PeerReader | None
+    parts: list[TensorPart], order: list[str], ranks: Ranks, read_peer: PeerReader | None
 ) -> dict[str, dict[str, Any]]:
     """name -> dtype and CRC-32 of the whole tensors that ranks hold parts of. ``order``: as they are. Collective."""
     parts = on_host(parts)
@@ -229,7 +229,7 @@ def _merge_facts(ranks: Ranks, captured: Captured) -> _Facts:
 
 
 def _finish(
-    captured: Captured, plan: Plan, records: dict[str, FileRecord], facts: _Facts
+    captured: Captured, plan: WritePlan, records: dict[str, FileRecord], facts: _Facts
 ) -> tuple[dict[str, bytes], Manifest | None]:
     """On rank 0: (small files, manifest)."""
     small = {**captured.small, **index_files(plan)}

@@ -20,17 +20,17 @@ import torch
 
 from ..errors import CheckpointError
 from . import directory as folder
-from .collect import Collector
 from .files import mark
+from .gather import Collector
 from .manifest import MANIFEST, Manifest, index_name
-from .plan import Plan, is_single
 from .ranks import Ranks, attempt
 from .stream import FileWriter, WriteQueue, write_small
 from .tensorfile import Described, FileRecord, dtype_of, header_bytes, memory_of
+from .write_plan import WritePlan, is_single
 
 
 @dataclass
-class Target:
+class Destination:
     """Where a checkpoint goes, and what becomes of older ones."""
 
     directory: Path
@@ -45,21 +45,21 @@ class Target:
         return self.directory / f"{folder.TEMPORARY}{self.tag}"
 
 
-def place(target: Target, name: str) -> Path:
+def place(target: Destination, name: str) -> Path:
     """Where the file ``name`` is written. An adapter's may be in a folder of its own, which is made."""
     path = target.temporary / name
     path.parent.mkdir(exist_ok=True)
     return path
 
 
-def sync_folders(target: Target) -> None:
+def sync_folders(target: Destination) -> None:
     """Make the names in folders inside the temporary directory durable."""
     for path in target.temporary.iterdir():
         if path.is_dir():
             folder.sync_directory(path)
 
 
-def write_tensors(plan: Plan, collector: Collector, rank: int, target: Target) -> dict[str, FileRecord]:
+def write_tensors(plan: WritePlan, collector: Collector, rank: int, target: Destination) -> dict[str, FileRecord]:
     """Write the files of this rank, durably. What goes wrong is raised when nobody waits for this rank any more."""
     output = _Output(plan, target)
     problem: OSError | None = None
@@ -89,7 +89,7 @@ def write_tensors(plan: Plan, collector: Collector, rank: int, target: Target) -
 class _Output:
     """The open files of one rank."""
 
-    def __init__(self, plan: Plan, target: Target) -> None:
+    def __init__(self, plan: WritePlan, target: Destination) -> None:
         self._tensors, self._target = plan.files(), target
         self._queue = WriteQueue()
         self._open: dict[str, FileWriter] = {}
@@ -117,7 +117,7 @@ class _Output:
         self._queue.close()
 
 
-def index_files(plan: Plan) -> dict[str, bytes]:
+def index_files(plan: WritePlan) -> dict[str, bytes]:
     """For each set the index that Hugging Face's loaders know: which file holds which tensor."""
     made = {}
     for kind, files in plan.sets.items():
@@ -140,7 +140,7 @@ def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
 # -- commit ------------------------------------------------------------------------------------------------------
 
 
-def find_volumes(ranks: Ranks, target: Target) -> list[int]:
+def find_volumes(ranks: Ranks, target: Destination) -> list[int]:
     """For each rank the leader of its volume. Raises CheckpointError on all ranks if one cannot write there."""
     places = ranks.volumes(target.directory)
     probe = target.directory / f"{folder.TEMPORARY}{target.tag}.rank"
@@ -164,7 +164,7 @@ def find_volumes(ranks: Ranks, target: Target) -> list[int]:
 
 def commit(
     ranks: Ranks,
-    target: Target,
+    target: Destination,
     write: Callable[[], dict[str, FileRecord]],
     finish: Callable[[dict[str, FileRecord]], tuple[dict[str, bytes], Manifest | None]],
 ) -> Path:
@@ -211,7 +211,9 @@ def _drop_replaced(ranks: Ranks, directory: Path, leads: bool) -> None:
     ranks.agree(attempt(lambda: folder.drop_replaced(directory, done))[1] if leads else None)
 
 
-def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None) -> None:
+def _complete(
+    target: Destination, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None
+) -> None:
     """Check that the files of the volume's ranks are there, write the small files and, last, the manifest."""
     wrong = folder.missing_files(target.temporary, written)
     if wrong:
@@ -228,18 +230,18 @@ def _complete(target: Target, written: dict[str, FileRecord], small: dict[str, b
         write_small(target.temporary / MANIFEST, manifest.to_text().encode())
 
 
-def _begin(target: Target) -> None:
+def _begin(target: Destination) -> None:
     if target.latest:
         folder.refuse_strange_pointer(target.directory)
     folder.begin(target.directory, target.tag, replace=target.prune)
 
 
-def _appear(target: Target) -> None:
+def _appear(target: Destination) -> None:
     target.check("publish")
     folder.publish(target.directory, target.tag)
 
 
-def _tidy(target: Target) -> None:
+def _tidy(target: Destination) -> None:
     if target.latest:
         target.check("latest")
         folder.point_latest(target.directory, target.tag)

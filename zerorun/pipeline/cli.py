@@ -14,13 +14,13 @@ from typing import Any
 import zerorun
 from zerorun.errors import ScheduleError
 
-from .actions import FORWARD_ONLY, Schedule
-from .formulas import bubble, why_inexact
-from .schedules import INTERLEAVED, SCHEDULES, ZERO_BUBBLE, make_schedule
-from .simulate import Report, simulate
-from .timeline import Panel, check_drawable, write_png, write_svg
-from .times import Times
-from .trace import read_trace
+from .schedule.actions import FORWARD_ONLY, PipelineSchedule
+from .schedule.formulas import bubble, why_inexact
+from .schedule.schedules import INTERLEAVED, SCHEDULES, ZERO_BUBBLE, make_schedule
+from .schedule.simulate import Report, simulate
+from .schedule.timeline import Panel, check_drawable, write_png, write_svg
+from .schedule.times import Times
+from .schedule.trace import read_trace
 
 FAILED = 2
 _SHOWN_RANKS = 16  # of each table; the middle ones are left out
@@ -196,7 +196,7 @@ def _measured(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
     return times, [replace(simulated, label=f"{trace.kind} simulated"), measured], trace.micro_batches
 
 
-def _case(args: argparse.Namespace, schedule: Schedule, times: Times, limit: int | None) -> Case:
+def _case(args: argparse.Namespace, schedule: PipelineSchedule, times: Times, limit: int | None) -> Case:
     kind, stages, micro_batches, chunks = schedule.kind, schedule.stages, schedule.micro_batches, schedule.chunks
     report = simulate(schedule, times, record=bool(args.svg or args.png))
     usual = limit is None or min(limit, micro_batches) == min(stages, micro_batches)

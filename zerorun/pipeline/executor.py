@@ -18,16 +18,16 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
 from ..errors import PipelineError
-from ..zero.order import Walk
-from ..zero.runtime import Part, Runtime
-from .actions import FORWARD_ONLY, Action, Kind, Schedule, peer
-from .messages import ACTIVATIONS, GRADIENTS, Courier, tensors_of
+from ..zero.execution_trace import ExecutionTrace
+from ..zero.runtime import ModelPart, Runtime
+from .p2p import ACTIVATIONS, GRADIENTS, PointToPoint, tensors_of
 from .pipelined import Pipelined
-from .simulate import Span
+from .schedule.actions import FORWARD_ONLY, Action, ActionKind, PipelineSchedule, peer
+from .schedule.simulate import Span
 from .split_backward import WeightGradients
 
 Key = tuple[int, int]  # micro-batch, chunk
-_RECEIVES = {Kind.RECEIVE_ACTIVATION: ACTIVATIONS, Kind.RECEIVE_GRADIENT: GRADIENTS}
+_RECEIVES = {ActionKind.RECEIVE_ACTIVATION: ACTIVATIONS, ActionKind.RECEIVE_GRADIENT: GRADIENTS}
 
 
 @dataclass
@@ -38,7 +38,7 @@ class _Kept:
     arrived: list[list[torch.Tensor]] = field(default_factory=list)  # for each tensor that arrived, its gradient, once made
     outputs: list[GradientEdge | None] = field(default_factory=list)  # of the tensors that were made; None: no gradient
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # of those
-    passes: list[Walk] = field(default_factory=list)
+    passes: list[ExecutionTrace] = field(default_factory=list)
     jobs: list[Callable[[], None]] = field(default_factory=list)  # weight gradients to be computed
 
 
@@ -54,8 +54,8 @@ class Executor:
         self,
         module: Pipelined,
         runtime: Runtime,
-        courier: Courier | None,
-        parts: list[Part],
+        courier: PointToPoint | None,
+        parts: list[ModelPart],
         later: WeightGradients,
         root_of: Callable[[torch.Tensor, int], torch.Tensor],
         begin: Callable[[Any], Any],
@@ -70,7 +70,7 @@ class Executor:
         self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
         self.spans: list[Span] = []  # when each computation began and ended
 
-    def run(self, schedule: Schedule, batches: list[Any], *, needs_loss: bool = True) -> None:
+    def run(self, schedule: PipelineSchedule, batches: list[Any], *, needs_loss: bool = True) -> None:
         """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is.
 
         Raises PipelineError if an earlier batch failed: messages of it may still be on their way.
@@ -111,12 +111,12 @@ class Executor:
 
     def _act(self, action: Action, batches: list[Any], stages: int, is_last: bool) -> None:
         kind, key = action.kind, (action.micro_batch, action.chunk)
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             self._forward(key, batches[action.micro_batch])
-        elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT):
+        elif kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):
             self._last_backward(is_last)
-            self._backward(key, held=kind is Kind.INPUT_GRADIENT)
-        elif kind is Kind.WEIGHT_GRADIENT:
+            self._backward(key, held=kind is ActionKind.INPUT_GRADIENT)
+        elif kind is ActionKind.WEIGHT_GRADIENT:
             self._last_backward(is_last)
             self._weight_gradients(key)
         else:
@@ -124,24 +124,24 @@ class Executor:
 
     # -- messages ------------------------------------------------------------------------------------------------
 
-    def _expect(self, coming: Counter[Kind], stages: int) -> None:
+    def _expect(self, coming: Counter[ActionKind], stages: int) -> None:
         """Let the next message of each sort travel while this stage computes."""
         for kind in +coming:
             assert self._courier is not None
             self._courier.expect(peer(kind, self._module.stage, stages), _RECEIVES[kind])
 
-    def _exchange(self, kind: Kind, key: Key, other: int) -> None:
+    def _exchange(self, kind: ActionKind, key: Key, other: int) -> None:
         courier = self._courier
         assert courier is not None
-        if kind is Kind.RECEIVE_ACTIVATION:
+        if kind is ActionKind.RECEIVE_ACTIVATION:
             arrived: list[list[torch.Tensor]] = []
             value = _pytree.tree_map(lambda leaf: _arrive(leaf, arrived), courier.receive(other, ACTIVATIONS))
             self._kept[key] = _Kept(value, arrived)
-        elif kind is Kind.SEND_ACTIVATION:
+        elif kind is ActionKind.SEND_ACTIVATION:
             kept = self._kept[key]
             courier.send(kept.value, other, ACTIVATIONS)
             kept.value = None
-        elif kind is Kind.RECEIVE_GRADIENT:
+        elif kind is ActionKind.RECEIVE_GRADIENT:
             self._kept[key].gradients = courier.receive(other, GRADIENTS)
         else:
             kept = self._kept[key]
@@ -200,7 +200,7 @@ class Executor:
 
 def _with_last(actions: list[Action]) -> Iterator[tuple[Action, bool]]:
     """The actions, each with whether no gradient comes after it."""
-    final = {Kind.BACKWARD, Kind.WEIGHT_GRADIENT}
+    final = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
     last = max((index for index, action in enumerate(actions) if action.kind in final), default=-1)
     return ((action, index == last) for index, action in enumerate(actions))
 
@@ -239,13 +239,13 @@ def _edge(tensor: torch.Tensor) -> GradientEdge | None:
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def units_of_chunks(module: Pipelined, units: Iterable[Any]) -> list[Part]:
+def units_of_chunks(module: Pipelined, units: Iterable[Any]) -> list[ModelPart]:
     """The parts of the model that run by themselves, by chunk, with the units that each visits."""
     if module.chunks == 1:
-        return [Part()]
+        return [ModelPart()]
     found = []
     for chunk in range(module.chunks):
         inside = {id(sub) for layer in module.modules_of(chunk) for sub in layer.modules()}
         visited = {unit.index for unit in units if unit.index and any(id(part) in inside for part in unit.modules)}
-        found.append(Part(chunk, frozenset({0, *visited})))
+        found.append(ModelPart(chunk, frozenset({0, *visited})))
     return found

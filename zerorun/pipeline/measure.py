@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activations.checkpointing import kept_bytes
 from ..activations.region import map_tensors
-from ..checkpointing import kept_bytes
-from .layers import LayerSpec
-from .probe import examine
+from .layer_spec import LayerSpec
+from .pretrained_proof import examine
 
 RUNS = 5  # of which the median counts; one more before them is for warming up
 

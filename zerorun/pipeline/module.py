@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from .. import checkpointing
+from ..activations import checkpointing
 from ..errors import PipelineError
 from ..zero.init import refuse_partitioned
-from .build import Builder, describe, draw_seeds, refuse_hidden_parameters
-from .layers import LayerSpec, TiedLayerSpec
+from .layer_builder import Builder, describe, draw_seeds, refuse_hidden_parameters
+from .layer_spec import LayerSpec, TiedLayerSpec
 from .partition import Method, bounds_of
-from .pipelined import Cut, Pipelined, find_ties
+from .pipelined import Pipelined, StageCut, find_ties
 from .stages import find_stage
 
 LOSS = "loss_fn"
@@ -70,7 +70,7 @@ class PipelineModule(Pipelined):
         given = _list_of(layers)
         described = describe(given)
         bounds = bounds_of(partition_method, [layer.facts for layer in described], found * chunks, chunks)
-        self._cut = Cut(bounds, found, chunks, own)
+        self._cut = StageCut(bounds, found, chunks, own)
         places: dict[Any, list[tuple[int, str]]] = {}
         for index, layer in enumerate(described):
             for name, identity in layer.params:
@@ -201,7 +201,7 @@ def _list_of(layers: Iterable[Any]) -> list[Any]:
     if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
         raise PipelineError(
             f"the layers are one {type(layers).__name__}. Remedy: give a list of layers or an nn.Sequential; a Hugging "
-            "Face model is split by zerorun.pipeline.pretrained.split_pretrained."
+            "Face model is split by zerorun.pipeline.split_pretrained.split_pretrained."
         )
     found = list(layers)
     if not found:

@@ -50,7 +50,7 @@ class Tie:
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """Where a model is cut: ``bounds`` of its parts, in layers, and which of them are local."""
 
     bounds: Bounds
@@ -98,7 +98,7 @@ class Cut:
 class Pipelined(nn.Module):
     """What PipelineModule and PretrainedPipeline have in common. See the notes at the top of this file."""
 
-    _cut: Cut
+    _cut: StageCut
     _ties: tuple[Tie, ...]
     _names: tuple[str, ...]
 

@@ -11,7 +11,7 @@ from ..errors import PipelineError
 
 
 @runtime_checkable
-class Topology(Protocol):
+class HasPipeAxis(Protocol):
     """zerorun's Topology, of which the pipe axis matters here."""
 
     @property
@@ -22,7 +22,7 @@ class Topology(Protocol):
 
 
 @runtime_checkable
-class ProcessTopology(Protocol):
+class HasNamedAxes(Protocol):
     """DeepSpeed's ProcessTopology, of which the axis "pipe" matters here."""
 
     def get_dim(self, axis: str) -> int: ...
@@ -39,9 +39,9 @@ def find_stage(num_stages: int | None, topology: Any, stage: int | None) -> tupl
         if num_stages is None:
             raise PipelineError("a pipeline needs num_stages or a topology. Remedy: give one of the two.")
         return num_stages, _stage_of_rank(num_stages) if stage is None else stage
-    if isinstance(topology, Topology):
+    if isinstance(topology, HasPipeAxis):
         found, own = topology.pipe, topology.pipe_rank
-    elif isinstance(topology, ProcessTopology):
+    elif isinstance(topology, HasNamedAxes):
         found = topology.get_dim("pipe") or 1
         own = topology.get_coord(_rank()).pipe if stage is None and found > 1 else 0
     else:

@@ -31,7 +31,7 @@ def main() -> int:
 
 def _run(reporter: Reporter, *, quick: bool) -> None:
     reporter.say(begin="start")
-    from zerorun.comm import default_device, init_distributed, shutdown  # imports torch
+    from zerorun.distributed.transport.communicator import default_device, init_distributed, shutdown  # imports torch
 
     device = default_device()
     with reporter.check(JOINING):

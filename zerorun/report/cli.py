@@ -159,13 +159,13 @@ def _launcher_options(args: argparse.Namespace, names: Sequence[str]) -> list[st
 
 
 def _command(args: argparse.Namespace, launcher: str, host: Host) -> Sequence[str]:
-    """What runs ``zerorun.report.host`` on ``host``."""
+    """What runs ``zerorun.report.host_facts`` on ``host``."""
     own = launcher == "local" or (launcher == "ssh" and host.name.lower() in own_names())
     if own:
-        return [sys.executable, "-m", "zerorun.report.host"]
+        return [sys.executable, "-m", "zerorun.report.host_facts"]
     options = CarrierOptions(
         args.python or sys.executable,
-        module="zerorun.report.host",
+        module="zerorun.report.host_facts",
         pythonpath=os.environ.get("PYTHONPATH"),
         extra=tuple(shlex.split(args.launcher_args)),
         ssh_port=args.ssh_port,

@@ -28,7 +28,7 @@ class _Silence(Exception):
 
 
 def collect(commands: Sequence[tuple[str, Sequence[str]]]) -> list[dict[str, Any]]:
-    """What each host says, in the order of ``commands``: (its name, the command that runs ``zerorun.report.host``).
+    """What each host says, in the order of ``commands``: (its name, the command that runs ``zerorun.report.host_facts``).
 
     ``facts``: None if it did not answer, and ``trouble`` says why. ``clock``: ``ahead_s``, how far its clock is before this
     host's, and ``within_s``, how exact that is.

@@ -14,10 +14,10 @@ from itertools import pairwise, product
 import torch
 import torch.distributed as dist
 
-from zerorun.comm import Communicator
-from zerorun.topology import Topology
-from zerorun.wire import gather_values
-from zerorun.zero.layout import build_layout
+from zerorun.distributed.layout import build_layout
+from zerorun.distributed.topology import Topology
+from zerorun.distributed.transport.communicator import Communicator
+from zerorun.distributed.wire import gather_values
 
 from .reporter import Reporter
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.ops import aio, native, on_cuda
 from zerorun.ops.adam import FusedAdam
-from zerorun.peer_memory import PeerMemory
 
 from .lines import mark
 

@@ -9,8 +9,8 @@ from statistics import median_low
 import torch
 import torch.distributed as dist
 
-from zerorun.comm import Communicator
-from zerorun.topology import Topology
+from zerorun.distributed.topology import Topology
+from zerorun.distributed.transport.communicator import Communicator
 
 from .lines import PAIR
 from .reporter import Reporter

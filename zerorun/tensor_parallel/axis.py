@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..channel import Books, Channel
-from ..topology import Topology
+from ..distributed.topology import Topology
+from ..distributed.transport.channel import Channel, CommunicationStatistics
 
 
 class Axis(Protocol):
@@ -93,6 +93,6 @@ def make_axis(topology: Topology, device: torch.device) -> ChannelAxis:
     axis: ChannelAxis | None = topology.shared.get("tensor axis")
     if axis is None:
         group = topology.group("tensor") if topology.tensor > 1 else None
-        channel = Channel("tensor", group, topology.tensor_rank, topology.tensor, device, Books())
+        channel = Channel("tensor", group, topology.tensor_rank, topology.tensor, device, CommunicationStatistics())
         axis = topology.shared["tensor axis"] = ChannelAxis(channel)
     return axis

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ..errors import ModelError
 from .collectives import Region
 from .loss import vocab_parallel_cross_entropy
-from .styles import Plan
+from .styles import ParallelPlan
 
 
 def head_of(model: nn.Module) -> nn.Module:
@@ -33,7 +33,7 @@ def has_head(model: nn.Module) -> bool:
     return not getattr(head_of(model), "is_elsewhere", False)
 
 
-def with_divided_head(model: nn.Module, plan: Plan) -> Plan:
+def with_divided_head(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
     """``plan`` with logits that are not gathered. Raises ModelError if the head is not in it."""
     head, found = head_of(model), []
     for entry in plan.entries:

@@ -26,11 +26,11 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..distributed.share import TensorShard, even_bounds
+from ..distributed.topology import Topology
 from ..errors import ModelError
-from ..topology import Topology
 from .axis import Axis, make_axis
 from .random import Streams
-from .share import Share, even_bounds
 
 SEQUENCE = -2  # the dimension of the sequence: activations are [..., sequence, width]
 
@@ -143,7 +143,7 @@ class Region:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.streams = Streams(axis.rank)
-        self.divided: MutableMapping[torch.Tensor, Share] = WeakIdKeyDictionary()  # parameters
+        self.divided: MutableMapping[torch.Tensor, TensorShard] = WeakIdKeyDictionary()  # parameters
         self.sequence_length: int | None = None  # of the whole, while activations outside are divided along it
         self._outside: weakref.ref[torch.Tensor] | None = None
         self._inside: torch.Tensor | None = None

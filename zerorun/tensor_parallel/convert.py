@@ -12,10 +12,10 @@ from torch.utils.hooks import RemovableHandle
 from .collectives import Region
 from .hooks import hook
 from .layers import divide, join, make_column_parallel, make_row_parallel, make_vocab_parallel, restore, use_columns
-from .styles import COLUMN, HOOKED, Entry, Plan
+from .styles import COLUMN, HOOKED, Assignment, ParallelPlan
 
 
-def convert(model: nn.Module, plan: Plan, region: Region) -> list[Callable[[], None]]:
+def convert(model: nn.Module, plan: ParallelPlan, region: Region) -> list[Callable[[], None]]:
     """Divide ``model`` by ``plan``, which was made for it; returns what undoes it, last first. No values are exchanged."""
     rank, undo = region.axis.rank, []
     for entry in plan.entries:
@@ -34,7 +34,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _convert(model: nn.Module, entry: Entry, plan: Plan, region: Region) -> Callable[[], None]:
+def _convert(model: nn.Module, entry: Assignment, plan: ParallelPlan, region: Region) -> Callable[[], None]:
     module, rank = model.get_submodule(entry.name), region.axis.rank
     if entry.style in HOOKED:
         handles = hook(module, entry, region.axis)
@@ -56,7 +56,7 @@ def _convert(model: nn.Module, entry: Entry, plan: Plan, region: Region) -> Call
     return partial(restore, module)
 
 
-def _convert_parameter(model: nn.Module, entry: Entry, plan: Plan, region: Region) -> Callable[[], None]:
+def _convert_parameter(model: nn.Module, entry: Assignment, plan: ParallelPlan, region: Region) -> Callable[[], None]:
     """A parameter of a module that stays what it is."""
     owner: Any = model.get_submodule(entry.owner)
     if entry.style == "replicated_with_grad_allreduce":

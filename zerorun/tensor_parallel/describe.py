@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from torch import nn
 
-from .share import Share
-from .styles import Entry, Plan
+from ..distributed.share import TensorShard
+from .styles import Assignment, ParallelPlan
 
 
-def shares(model: nn.Module, plan: Plan, rank: int) -> dict[str, Share]:
+def shares(model: nn.Module, plan: ParallelPlan, rank: int) -> dict[str, TensorShard]:
     """Parameter name -> what ``rank`` keeps of it, of those that ``plan`` divides. ``model`` is whole."""
-    found: dict[str, Share] = {}
+    found: dict[str, TensorShard] = {}
     for entry in plan.entries:
         for name, dim in _divided(model, entry).items():
             shape = tuple(model.get_parameter(name).shape)
-            found[name] = Share(shape, dim, entry.own(rank, plan.size))
+            found[name] = TensorShard(shape, dim, entry.own(rank, plan.size))
     return found
 
 
-def _divided(model: nn.Module, entry: Entry) -> dict[str, int]:
+def _divided(model: nn.Module, entry: Assignment) -> dict[str, int]:
     """Parameter name -> divided dimension."""
     if not entry.lengths or entry.shared_heads or entry.style == "mla_kv_a_proj":
         return {}
@@ -33,7 +33,7 @@ def _divided(model: nn.Module, entry: Entry) -> dict[str, int]:
     return {f"{entry.name}.{name}": dim for name, dim in dims.items()}
 
 
-def bytes_per_rank(model: nn.Module, plan: Plan) -> list[int]:
+def bytes_per_rank(model: nn.Module, plan: ParallelPlan) -> list[int]:
     """Bytes of parameters on each tensor rank."""
     named = dict(model.named_parameters())
     total = sum(param.numel() * param.element_size() for param in named.values())
@@ -48,9 +48,9 @@ def bytes_per_rank(model: nn.Module, plan: Plan) -> list[int]:
     return result
 
 
-def describe(model: nn.Module, plan: Plan) -> str:
+def describe(model: nn.Module, plan: ParallelPlan) -> str:
     """One line for each pattern: style, number of modules or parameters, sizes on the ranks. ``model`` is whole."""
-    by_pattern: dict[tuple[str, str], list[Entry]] = {}
+    by_pattern: dict[tuple[str, str], list[Assignment]] = {}
     for entry in plan.entries:
         by_pattern.setdefault((entry.pattern, entry.style), []).append(entry)
     lines = [
@@ -59,7 +59,7 @@ def describe(model: nn.Module, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sizes(model: nn.Module, entry: Entry, size: int) -> str:
+def _sizes(model: nn.Module, entry: Assignment, size: int) -> str:
     if entry.shared_heads:
         return f"whole, {entry.shared_heads} heads used by {size} ranks"
     divided = _divided(model, entry)
@@ -67,5 +67,5 @@ def _sizes(model: nn.Module, entry: Entry, size: int) -> str:
         return "whole"
     name, dim = next(iter(divided.items()))
     shape = tuple(model.get_parameter(name).shape)
-    local = [Share(shape, dim, entry.own(rank, size)).local_shape for rank in range(size)]
+    local = [TensorShard(shape, dim, entry.own(rank, size)).local_shape for rank in range(size)]
     return f"{list(shape)} -> {' '.join(str(list(one)) for one in dict.fromkeys(local))}"

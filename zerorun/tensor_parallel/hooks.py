@@ -10,10 +10,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .axis import Axis
 from .collectives import enter_alone, leave_alone
-from .styles import Entry
+from .styles import Assignment
 
 
-def hook(module: nn.Module, entry: Entry, axis: Axis) -> list[RemovableHandle]:
+def hook(module: nn.Module, entry: Assignment, axis: Axis) -> list[RemovableHandle]:
     """Let ``module`` compute as the style of ``entry`` says."""
 
     def enter_all(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,10 +20,10 @@ from torch import nn
 from ..errors import ModelError
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
 from .layers import computes_by_itself, is_transposed
+from .make_plan import linear_sizes, make_plan
 from .pairs import norms_of_heads
-from .plan import linear_sizes, make_plan
-from .probe import NOT_ALONE, capture, difference
-from .styles import COLUMN, Plan, Style
+from .proof import NOT_ALONE, capture, difference
+from .styles import COLUMN, ParallelPlan, Style
 
 _REMEDY = 'Remedy: pass a plan (name pattern -> style), for example {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
 
@@ -83,7 +83,7 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
     return {**_vocabulary(model), **plan}
 
 
-def prove_given(model: nn.Module, plan: Plan) -> None:
+def prove_given(model: nn.Module, plan: ParallelPlan) -> None:
     """Try out the blocks of ``model`` in which ``plan``, given by somebody, divides layers.
 
     Names tell neither how a fused layer is laid out nor what a block does between its layers. Raises ModelError if a block

@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..distributed.share import Ranges, TensorShard, even_bounds, even_range
 from ..errors import ModelError
 from ..zero.init import part_of, refuse_partitioned
 from ..zero.weights import PLAIN, kind_of
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns
-from .share import Ranges, Share, even_bounds, even_range
 
 
 class Parallel:
     """What the layers of this file have in common. ``region``: of the axis; layers of one model share it."""
 
     region: Region
-    tensor_shares: dict[str, Share]
+    tensor_shares: dict[str, TensorShard]
     partial_gradients: tuple[str, ...]
     ordinary: type[nn.Module]  # the class that a converted layer had
     whole_sizes: dict[str, int]  # attributes that were made smaller
@@ -216,7 +216,7 @@ def _unfilled(param: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
     return param.data.flatten()[:1].view([1] * len(shape)).expand(shape)
 
 
-def whole_of(part: torch.Tensor, share: Share, axis: Axis) -> torch.Tensor:
+def whole_of(part: torch.Tensor, share: TensorShard, axis: Axis) -> torch.Tensor:
     """The whole tensor, of which each rank has a ``part``. All tensor ranks must call it."""
     summand = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
     if part.is_meta:
@@ -254,12 +254,12 @@ def _convert(
         converted.ordinary = nn.Embedding if isinstance(layer, nn.Embedding) else nn.Linear
 
 
-def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Share:
+def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> TensorShard:
     """Let ``param`` be this rank's part, ``own`` along ``dim``. Raises ModelError if it is divided in another way."""
     known = region.divided.get(param)
     refuse_partitioned((), "a layer that is divided over tensor-parallel ranks")
     if known is None:
-        known = region.divided[param] = Share(tuple(param.shape), dim, own)
+        known = region.divided[param] = TensorShard(tuple(param.shape), dim, own)
         _put(param, known.cut(param.data) if part_of(param) is None else _unfilled(param, known.local_shape))
     elif (known.dim, known.ranges) != (dim, own):
         raise ModelError(

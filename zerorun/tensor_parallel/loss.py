@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..distributed.share import even_range
 from ..errors import ModelError
 from .axis import Axis
-from .share import even_range
 
 
 def vocab_parallel_cross_entropy(

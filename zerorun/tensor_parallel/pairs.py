@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from torch import nn
 
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
-from .styles import DIVIDED_COLUMN, Entry
+from .styles import DIVIDED_COLUMN, Assignment
 
 
-def pairing_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
+def pairing_problems(model: nn.Module, entries: list[Assignment]) -> Iterator[str]:
     """Columns that nothing joins, and rows whose input nothing divides, or divides otherwise.
 
     Partners are looked for in the module that holds the layer, then in the one around it.
@@ -65,7 +65,7 @@ def _input_width(layer: nn.Module) -> int | None:
     return width if isinstance(width, int) else None
 
 
-def norm_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
+def norm_problems(model: nn.Module, entries: list[Assignment]) -> Iterator[str]:
     """Norms of heads that a plan has forgotten."""
     planned = [entry.name for entry in entries]
     for owner in dict.fromkeys(entry.owner for entry in entries if entry.style in DIVIDED_COLUMN and not entry.parameter):
@@ -77,7 +77,7 @@ def norm_problems(model: nn.Module, entries: list[Entry]) -> Iterator[str]:
             )
 
 
-def _partners(entry: Entry, others: list[Entry]) -> list[Entry]:
+def _partners(entry: Assignment, others: list[Assignment]) -> list[Assignment]:
     scope = entry.owner
     for _ in range(2):
         found = [other for other in others if not scope or other.name.startswith(scope + ".")]

@@ -7,23 +7,23 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from ..distributed.topology import Topology
 from ..errors import ModelError
-from ..topology import Topology
 from ..zero.init import part_of, refuse_partitioned
 from .causal_loss import use_divided_logits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
 from .infer import infer_plan, prove_given
-from .plan import make_plan, own_plan
+from .make_plan import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
-from .styles import Plan, Style
+from .styles import ParallelPlan, Style
 
 
 class Parallelized:
     """A converted ``model``. ``region``: None if there is one tensor rank, and nothing was changed."""
 
-    def __init__(self, model: nn.Module, plan: Plan, region: Region | None, description: str) -> None:
+    def __init__(self, model: nn.Module, plan: ParallelPlan, region: Region | None, description: str) -> None:
         self.model, self.plan, self.region = model, plan, region
         self._description = description
         self._undo: list[Callable[[], None]] = []
@@ -60,7 +60,7 @@ def parallelize(
         if topology is None:
             raise ModelError("parallelize() needs to know the ranks. Remedy: pass topology, or region.")
         if topology.tensor == 1:
-            return Parallelized(model, Plan(1, ()), None, "one tensor rank: nothing is divided")
+            return Parallelized(model, ParallelPlan(1, ()), None, "one tensor rank: nothing is divided")
         region = make_region(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
     refuse_partitioned(model.parameters(), "a model that parallelize() divides")
     made = plan_of(model, plan, region.axis.size, vocab_parallel_loss=vocab_parallel_loss)
@@ -70,7 +70,9 @@ def parallelize(
     return carry_out(model, made, region, sequence_parallel=sequence_parallel, vocab_parallel_loss_of=with_loss)
 
 
-def plan_of(model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vocab_parallel_loss: bool = False) -> Plan:
+def plan_of(
+    model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vocab_parallel_loss: bool = False
+) -> ParallelPlan:
     """What ``parallelize`` would do, proven where layers are fused. Raises ModelError."""
     if plan is None and not own_plan(model):
         made = make_plan(model, infer_plan(model, size), size)
@@ -82,7 +84,12 @@ def plan_of(model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vo
 
 
 def carry_out(
-    model: nn.Module, made: Plan, region: Region, *, sequence_parallel: bool, vocab_parallel_loss_of: nn.Module | None
+    model: nn.Module,
+    made: ParallelPlan,
+    region: Region,
+    *,
+    sequence_parallel: bool,
+    vocab_parallel_loss_of: nn.Module | None,
 ) -> Parallelized:
     """Convert ``model``, of which a plan has been made. All tensor ranks must call it.
 

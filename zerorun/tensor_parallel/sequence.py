@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
-from .styles import COLUMN, HOOKED, Plan
+from .styles import COLUMN, HOOKED, ParallelPlan
 
 _POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
 
@@ -27,7 +27,7 @@ _POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
 class SequenceParallel:
     """The hooks of one model. Its blocks are converted already."""
 
-    def __init__(self, model: nn.Module, plan: Plan, region: Region) -> None:
+    def __init__(self, model: nn.Module, plan: ParallelPlan, region: Region) -> None:
         self.region = region
         self.length: int | None = None  # of the latest sequence: a block that is recomputed needs it again
         self.handles: list[RemovableHandle] = []
@@ -69,7 +69,7 @@ class SequenceParallel:
                 self.partial.append((module, getattr(module, "partial_gradients", None)))
                 module.partial_gradients = whole  # type: ignore[assignment]
 
-    def _gather_at_owners(self, model: nn.Module, plan: Plan, name: str) -> None:
+    def _gather_at_owners(self, model: nn.Module, plan: ParallelPlan, name: str) -> None:
         columns = [entry for entry in plan.entries if entry.style in COLUMN]
         planned = {entry.name for entry in plan.entries}
         for owner in dict.fromkeys(entry.owner for entry in columns):
@@ -116,12 +116,12 @@ class SequenceParallel:
         )
 
 
-def has_blocks(plan: Plan) -> bool:
+def has_blocks(plan: ParallelPlan) -> bool:
     """True if ``plan`` divides layers of blocks: a pipeline stage may have none."""
     return any((e.style in COLUMN or e.style.startswith("rowwise")) and not e.parameter for e in plan.entries)
 
 
-def blocks_of(model: nn.Module, plan: Plan) -> str:
+def blocks_of(model: nn.Module, plan: ParallelPlan) -> str:
     """The name of the ModuleList whose items hold all divided layers but embedding and head. Raises ModelError."""
     inner = [e for e in plan.entries if (e.style in COLUMN or e.style.startswith("rowwise")) and not e.parameter]
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
@@ -147,7 +147,7 @@ def _is_planned(module: nn.Module, name: str, planned: set[str]) -> bool:
     return all(own and f"{name}.{own}" in planned for own, child in module.named_modules() if child._parameters)
 
 
-def _check_position_wise(model: nn.Module, plan: Plan, name: str) -> None:
+def _check_position_wise(model: nn.Module, plan: ParallelPlan, name: str) -> None:
     planned = {entry.name for entry in plan.entries}
     for entry in plan.entries:
         gathers = entry.style == "colwise_gather_output" and entry.name.startswith(name + ".")

@@ -31,8 +31,8 @@ from typing import Any
 
 from torch import nn
 
+from ..distributed.share import Ranges, fused_ranges
 from .heads import Attribute
-from .share import Ranges, fused_ranges
 
 COLUMN = ("colwise", "colwise_gather_output", "packed_colwise", "fused_colwise")
 DIVIDED_COLUMN = ("colwise", "packed_colwise", "fused_colwise")
@@ -45,7 +45,7 @@ Style = str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class Assignment:
     """One module, or one parameter if ``parameter``, and what becomes of it.
 
     ``lengths``: the divided dimension as blocks, of which each rank has an even part. ``dim``: of a parameter.
@@ -80,21 +80,23 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelPlan:
     """What becomes of a model on ``size`` tensor ranks: entries in the model's order, and attributes to adapt."""
 
     size: int
-    entries: tuple[Entry, ...]
+    entries: tuple[Assignment, ...]
     attributes: tuple[Attribute, ...] = ()
 
-    def here(self, model: nn.Module) -> Plan:
+    def here(self, model: nn.Module) -> ParallelPlan:
         """The part that is in ``model``, of which other layers are on other pipeline stages."""
         known = {name for name, module in model.named_modules() if not getattr(module, "is_elsewhere", False)}
         known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
         entries = tuple(entry for entry in self.entries if entry.name in known)
-        return Plan(self.size, entries, tuple(attribute for attribute in self.attributes if attribute.owner in known))
+        return ParallelPlan(
+            self.size, entries, tuple(attribute for attribute in self.attributes if attribute.owner in known)
+        )
 
-    def within(self, prefix: str) -> Plan:
+    def within(self, prefix: str) -> ParallelPlan:
         """The part that belongs to the module ``prefix``, with names relative to it."""
         start = prefix + "."
         entries = [replace(e, name=e.name[len(start) :]) for e in self.entries if e.name.startswith(start)]
@@ -103,4 +105,4 @@ class Plan:
             for a in self.attributes
             if a.owner == prefix or a.owner.startswith(start)
         ]
-        return Plan(self.size, tuple(entries), tuple(attributes))
+        return ParallelPlan(self.size, tuple(entries), tuple(attributes))

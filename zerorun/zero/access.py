@@ -13,25 +13,26 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..distributed.same_request import compare
+from ..distributed.share import TensorShard
 from ..errors import ModelError, OrderError, ReleasedParameterError
-from ..tensor_parallel.share import Share
+from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
 from .pieces import owned_runs
 from .runtime import MADE_BY, Runtime
-from .same_request import compare
-from .stepping import ShardedOptimizer
-from .unit import Segment, Unit
+from .sharded_optimizer import ShardedOptimizer
+from .unit import Unit
 from .weights import copied_to_cpu
 
 _numbers = count()
 
 
 @dataclass
-class Home:
+class ParameterHome:
     """Where a parameter lives."""
 
     unit: Unit
-    segment: Segment
+    segment: FlatGroup
     entry: int
 
     @property
@@ -51,7 +52,7 @@ class Parts(Protocol):
     earlier pipeline stage has, too -> its name there.
     """
 
-    shares: dict[int, Share]
+    shares: dict[int, TensorShard]
     copies: dict[str, str]
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor: ...
@@ -71,21 +72,21 @@ class Registry:
     sharded: ShardedOptimizer | None
     unscale: Callable[[], float]
     parts: Parts
-    homes: dict[int, Home] = field(default_factory=dict)
+    homes: dict[int, ParameterHome] = field(default_factory=dict)
     number: int = field(default_factory=lambda: next(_numbers))  # of the engine, the same on all ranks
 
     def __post_init__(self) -> None:
         for unit in self.runtime.units:
             for segment in unit.segments:
                 for entry, param in enumerate(segment.params):
-                    self.homes[id(param)] = Home(unit, segment, entry)
+                    self.homes[id(param)] = ParameterHome(unit, segment, entry)
         _registries.add(self)
 
 
 _registries: weakref.WeakSet[Registry] = weakref.WeakSet()
 
 
-def find(param: torch.Tensor) -> tuple[Registry, Home] | None:
+def find(param: torch.Tensor) -> tuple[Registry, ParameterHome] | None:
     for registry in _registries:
         home = registry.homes.get(id(param))
         if home is not None and home.segment.params[home.entry] is param:
@@ -106,7 +107,7 @@ def compare_request(registry: Registry, function: str, wanted: Sequence[str]) ->
     compare(problem, [f"a call of {function}", *wanted], comm.stage_gather, comm.data_objects)
 
 
-def gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: str) -> torch.Tensor:
+def gathered(registry: Registry, segment: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
     """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
     owned = owned.to(registry.runtime.comm.device)
     if owned.numel() == segment.layout.numel:
@@ -117,12 +118,12 @@ def gathered(registry: Registry, segment: Segment, owned: torch.Tensor, what: st
     return full
 
 
-def entry_view(home: Home, flat: torch.Tensor) -> torch.Tensor:
+def entry_view(home: ParameterHome, flat: torch.Tensor) -> torch.Tensor:
     entry = home.segment.layout.entries[home.entry]
     return flat[entry.offset : entry.end].view(entry.shape)
 
 
-def _weights(runtime: Runtime, unit: Unit, segment: Segment) -> torch.Tensor:
+def _weights(runtime: Runtime, unit: Unit, segment: FlatGroup) -> torch.Tensor:
     """The flat compute-dtype parameters [numel] of a segment. Collective for units that share slots."""
     unit.updated()
     if unit.resident:
@@ -255,7 +256,7 @@ def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] 
 # -- editing -----------------------------------------------------------------------------------------------------
 
 
-def _store_owned(segment: Segment, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
+def _store_owned(segment: FlatGroup, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
     """Write the part of ``value`` (a full parameter) that this rank keeps into ``owned``."""
     flat = value.reshape(-1)
     if owned.numel() == segment.layout.numel:
@@ -268,7 +269,7 @@ def _store_owned(segment: Segment, entry: int, owned: torch.Tensor, value: torch
             owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
 
 
-def _store_weight(registry: Registry, home: Home, value: torch.Tensor) -> None:
+def _store_weight(registry: Registry, home: ParameterHome, value: torch.Tensor) -> None:
     segment = home.segment
     registry.runtime.comm.quiesce()
     if home.unit.resident:
@@ -300,7 +301,7 @@ class GatheredParameters:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = chosen if enabled else []
         self._modifier_rank = modifier_rank
-        self._held: list[tuple[Registry, Home, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
+        self._held: list[tuple[Registry, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # of Init, which no engine has yet
         self._being_made: list[torch.Tensor] = []  # of Init, in its block: these are whole by turns
 
@@ -332,7 +333,7 @@ class GatheredParameters:
             registry.runtime.held.add(id(managed))
             self._held.append((registry, home, managed, value, _checksum(value)))
 
-    def _managed(self) -> list[tuple[Registry, Home]]:
+    def _managed(self) -> list[tuple[Registry, ParameterHome]]:
         """Where those are that an engine has and no block holds: each once, in the order of the engine's units."""
         found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.held}
         return sorted(found.values(), key=lambda pair: (pair[0].number, pair[1].place))
@@ -393,7 +394,7 @@ class GatheredParameters:
         return edited
 
 
-def _value_now(home: Home, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+def _value_now(home: ParameterHome, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """``value``, that ``param`` was given for a block, or the tensor that the script has put in its place.
 
     Layers that ran inside the block have left their own.
@@ -411,7 +412,7 @@ def _take_from(registry: Registry, rank: int, whole: torch.Tensor) -> None:
     registry.parts.take(whole, source.tensor)
 
 
-def _refuse_other_stage(registry: Registry, home: Home, rank: int) -> None:
+def _refuse_other_stage(registry: Registry, home: ParameterHome, rank: int) -> None:
     topology = registry.runtime.comm.topology
     if topology.coordinate(rank).pipe != topology.pipe_rank:
         raise ModelError(
@@ -421,7 +422,7 @@ def _refuse_other_stage(registry: Registry, home: Home, rank: int) -> None:
         )
 
 
-def _refuse_copies(home: Home) -> None:
+def _refuse_copies(home: ParameterHome) -> None:
     """Raise ModelError for a parameter that several pipeline stages have: they would get different values."""
     if any(axis != "tensor" for axis in home.segment.spread.sums):
         raise ModelError(
@@ -517,7 +518,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
     return owned_part(found[1], flat) if known else None
 
 
-def owned_part(home: Home, owned: torch.Tensor) -> torch.Tensor:
+def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
     """What ``owned`` [owned] of a segment has of the parameter at ``home``: flat, a view, maybe empty."""
     for run in owned_runs(home.segment):
         if run.entry == home.entry:
@@ -525,7 +526,7 @@ def owned_part(home: Home, owned: torch.Tensor) -> torch.Tensor:
     return owned[:0]
 
 
-def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.Tensor, bool]:
+def _owned_state(registry: Registry, segment: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
     """(state ``key`` of what this rank owns of ``segment`` [owned], whether there is any)."""
     assert registry.sharded is not None
     assert segment.master is not None
@@ -542,7 +543,7 @@ def _owned_state(registry: Registry, segment: Segment, key: str) -> tuple[torch.
     return flat, known
 
 
-def _managed(param: torch.Tensor) -> tuple[Registry, Home]:
+def _managed(param: torch.Tensor) -> tuple[Registry, ParameterHome]:
     found = find(param)
     if found is None:
         raise ModelError(f"a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine.")

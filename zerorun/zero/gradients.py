@@ -12,13 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ..distributed.same_request import fingerprint
 from ..errors import ModelError, OrderError
-from .access import Home, Registry, compare_request, entry_view, find, gathered, owned_part, registry_of
+from .access import ParameterHome, Registry, compare_request, entry_view, find, gathered, owned_part, registry_of
+from .flat_group import FlatGroup
 from .norm import square_sum
 from .pieces import owned_gradient, owned_runs, owns_everything
 from .runtime import ORDER_TIMEOUT_S
-from .same_request import fingerprint
-from .unit import Segment, Unit, links_of
+from .unit import Unit, links_of
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -55,7 +56,7 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if segment.reduced:
                 flat = _gathered(registry, unit, segment)
                 for entry, name in enumerate(segment.names):
-                    yield name, _whole(registry, Home(unit, segment, entry), flat, factor)
+                    yield name, _whole(registry, ParameterHome(unit, segment, entry), flat, factor)
 
 
 def not_finite(units: list[Unit]) -> list[str]:
@@ -88,7 +89,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
 
 
-def _square_sums(registry: Registry, segment: Segment, shard_rank: int) -> list[torch.Tensor]:
+def _square_sums(registry: Registry, segment: FlatGroup, shard_rank: int) -> list[torch.Tensor]:
     """By parameter, of the elements that this rank is to count: fp64 scalars."""
     gradient = _summed(registry, segment)
     sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(segment.names)
@@ -98,7 +99,7 @@ def _square_sums(registry: Registry, segment: Segment, shard_rank: int) -> list[
     return sums
 
 
-def _summed(registry: Registry, segment: Segment) -> torch.Tensor:
+def _summed(registry: Registry, segment: FlatGroup) -> torch.Tensor:
     """What this rank owns of the gradient [owned], to read only; summed over the other axes where ranks have summands."""
     owned = owned_gradient(segment)
     if segment.spread.sums:
@@ -108,12 +109,12 @@ def _summed(registry: Registry, segment: Segment) -> torch.Tensor:
     return owned
 
 
-def _gathered(registry: Registry, unit: Unit, segment: Segment) -> torch.Tensor:
+def _gathered(registry: Registry, unit: Unit, segment: FlatGroup) -> torch.Tensor:
     """The gradients of a segment, scaled as the losses were: [numel], to read only."""
     return gathered(registry, segment, _summed(registry, segment), unit.name)
 
 
-def _whole(registry: Registry, home: Home, flat: torch.Tensor, factor: float) -> torch.Tensor:
+def _whole(registry: Registry, home: ParameterHome, flat: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor`` times the gradient of the parameter at ``home``, of what ``_gathered`` gives for its segment."""
     return registry.parts.whole(home.segment.params[home.entry], entry_view(home, flat) * factor)
 
@@ -125,7 +126,7 @@ def _registry(module: nn.Module) -> Registry:
     return registry
 
 
-def _settled(param: torch.Tensor, function: str) -> tuple[Registry, Home] | None:
+def _settled(param: torch.Tensor, function: str) -> tuple[Registry, ParameterHome] | None:
     """Where ``param`` is, with its reduced gradient there; None if it has none."""
     found = find(param)
     if found is None or found[1].segment.grad_shard is None:

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 
+from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
-from ..waits import waiting
+from .flat_group import FlatGroup
+from .offload.nvme import StateFile
+from .offload.placement import Arrival, HostLink
 from .pieces import OptimizerPiece
-from .placement import Arrival, HostLink
-from .swap import StateFile
-from .unit import Segment, Unit, links_of
+from .unit import Unit, links_of
 
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # what updates can write
 
 
-def beside_master(segment: Segment) -> bool:
+def beside_master(segment: FlatGroup) -> bool:
     """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
     master, weight = segment.master, segment.weight
     return (
@@ -81,7 +82,7 @@ def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
 
 
 def _update_on_disk(
-    unit: Unit, link: HostLink, store: StateFile, segments: list[tuple[Segment, list[_Job]]], following: int | None
+    unit: Unit, link: HostLink, store: StateFile, segments: list[tuple[FlatGroup, list[_Job]]], following: int | None
 ) -> list[Arrival]:
     """``_update`` in a buffer, while unit ``following`` is read, if there is one."""
     where = store.open(unit.index)
@@ -101,7 +102,7 @@ def _begin_disk(store: StateFile, first: int) -> None:
 
 @torch.inference_mode(False)  # the forward that waits for it may be in that mode; what it writes must not be
 def _update(
-    unit: Unit, link: HostLink, segments: list[tuple[Segment, list[_Job]]], where: Where | None = None
+    unit: Unit, link: HostLink, segments: list[tuple[FlatGroup, list[_Job]]], where: Where | None = None
 ) -> list[Arrival]:
     """Update ``segments`` and begin to send what has to be sent."""
     weights_on_host = not link.apart or (unit.placement.params and not unit.resident)
@@ -120,7 +121,7 @@ def _update(
     return arrivals
 
 
-def _update_and_send(link: HostLink, segment: Segment, jobs: list[_Job], where: Where | None) -> Arrival:
+def _update_and_send(link: HostLink, segment: FlatGroup, jobs: list[_Job], where: Where | None) -> Arrival:
     """The update writes rounded weights into a staging buffer, and those go to the device: half the bytes of a master."""
     assert segment.master is not None
     place, rounded = link.rounding_place(segment.master.numel(), segment.dtype)

@@ -36,12 +36,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from ..comm import init_distributed
+from ..distributed.same_request import SAME, compare
+from ..distributed.transport.communicator import init_distributed
+from ..distributed.waits import waiting
+from ..distributed.wire import gather_values
 from ..errors import ModelError, OrderError
-from ..waits import waiting
-from ..wire import gather_values
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
-from .same_request import SAME, compare
 from .weights import stays_apart
 
 _TENSOR: Any = torch.Tensor

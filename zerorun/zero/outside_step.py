@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
 from .runtime import Runtime
-from .stepping import ShardedOptimizer
+from .sharded_optimizer import ShardedOptimizer
 
 _TENSOR: Any = torch.Tensor
 _GRADIENT = _TENSOR.grad.__get__

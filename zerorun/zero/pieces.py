@@ -16,11 +16,12 @@ from itertools import pairwise
 
 import torch
 
-from .unit import Segment, Unit
+from .flat_group import FlatGroup
+from .unit import Unit
 
 
 @dataclass
-class Run:
+class ParameterRun:
     """Elements ``start .. start + numel`` of parameter ``entry`` (index in its segment), at ``offset`` in the piece."""
 
     entry: int
@@ -33,11 +34,11 @@ class Run:
 class OptimizerPiece:
     """One tensor of the optimizer: a view of a segment's master, and of its gradient."""
 
-    segment: Segment
+    segment: FlatGroup
     group: int
     low: int  # elements into the segment's owned range
     tensor: torch.Tensor  # fp32
-    runs: list[Run]
+    runs: list[ParameterRun]
 
     @cached_property
     def gradient(self) -> torch.Tensor:
@@ -46,12 +47,12 @@ class OptimizerPiece:
         return owned[self.low : self.low + self.tensor.numel()].view(self.tensor.shape)
 
 
-def owns_everything(segment: Segment) -> bool:
+def owns_everything(segment: FlatGroup) -> bool:
     """True at stage 0: every rank updates all elements."""
     return segment.master is not None and segment.master.numel() == segment.layout.numel
 
 
-def owned_gradient(segment: Segment) -> torch.Tensor:
+def owned_gradient(segment: FlatGroup) -> torch.Tensor:
     """The gradient of what this rank updates: [owned] fp32, where the master is."""
     if segment.host_grad is not None:
         return segment.host_grad
@@ -61,11 +62,11 @@ def owned_gradient(segment: Segment) -> torch.Tensor:
     return found
 
 
-def owned_runs(segment: Segment) -> list[Run]:
+def owned_runs(segment: FlatGroup) -> list[ParameterRun]:
     """What this rank updates, with ``offset`` counted from the beginning of its owned range."""
     if owns_everything(segment):
-        return [Run(index, 0, entry.offset, entry.numel) for index, entry in enumerate(segment.layout.entries)]
-    return [Run(p.entry, p.start, p.shard_start, p.numel) for p in segment.layout.pieces(segment.rank)]
+        return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(segment.layout.entries)]
+    return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in segment.layout.pieces(segment.rank)]
 
 
 def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int], *, whole: bool) -> list[OptimizerPiece]:
@@ -79,7 +80,7 @@ def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int],
                 if current is None or whole or current.group != group:
                     current = OptimizerPiece(segment, group, run.offset, torch.empty(0), [])
                     pieces.append(current)
-                current.runs.append(Run(run.entry, run.start, run.offset - current.low, run.numel))
+                current.runs.append(ParameterRun(run.entry, run.start, run.offset - current.low, run.numel))
     for piece in pieces:
         master, last = piece.segment.master, piece.runs[-1]
         assert master is not None
@@ -100,7 +101,11 @@ def split_piece(piece: OptimizerPiece, tensors: list[torch.Tensor]) -> list[Opti
     for run, tensor in zip(piece.runs, tensors, strict=True):
         parts.append(
             OptimizerPiece(
-                piece.segment, piece.group, piece.low + run.offset, tensor, [Run(run.entry, run.start, 0, run.numel)]
+                piece.segment,
+                piece.group,
+                piece.low + run.offset,
+                tensor,
+                [ParameterRun(run.entry, run.start, 0, run.numel)],
             )
         )
     return parts

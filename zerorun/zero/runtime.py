@@ -13,7 +13,7 @@ parameter, are found at the end of the backward, and are reduced in ``settle``, 
 this backward had. A unit that is late again is from then on *deferred* to the end of the backward, on all ranks.
 
 Where one micro-batch's forward is not followed by its backward, as in a pipeline, the program says which forwards a
-backward is for (``take_passes``, ``expect``) and in which part of the model both are (``Part``).
+backward is for (``take_passes``, ``expect``) and in which part of the model both are (``ModelPart``).
 
 [Note: gradients of gradients]
 A backward with ``create_graph`` makes nodes that read the weights again when they are differentiated, after the pass that
@@ -43,11 +43,11 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from ..channel import Pending
-from ..comm import Communicator
+from ..distributed.transport.channel import Pending
+from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..log import warn_once
-from .order import Walk, merge_orders
+from .execution_trace import ExecutionTrace, merge_orders
 from .placeholders import ReadWatch, released_parameter, tensors_in
 from .policy import Policy
 from .unit import SlotPool, Unit, links_of
@@ -73,7 +73,7 @@ _BY_COPY = (
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """A part of the model that has forwards and backwards of its own. ``units``: that it visits; None: all.
 
     ``held``: gradients of its backwards are not complete yet when these end; ``complete`` says when they are.
@@ -106,23 +106,23 @@ class Runtime:
         self.shares_params = any(not unit.resident for unit in units)
         self.shares_grads = any(unit.grad_slot >= 0 for unit in units)
         self.plans: dict[Hashable, list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
-        self.walk: Walk | None = None  # of the forward that is running
-        self.session: Walk | None = None  # of the backward that is running
+        self.walk: ExecutionTrace | None = None  # of the forward that is running
+        self.session: ExecutionTrace | None = None  # of the backward that is running
         self.reducing_session = False
         self.last_session = False  # no other backward comes before the step, as far as is known
-        self.outstanding: deque[Walk] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
+        self.outstanding: deque[ExecutionTrace] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
         self.visited: set[int] = set()  # units with a forward since the last step
         self.completed: set[int] = set()  # units reduced in this session
         self.late: set[int] = set()  # units whose gradients came after their turn
         self._late_before: set[int] = set()
-        self._last_session: Walk | None = None
+        self._last_session: ExecutionTrace | None = None
         self.reducing: deque[Unit] = deque()  # reductions in flight, oldest first
         self.sharing: list[Pending] = []  # stage 0: reduced gradients on their way to every rank
         self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
         self.state_dict_allowed = False
         self.held: set[int] = set()  # ids of parameters inside a GatheredParameters block
         self.overlap = True  # False: wait for every reduction at once
-        self.part = Part()  # that is running, or will next
+        self.part = ModelPart()  # that is running, or will next
         self.on_session_end: Callable[[], None] = lambda: None
         self._published = False  # new values of the shards, so far
         self._leaf_hooks: deque[Any] = deque()  # on inputs that belong to the script, oldest first
@@ -131,7 +131,7 @@ class Runtime:
         self._watches = True
         self._watched: set[Hashable] = set()  # kinds of passes
         self._seen_nan: set[Hashable] = set()
-        self._interrupted: Walk | None = None  # the pass in whose forward the backward runs
+        self._interrupted: ExecutionTrace | None = None  # the pass in whose forward the backward runs
         self._inside: list[int] = []  # units whose forward is running, outermost first
         self._handles = self._install_hooks()
         # Host memory is updated behind the program: those shards are ready when their rank says so.
@@ -285,7 +285,7 @@ class Runtime:
             self._refuse_foreign_values()
         self._phases += 1
         key = ("forward", entry.index, torch.is_grad_enabled(), self.part.name)
-        self.walk = Walk(key, self.plans.get(key))
+        self.walk = ExecutionTrace(key, self.plans.get(key))
         kind = (key, self.module.training)
         wanted = watched and self.shares_params and self._watches and kind not in self._watched
         if wanted and self._watch is None:
@@ -308,7 +308,7 @@ class Runtime:
             watch, self._watch = self._watch, None
             watch.__exit__(None, None, None)
 
-    def _look_at(self, output: Any, walk: Walk) -> None:
+    def _look_at(self, output: Any, walk: ExecutionTrace) -> None:
         """Watch the next pass of this kind, too, once, if an evaluation gives NaN: it may have come from a placeholder."""
         key = (walk.key, self.module.training)
         if walk.key[2] or not self.shares_params or self.comm.device.type != "cpu" or key in self._seen_nan:  # type: ignore[index]
@@ -351,7 +351,7 @@ class Runtime:
             forward = [self.plans[walk.key] for walk in reversed(passes)]
             agreed = all(plan is not None for plan in forward)
             self.plans[key] = [unit for plan in forward for unit in reversed(plan or [])] if agreed else None
-        self.session = Walk(key, self.plans[key])
+        self.session = ExecutionTrace(key, self.plans[key])
         Variable._execution_engine.queue_callback(self._end_session)
 
     @torch.no_grad()
@@ -401,7 +401,7 @@ class Runtime:
             if unit.trainable and inside and unit.index not in self.completed:
                 self._complete(unit)
 
-    def complete(self, part: Part) -> None:
+    def complete(self, part: ModelPart) -> None:
         """The gradients of ``part``, which were held, are complete: collect them, and reduce them where they are."""
         self.part = replace(part, held=False)
         self._begin_completing()
@@ -413,13 +413,13 @@ class Runtime:
         self.reducing_session = self.shares_grads or self.last_session
         self.completed.clear()
 
-    def take_passes(self) -> list[Walk]:
+    def take_passes(self) -> list[ExecutionTrace]:
         """The forwards whose backward has not come yet, which ``expect`` is given before it."""
         passes = list(self.outstanding)
         self.outstanding.clear()
         return passes
 
-    def expect(self, passes: list[Walk]) -> None:
+    def expect(self, passes: list[ExecutionTrace]) -> None:
         """The next backward is that of ``passes``."""
         self.outstanding.clear()
         self.outstanding.extend(passes)
@@ -483,7 +483,7 @@ class Runtime:
 
     # -- visits --------------------------------------------------------------------------------------------------
 
-    def _visit(self, walk: Walk, unit: Unit) -> None:
+    def _visit(self, walk: ExecutionTrace, unit: Unit) -> None:
         """``unit`` is needed now: walk the agreed list up to it, or ask the other ranks."""
         self.visited.add(unit.index)
         if walk.current != unit.index:
@@ -498,7 +498,7 @@ class Runtime:
             unit.finish_gather()
             unit.attach()
 
-    def _advance(self, walk: Walk, position: int) -> None:
+    def _advance(self, walk: ExecutionTrace, position: int) -> None:
         """Take every step of the plan up to ``position``: the same steps, in the same order, on every rank."""
         assert walk.plan is not None
         backward = walk is self.session
@@ -508,7 +508,7 @@ class Runtime:
             walk.cursor += 1
             self._prefetch(walk)
 
-    def _pass_by(self, walk: Walk) -> None:
+    def _pass_by(self, walk: ExecutionTrace) -> None:
         """The unit under the cursor has been left for good: reduce it, if this was its last visit."""
         assert walk.plan is not None
         if self.part.held:
@@ -517,14 +517,14 @@ class Runtime:
         if walk.finished(walk.cursor) and unit.trainable and not unit.deferred and unit.index not in self.completed:
             self._complete(unit)
 
-    def _finish_plan(self, walk: Walk) -> None:
+    def _finish_plan(self, walk: ExecutionTrace) -> None:
         """Take the steps that this rank had no need for: other ranks may be waiting in them."""
         if walk.plan:
             self._advance(walk, len(walk.plan) - 1)
             if walk is self.session:
                 self._pass_by(walk)
 
-    def _prefetch(self, walk: Walk) -> None:
+    def _prefetch(self, walk: ExecutionTrace) -> None:
         """Issue gathers from the cursor on, as far as slots are free, in the order of the plan."""
         assert walk.plan is not None
         if not self.shares_params:
@@ -561,7 +561,7 @@ class Runtime:
 
     # -- agreement -----------------------------------------------------------------------------------------------
 
-    def _ask(self, walk: Walk, unit: Unit | None) -> bool:
+    def _ask(self, walk: ExecutionTrace, unit: Unit | None) -> bool:
         """One round: tell which unit this rank needs next, and gather what any rank needs. True if all have ended."""
         need = unit.index if unit is not None else _END
         message = torch.tensor([self._phases, walk.issued, need], dtype=torch.int64)
@@ -590,13 +590,13 @@ class Runtime:
             label = f"{unit.name}: all-gather as asked"
             self.comm.all_gather(scratch, segment.layout.bounds, label, segment.shard).wait()
 
-    def _ask_until_all_end(self, walk: Walk) -> None:
+    def _ask_until_all_end(self, walk: ExecutionTrace) -> None:
         while not self._ask(walk, None):
             pass
         for slot in range(self.param_slots.count):  # ranks may hold different units: start afresh
             self.evict(slot)
 
-    def _agree(self, walk: Walk, universe: list[int]) -> None:
+    def _agree(self, walk: ExecutionTrace, universe: list[int]) -> None:
         """Merge what the ranks visited into the plan of this kind of pass."""
         if walk.key in self.plans and self.plans[walk.key] is None:
             return
@@ -608,7 +608,7 @@ class Runtime:
             )
         self.plans[walk.key] = merged
 
-    def _unanswered(self, walk: Walk, unit: Unit | None) -> str:
+    def _unanswered(self, walk: ExecutionTrace, unit: Unit | None) -> str:
         name = unit.name if unit is not None else "the end of the pass"
         return (
             f"rank {self.comm.topology.rank} reached {name!r} outside the order agreed for this pass ({walk.key}), and "

@@ -1,0 +1,301 @@
+"""The plan of a job: which host runs which workers, with which commands and environment.
+
+Pure data and pure functions: nothing here looks at the machine, opens a socket or starts a process. The command line
+turns what the user typed and what the machine has into a :class:`LaunchRequest`; :func:`build_plan` turns that into a
+:class:`Plan`; ``--dry-run`` prints the plan, and a job runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+
+from .facts import LOOPBACK, LOOPBACK_INTERFACE
+from .hosts import Host
+
+DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
+JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it
+# Variables that go to other hosts because they configure the libraries that a worker uses. --export adds more.
+EXPORTED_PREFIXES = (
+    "CUBLAS_", "CUDA_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_",
+    "TORCH", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME", "ZERORUN_",
+)  # fmt: skip
+EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
+# The same devices are not visible everywhere.
+NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
+_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|_PWD|(?:^|_)(?:DSN|SIG)$", re.IGNORECASE)
+_USER_INFORMATION = re.compile(r"(?<=://)[^\s/?#@]*(?:@[^\s/?#@]*)*(?=@)")  # name:password of a URL; either may hold an @
+_URL_FIELD = re.compile(r"(?<=[?&;])([\w.-]+)=[^&;#\s]+")
+HIDDEN = "(hidden)"
+
+
+class ProgramKind(Enum):
+    """What the first positional argument names."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the workers meet: an address and port of the first host, and the network interface of each host by name."""
+
+    address: str
+    port: int | str
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+
+
+def on_one_host(host: str, address: str | None, port: int | str) -> Rendezvous:
+    """The rendezvous of a job that has one host: nothing of it is to be reached from another."""
+    interfaces = {host: LOOPBACK_INTERFACE} if LOOPBACK_INTERFACE else {}
+    return Rendezvous(address or LOOPBACK, port, interfaces)
+
+
+@dataclass(frozen=True)
+class LaunchRequest:
+    """One job, with every default already decided. ``hosts`` have slots; their order is that of the ranks."""
+
+    target: str
+    target_args: tuple[str, ...]
+    kind: ProgramKind
+    hosts: tuple[Host, ...]
+    python: str
+    omp_threads: int | None = None  # of each worker; None: by the cores of its host
+    pass_local_rank: bool = False
+    terminal_columns: int | None = None  # None: the launcher's stderr is not a terminal
+    bind_cores: bool = False
+    core_list: tuple[int, ...] | None = None  # of each host, to bind to; None: all that are usable
+    exports: Mapping[str, str] = field(default_factory=dict)
+    visible_devices: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES, for workers on its own host
+    local_names: tuple[str, ...] = ()  # hosts that are the launcher's own
+    restarts: int = 0  # that are allowed
+
+
+@dataclass(frozen=True)
+class WorkerCommand:
+    """One worker process: ``argv`` goes to exec unchanged, ``env`` is laid over the environment of its host."""
+
+    rank: int
+    local_rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    cores: tuple[int, ...] = ()  # to be bound to; empty: all
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The workers of one host, in rank order."""
+
+    host: str
+    node_rank: int
+    workers: tuple[WorkerCommand, ...]
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """All hosts of the job, in rank order. ``exports`` go to other hosts with the commands, never on a command line."""
+
+    master_addr: str
+    master_port: int | str
+    nodes: tuple[NodePlan, ...]
+    exports: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def workers(self) -> tuple[WorkerCommand, ...]:
+        return tuple(worker for node in self.nodes for worker in node.workers)
+
+
+def build_plan(
+    request: LaunchRequest,
+    rendezvous: Rendezvous,
+    *,
+    cores: Mapping[str, Sequence[int]] | None = None,
+    restart: int = 0,
+    hosts: Sequence[Host] | None = None,
+) -> JobPlan:
+    """The plan for ``request``; the same request always gives the same plan.
+
+    ``cores``: the usable cores of each host by name, neighbours next to each other, where they are known. ``restart``: how
+    often the job has been started before. ``hosts``: those that are left of the request's.
+    """
+    chosen = request.hosts if hosts is None else hosts
+    counts = [len(host.slots or ()) for host in chosen]
+    nodes, first = [], 0
+    for node_rank, (host, count) in enumerate(zip(chosen, counts, strict=True)):
+        usable = request.core_list or (cores or {}).get(host.name, ())
+        shares, threads = split_cores(usable, count), max(1, len(usable) // count) if usable else None
+        workers = []
+        for local_rank in range(count):
+            place = _WorkerPlace(host, node_rank, first + local_rank, local_rank, sum(counts), len(counts), tuple(counts))
+            env = _worker_variables(request, place, rendezvous, restart, request.omp_threads or threads)
+            bound = shares[local_rank] if request.bind_cores else ()
+            workers.append(WorkerCommand(place.rank, local_rank, _worker_argv(request, local_rank), env, bound))
+        nodes.append(NodePlan(host.name, node_rank, tuple(workers)))
+        first += count
+    return JobPlan(rendezvous.address, rendezvous.port, tuple(nodes), request.exports)
+
+
+@dataclass(frozen=True)
+class _WorkerPlace:
+    host: Host
+    node_rank: int
+    rank: int
+    local_rank: int
+    world_size: int
+    node_count: int
+    counts: tuple[int, ...]  # workers of each node
+
+
+def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """``cores`` in ``count`` equal runs, what does not divide left over; with too few cores for that, nothing."""
+    size = len(cores) // count
+    return [tuple(cores[index * size : (index + 1) * size]) for index in range(count)]
+
+
+def _worker_argv(request: LaunchRequest, local_rank: int) -> tuple[str, ...]:
+    head = {
+        ProgramKind.SCRIPT: (request.python, "-u", request.target),
+        ProgramKind.MODULE: (request.python, "-u", "-m", request.target),
+        ProgramKind.PROGRAM: (request.target,),
+    }[request.kind]
+    # In front of the script's own arguments, where the deepspeed launcher puts it: sub-commands keep working.
+    extra = (f"--local_rank={local_rank}",) if request.pass_local_rank else ()
+    return (*head, *extra, *request.target_args)
+
+
+def _worker_variables(
+    request: LaunchRequest, place: _WorkerPlace, rendezvous: Rendezvous, restart: int, threads: int | None
+) -> dict[str, str]:
+    local_size = str(place.counts[place.node_rank])
+    variables = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.node_count),
+        "NODE_RANK": str(place.node_rank),
+        "MASTER_ADDR": rendezvous.address,
+        "MASTER_PORT": str(rendezvous.port),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code still names the Python line
+        # Read by scripts written for the deepspeed launcher.
+        "LOCAL_SIZE": local_size,
+        "CROSS_RANK": str(place.node_rank),
+        "CROSS_SIZE": str(place.node_count),
+        # torchrun's names.
+        "TORCHELASTIC_RESTART_COUNT": str(restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(request.restarts),
+    }
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    for name in INTERFACE_NAMES:
+        if place.host.name in rendezvous.interfaces and name not in request.exports:
+            variables[name] = rendezvous.interfaces[place.host.name]
+    devices = _visible_devices(request, place.host)
+    if devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = devices
+    if request.terminal_columns is not None:
+        variables["ZERORUN_TTY"] = "1"
+        variables["COLUMNS"] = str(request.terminal_columns)  # tqdm cannot ask a pipe for its width
+    return variables
+
+
+def _visible_devices(request: LaunchRequest, host: Host) -> str | None:
+    """CUDA_VISIBLE_DEVICES if the slots are not simply the first ones; names of devices, such as UUIDs, are kept."""
+    slots = host.slots or ()
+    if slots == tuple(range(len(slots))):
+        return None
+    names = [str(slot) for slot in range(max(slots) + 1)]
+    if host.name in request.local_names and request.visible_devices:
+        names = [name.strip() for name in request.visible_devices.split(",")]
+    return ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)
+
+
+def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the launcher's ``environment`` that workers on other hosts get without being asked for."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if (name in EXPORTED_NAMES or name.startswith(EXPORTED_PREFIXES)) and not name.startswith(NOT_EXPORTED)
+    }
+
+
+def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of ``worker`` when that of its host is ``base``."""
+    dropped = (DROPPED_PREFIX, JOB_SECRET)
+    kept = {name: value for name, value in base.items() if not name.startswith(dropped)}
+    return {**kept, **worker.env}
+
+
+def render_text(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
+    """The plan for reading: what is set for each worker, then a command that a shell would accept.
+
+    ``carriers``: the command that reaches a host, by its name; without one a host is this machine.
+    """
+    count = len(plan.workers)
+    noun = "worker" if count == 1 else "workers"
+    where = f"{len(plan.nodes)} hosts" if carriers else "this machine"
+    lines = [f"{count} {noun} on {where}, rendezvous at {plan.master_addr}:{plan.master_port}"]
+    if carriers:
+        hidden = shown_values(plan.exports)
+        lines += ["exported to each host:", *(f"  {name}={shlex.quote(value)}" for name, value in hidden.items())]
+    for node in plan.nodes:
+        if carriers:
+            lines.append(f"host {node.host} (node {node.node_rank}):")
+            carrier = shlex.join(map(shown, carriers[node.host])) if node.host in carriers else "this launcher"
+            lines.append(f"  by {carrier}")
+        for worker in node.workers:
+            lines.append(f"rank {worker.rank}:")
+            lines += [f"  {name}={shlex.quote(value)}" for name, value in worker.env.items()]
+            if worker.cores:
+                lines.append(f"  on cores {', '.join(map(str, worker.cores))}")
+            lines.append(f"  {shlex.join(map(shown, worker.argv))}")
+    return "\n".join(lines)
+
+
+def is_secret(name: str) -> bool:
+    """True if a variable of this name should not be shown."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def shown(text: str, name: str = "") -> str:
+    """``text``, the value of ``name``, as it may be printed: no secret, and no name, password or key in a URL."""
+    if is_secret(name):
+        return HIDDEN
+
+    def field_of(match: re.Match[str]) -> str:
+        return f"{match[1]}={HIDDEN}" if is_secret(match[1]) else match[0]
+
+    return _URL_FIELD.sub(field_of, _USER_INFORMATION.sub(HIDDEN, text))
+
+
+def shown_values(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: shown(value, name) for name, value in values.items()}
+
+
+def render_json(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
+    """The plan for programs."""
+    import json  # here, so that --help does not pay for it
+
+    data = asdict(plan)
+    data["exports"] = shown_values(plan.exports)
+    data["carriers"] = {name: list(map(shown, command)) for name, command in (carriers or {}).items()}
+    for worker in (worker for node in data["nodes"] for worker in node["workers"]):
+        worker["argv"] = list(map(shown, worker["argv"]))
+    return json.dumps(data, indent=2)
+
+
+def python_folder_first(environment: Mapping[str, str], python: str) -> dict[str, str]:
+    """``environment`` with the folder of ``python`` in PATH, so that a virtual environment's programs are found."""
+    folder = os.path.dirname(python)
+    path = environment.get("PATH", os.defpath)
+    if not folder or folder in path.split(os.pathsep):
+        return dict(environment)
+    return {**environment, "PATH": os.pathsep.join([folder, path])}

@@ -1,0 +1,143 @@
+"""Gradient checkpointing for models that call it themselves, under the names of ``deepspeed.checkpointing``.
+
+    x = zerorun.checkpointing.checkpoint(block, x, mask=mask)
+
+works without an engine. Within the life of one, ``cpu_checkpointing`` and ``policy: "selective"`` of its section
+``activation_checkpointing`` hold for these calls as well; ``configure`` sets the former without an engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..config.parse import load_config
+from ..distributed.transport.communicator import default_device
+from .blocks import Recompute
+from .host_pool import HostPool
+from .region import Selection, map_tensors, run
+from .selective import OperationWatch
+
+
+class _Current:
+    """The settings of ``checkpoint``. DeepSpeed's functions have no object to keep them in."""
+
+    def __init__(self) -> None:
+        self.settings = Recompute()
+        self.configured = False
+        self.selections: weakref.WeakKeyDictionary[Any, Selection] = weakref.WeakKeyDictionary()  # by _kind
+
+
+_current = _Current()
+
+
+class Adopted:
+    """The settings of an engine hold for ``checkpoint`` until ``remove``."""
+
+    def __init__(self, settings: Recompute) -> None:
+        self._settings, self._before = settings, _current.settings
+        _use(settings)
+
+    def remove(self) -> None:
+        """Back to what held before, unless something else holds by now."""
+        if _current.settings is self._settings:
+            _use(self._before)
+
+
+def _use(settings: Recompute) -> None:
+    _current.settings = settings
+    _current.selections.clear()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)``; only its inputs are kept for backward, which runs it again.
+
+    Any arguments and results; random numbers are repeated. Without gradients it is a plain call. Raises ModelError if
+    ``function`` changes an input in place.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    selection = None
+    if _current.settings.policy == "selective":
+        selection = _current.selections.setdefault(_kind(function), Selection())
+    return run(function, args, kwargs, _current.settings.pool, selection)
+
+
+def _kind(function: Any) -> Any:
+    """What stays the same from call to call: a module, or the code of functions that a loop makes anew."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if isinstance(function, nn.Module) else getattr(function, "__code__", type(function))
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: str | Path | dict[str, Any] | None = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """DeepSpeed's way to set up ``checkpoint``. ``checkpoint_in_cpu`` wins over the section of ``deepspeed_config``.
+
+    The other arguments change nothing, for the reasons that the configuration's notes give. Raises ConfigError.
+    """
+    section = load_config(deepspeed_config).activation_checkpointing if deepspeed_config is not None else None
+    in_cpu = checkpoint_in_cpu if checkpoint_in_cpu is not None else section is not None and section.cpu_checkpointing
+    policy = section.policy if section is not None else _current.settings.policy
+    _use(Recompute(policy, pool=HostPool(default_device()) if in_cpu else None))
+    _current.configured = True
+
+
+def is_configured() -> bool:
+    """True after ``configure``, or while an engine lives whose file has the section ``activation_checkpointing`` on."""
+    return _current.configured or _current.settings != Recompute()
+
+
+def reset() -> None:
+    """Nothing to do: a forward without backward leaves nothing behind. Here for loops that call it."""
+
+
+def kept_bytes(function: Callable[..., Any], *args: Any, policy: str = "full", **kwargs: Any) -> int:
+    """Bytes that ``function(*args, **kwargs)``, usually a block, keeps between forward and backward, inputs included.
+
+    ``policy``: "none", "full" or "selective", as in the configuration. Parameters do not count, nor does the output,
+    unless it is kept as well. Nothing is computed: the call runs on tensors without contents. Raises ValueError for
+    another policy.
+    """
+    if policy not in ("none", "full", "selective"):
+        raise ValueError(f"policy must be 'none', 'full' or 'selective', got {policy!r}")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+        inputs: dict[int, int] = {}
+
+        def imitate(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, nn.Parameter):
+                return tensor
+            fake = mode.from_tensor(tensor)
+            inputs[fake.untyped_storage()._cdata] = fake.untyped_storage().nbytes()
+            return fake
+
+        given = map_tensors((args, kwargs), imitate)
+        with OperationWatch() as watch:
+            output = function(*given[0], **given[1])
+        record = watch.record
+        del output
+    if policy == "none":
+        return sum(size for storage, size in record.saved.items() if storage in record.made or storage in inputs)
+    kept = dict(inputs)
+    if policy == "selective":
+        for position in record.choose():
+            kept.update(record.results[position].storages)
+    return sum(kept.values())

@@ -1,0 +1,94 @@
+"""Collect: bring the elements of a tensor together on the rank that writes it, a stretch at a time.
+
+Ranks that shard with one another on one host read one another's memory; others are sent what they need. The sends of a
+rank are all issued at the beginning, from where its parts lie, and go when the writer asks for them: nobody works in step,
+and no writer holds more than one part of one tensor beside its own state; or one whole tensor and a part of it, if tensor
+parallelism divides it so that the parts' rows have to be joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..distributed.waits import waiting
+from .cuts import put
+from .ranks import Ranks
+from .tensorfile import dtype_of
+from .write_plan import Source, Task, WritePlan
+
+_STRETCH = 4 << 20  # bytes: stays in the processor's cache from reading to writing
+
+PeerReader = Callable[[int, int, torch.Tensor], None]  # (rank, address, where to), of this rank's shard group
+
+
+class Collector:
+    """The tensors of ``plan``, from ``memory`` of all ranks: (set, name) -> this rank's part as a 1-D CPU tensor."""
+
+    def __init__(
+        self, plan: WritePlan, memory: dict[tuple[str, str], torch.Tensor], ranks: Ranks, read_peer: PeerReader | None
+    ) -> None:
+        self._memory, self._ranks, self._read_peer = memory, ranks, read_peer
+        # A shard group has peer memory on all its ranks or on none: sender and writer decide alike.
+        self._read = set(ranks.topology.ranks_along("shard")) if read_peer is not None else set()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._joined = torch.empty(0, dtype=torch.uint8)  # a whole tensor
+        self._sends = list(self._send_all(plan))
+
+    def _send_all(self, plan: WritePlan) -> Iterator[object]:
+        for task in plan.tasks:
+            for source in task.sources:
+                if source.rank == self._ranks.rank != task.writer and source.numel and task.writer not in self._read:
+                    yield self._ranks.send(self._own(task, source), task.writer, task.number)
+
+    def _own(self, task: Task, source: Source) -> torch.Tensor:
+        return self._memory[task.set, task.tensor.name][source.offset : source.offset + source.numel]
+
+    def stretches(self, task: Task) -> Iterator[torch.Tensor]:
+        """The flattened tensor of ``task``, whose writer this rank is, in 1-D pieces that are valid until the next."""
+        if all(source.share is None for source in task.sources):
+            for source in task.sources:
+                yield from self._pieces(task, source)
+            return
+        dtype = dtype_of(task.tensor.dtype)
+        self._joined, whole = _room(self._joined, task.tensor.numel, dtype)
+        for source in task.sources:
+            start = source.start
+            for piece in self._pieces(task, source):
+                assert source.share is not None  # a plan does not mix them
+                put(source.share, start, piece, whole)
+                start += piece.numel()
+        yield from whole.split(_STRETCH // dtype.itemsize)
+
+    def _pieces(self, task: Task, source: Source) -> Iterator[torch.Tensor]:
+        """The elements of ``source``, a stretch after the other."""
+        dtype = dtype_of(task.tensor.dtype)
+        length = _STRETCH // dtype.itemsize
+        if source.rank == self._ranks.rank:
+            yield from self._own(task, source).split(length)
+        elif source.rank in self._read:
+            assert self._read_peer is not None
+            for begin in range(0, source.numel, length):
+                self._buffer, piece = _room(self._buffer, min(length, source.numel - begin), dtype)
+                self._read_peer(source.rank, source.address + begin * dtype.itemsize, piece)
+                yield piece
+        elif source.numel:
+            self._buffer, part = _room(self._buffer, source.numel, dtype)
+            self._ranks.receive(part, source.rank, task.number)
+            yield from part.split(length)
+
+    def finish(self) -> None:
+        """Return when everything that this rank had to send is on its way."""
+        for send in self._sends:
+            with waiting("checkpoint: a part of a tensor that another rank takes"):
+                send.wait()  # type: ignore[attr-defined]
+        self._sends = []
+
+
+def _room(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``buffer`` of bytes, or a larger one in its place; its beginning as ``numel`` elements)."""
+    size = numel * dtype.itemsize
+    if buffer.numel() < size:
+        buffer = torch.empty(size, dtype=torch.uint8)
+    return buffer, buffer[:size].view(dtype)

@@ -1,0 +1,62 @@
+"""Given: what a loop passes to save, load and export, looked at before any rank does anything. No I/O."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..optim.loss_scaler import DTYPES
+from .directory import check_tag
+
+
+def translate(given: dict[str, Any], names: dict[str, str], function: str) -> dict[str, Any]:
+    """DeepSpeed's keywords by the names here. Raises TypeError for what neither knows."""
+    for key in given:
+        if key not in names:
+            raise TypeError(f"{function}() got an unexpected keyword argument {key!r}")
+    return {names[key]: value for key, value in given.items()}
+
+
+def directory_of(directory: str | Path) -> Path:
+    """Raises CheckpointError for what names none."""
+    if not isinstance(directory, (str, os.PathLike)) or not str(directory):
+        raise CheckpointError(
+            f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
+            "as 'checkpoints'."
+        )
+    return Path(directory)
+
+
+def tag_of(tag: Any) -> str | None:
+    """None if none is given. DeepSpeed's loops also pass numbers. Raises CheckpointError for what names no directory."""
+    if tag is None:
+        return None
+    if not isinstance(tag, (str, int)) or isinstance(tag, bool):
+        raise CheckpointError(
+            f"tag = {tag!r:.60}: it must be a str, not a {type(tag).__name__}. Remedy: pass a name such as 'best', and the "
+            "directory that it is in as the first argument."
+        )
+    return check_tag(str(tag))
+
+
+def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """Raises CheckpointError for what weights cannot be written in."""
+    dtype = DTYPES.get(asked) if isinstance(asked, str) else asked
+    if asked is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            f"dtype = {asked!r:.60}: weights cannot be exported in it. Remedy: pass {', '.join(map(repr, DTYPES))}, a "
+            "floating torch.dtype, or None for that of the model."
+        )
+    return dtype
+
+
+def check_client_state(state: Any) -> None:
+    if state is not None and not isinstance(state, dict):
+        raise CheckpointError(
+            f"client_state = {state!r:.60}: it must be a dict, not a {type(state).__name__}. Remedy: give it a name, as in "
+            "client_state={'mine': ...}."
+        )

@@ -1,0 +1,253 @@
+"""Plan: which rank writes which tensor into which file, and from which ranks its elements come. Pure arithmetic.
+
+Every rank lists the *parts* it holds. All ranks then make the same plan from the lists of all. Each tensor has one writer,
+and each file too. Writers take neighbouring tensors of the model, about the same number of bytes each; all sets of one
+parameter go to the same writer, so that weights in 16 bits are written from the fp32 values that it has anyway.
+
+[Note: columns]
+The ranks at one place of the pipe and tensor axes are a *column* of a replica: they share out whatever that place has of
+the model. A tensor comes whole from one column, or from several of which each has a part (a ``TensorShard``). What several
+columns have alike, such as norms, or a table that two stages use, comes from one of them: the writer's own, or the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from ..distributed.share import TensorShard
+from ..distributed.topology import Coordinate, Topology
+from ..errors import CheckpointError
+from .cuts import blocks, in_stretches
+from .tensorfile import Described, dtype_of
+
+MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
+STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
+CAST = "cast."  # no set: tensors that are only written in the dtype ``rounded``, into the set named behind it, or model
+ADAPTER = "adapter_model"  # PEFT's name for the one file of an adapter: a set of that name, maybe in a folder of its own
+# Bytes of a file, as far as tensors allow: what the Hugging Face hub's tools make.
+MAX_FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One part that a rank holds: ``numel`` elements from ``start`` of the flattened tensor ``name`` of ``set``.
+
+    ``dtype`` and ``shape`` are the whole tensor's. ``address``: where the part lies in the rank's memory.
+    ``rounded``: the dtype in which the set ``model`` has the same tensor; empty if it has it on its own.
+    ``share``: what of the tensor the rank's column has, if not all; ``start`` counts in that, flattened.
+    """
+
+    set: str
+    name: str
+    start: int
+    numel: int
+    dtype: str
+    shape: tuple[int, ...]
+    address: int = 0
+    rounded: str = ""
+    share: TensorShard | None = None
+
+    @property
+    def whole_numel(self) -> int:
+        """Of what the rank's column has of the tensor."""
+        return prod(self.shape if self.share is None else self.share.local_shape)
+
+
+_Rows = dict[int, list[Row]]  # of one tensor of one set, by rank
+
+
+@dataclass(frozen=True)
+class Source:
+    """Elements ``start .. start + numel`` lie at ``address`` of ``rank``, where its part begins ``offset`` before.
+
+    With a ``share``, ``start`` counts in that, and the elements lie apart in the whole tensor.
+    """
+
+    rank: int
+    start: int
+    numel: int
+    address: int
+    offset: int = 0
+    share: TensorShard | None = None
+
+
+@dataclass
+class Task:
+    """One tensor to be brought together by its writer, and written into one file, or two."""
+
+    number: int  # the same on all ranks
+    set: str
+    tensor: Described
+    writer: int
+    sources: list[Source]  # one, if the writer holds all of it; in the tensor's order, unless they have shares
+    file: str = ""  # none for what is only cast
+    rounded: Described | None = None  # the same tensor for the set ``model``, or the one that it is cast for
+    rounded_file: str = ""
+
+
+@dataclass
+class WritePlan:
+    """All tasks, in the order of the model; and for each set its files with the tensors in them."""
+
+    tasks: list[Task]
+    sets: dict[str, dict[str, list[Described]]] = field(default_factory=dict)  # set -> file -> tensors
+
+    def files(self) -> dict[str, list[Described]]:
+        """All files with their tensors."""
+        return {name: tensors for files in self.sets.values() for name, tensors in files.items()}
+
+
+def is_single(kind: str) -> bool:
+    """True for a set that is one file without an index, as PEFT reads it: an adapter."""
+    return kind.rpartition("/")[2] == ADAPTER
+
+
+def make_plan(
+    tables: Sequence[Sequence[Row]], topology: Topology, order: Iterable[str], max_file: int = MAX_FILE_BYTES
+) -> WritePlan:
+    """The plan for what the ranks of ``topology`` hold. ``order``: names of the model.
+
+    Raises CheckpointError if elements of a tensor are nowhere: then a rank lost something.
+    """
+    place = {name: index for index, name in enumerate(order)}
+    held: dict[tuple[str, str], _Rows] = {}
+    for rank, rows in enumerate(tables):
+        for row in rows:
+            held.setdefault((row.set, row.name), {}).setdefault(rank, []).append(row)
+    keys = sorted(held, key=lambda key: (place.get(key[1], len(place)), key[1], key[0]))
+    places = [topology.coordinate(rank) for rank in range(len(tables))]
+    writers = _writers(keys, held, places)
+    writers |= {name: 0 for kind, name in keys if is_single(kind.removeprefix(CAST))}
+    writers |= {name: _near(held[kind, name], writers[name], places) for kind, name in keys}
+    tasks = []
+    for number, key in enumerate(keys):
+        row = next(iter(held[key].values()))[0]
+        tensor = Described(row.name, row.dtype, row.shape)
+        rounded = Described(row.name, row.rounded, row.shape) if row.rounded else None
+        writer = writers[row.name]
+        tasks.append(Task(number, row.set, tensor, writer, _sources(held[key], tensor, writer, places), rounded=rounded))
+    plan = WritePlan(tasks)
+    _name_files(plan, max_file)
+    return plan
+
+
+def _writers(keys: list[tuple[str, str]], held: dict[tuple[str, str], _Rows], places: list[Coordinate]) -> dict[str, int]:
+    """name -> rank of the first pipeline stage that has it. A stage's are in contiguous stretches of about equal bytes."""
+    sizes: dict[int, dict[str, int]] = {}  # stage -> name -> bytes
+    stages: dict[str, int] = {}
+    for key in keys:
+        row = next(iter(held[key].values()))[0]
+        nbytes = Described(row.name, row.dtype, row.shape).nbytes
+        stage = stages.setdefault(row.name, min(places[rank].pipe for rank in held[key]))
+        named = sizes.setdefault(stage, {})
+        named[row.name] = named.get(row.name, 0) + nbytes + (nbytes // 2 if row.rounded else 0)
+    writers = {}
+    for stage, named in sizes.items():
+        ranks = [rank for rank, place in enumerate(places) if place.pipe == stage]
+        total, before = max(sum(named.values()), 1), 0
+        for name, size in named.items():
+            writers[name] = ranks[min((2 * before + size) * len(ranks) // (2 * total), len(ranks) - 1)]
+            before += size
+    return writers
+
+
+def _near(rows: _Rows, writer: int, places: list[Coordinate]) -> int:
+    """``writer``, or if its replica has nothing of the tensor, the first rank that has: replicas do not read each other."""
+    replica = places[writer].replicate
+    return writer if any(places[rank].replicate == replica for rank in rows) else min(rows)
+
+
+def _sources(rows: _Rows, tensor: Described, writer: int, places: list[Coordinate]) -> list[Source]:
+    """Where the writer gets the tensor from: from itself if it has all, else from ranks of its own replica."""
+    columns: dict[TensorShard | None, dict[tuple[int, int], _Rows]] = {}
+    own = places[writer].pipe, places[writer].tensor
+    for rank, found in rows.items():
+        place = places[rank]
+        for row in found if place.replicate == places[writer].replicate else ():
+            column = columns.setdefault(row.share, {}).setdefault((place.pipe, place.tensor), {})
+            column.setdefault(rank, []).append(row)
+    shares = [share for share in columns if share is not None] if None not in columns else []
+    if shares:
+        _check_shares(shares, tensor)
+    sources: list[Source] = []
+    for share in shares or (None,):
+        choice: dict[tuple[int, int], _Rows] = columns.get(share) or {own: {}}
+        sources += _of_column(choice[own if own in choice else min(choice)], tensor, writer)
+    if all(source.share is None for source in sources):
+        sources.sort(key=lambda source: source.start)
+    return sources
+
+
+def _of_column(rows: _Rows, tensor: Described, writer: int) -> Iterator[Source]:
+    """What a column has of the tensor: from one rank if one has all of it, the writer before others, else from several."""
+    for rank in sorted(rows, key=lambda rank: (rank != writer, rank)):
+        for row in rows[rank]:
+            if row.start == 0 and row.numel == row.whole_numel:
+                yield from _of_row(rank, row)
+                return
+    found = sorted((row.start, rank, row) for rank, parts in rows.items() for row in parts if row.numel)
+    end, numel = 0, next((row.whole_numel for parts in rows.values() for row in parts), tensor.numel)
+    for start, rank, row in found:
+        if start != end:
+            break
+        yield from _of_row(rank, row)
+        end = start + row.numel
+    if end != numel:
+        raise CheckpointError(
+            f"{tensor.name!r} has {numel} elements, but ranks hold only the first {end} of them without a gap. "
+            "This is an error in zerorun."
+        )
+
+
+def _of_row(rank: int, row: Row) -> Iterator[Source]:
+    """One part; in stretches of the whole tensor if they are few."""
+    if row.share is None or not in_stretches(row.share):
+        yield Source(rank, row.start, row.numel, row.address, 0, row.share)
+        return
+    itemsize = dtype_of(row.dtype).itemsize
+    for block in blocks(row.share, row.start, row.numel):
+        for cut in block.cuts:
+            yield Source(rank, cut.there, cut.width, row.address + cut.here * itemsize, cut.here)
+
+
+def _check_shares(shares: Sequence[TensorShard], tensor: Described) -> None:
+    """Raise CheckpointError unless every element of the tensor is in one of ``shares``, and in one only."""
+    dims, end = {share.dim for share in shares}, 0
+    for low, high in sorted(pair for share in shares for pair in share.ranges if pair[0] < pair[1]):
+        if low != end:
+            break
+        end = high
+    if len(dims) > 1 or end != tensor.shape[shares[0].dim]:
+        raise CheckpointError(
+            f"{tensor.name!r} of shape {list(tensor.shape)} is divided into {[(s.dim, s.ranges) for s in shares]}, which "
+            "do not make it up. This is an error in zerorun."
+        )
+
+
+def _name_files(plan: WritePlan, max_file: int) -> None:
+    """Give every task its file: ``SET-00001-of-0000N.safetensors``, a new one for another writer or when one is full."""
+    chunks: dict[str, list[list[tuple[Task, Described, bool]]]] = {}
+    last: dict[str, tuple[int, int]] = {}  # set -> (writer, bytes so far)
+    for task in plan.tasks:
+        wanted = [(task.set, task.tensor, False)] if not task.set.startswith(CAST) else []
+        if task.rounded is not None:
+            wanted.append((MODEL if wanted else task.set.removeprefix(CAST) or MODEL, task.rounded, True))
+        for kind, tensor, rounded in wanted:
+            writer, filled = last.get(kind, (-1, 0))
+            if writer != task.writer or (filled + tensor.nbytes > max_file and not is_single(kind)):
+                chunks.setdefault(kind, []).append([])
+                filled = 0
+            chunks[kind][-1].append((task, tensor, rounded))
+            last[kind] = task.writer, filled + tensor.nbytes
+    for kind, files in chunks.items():
+        plan.sets[kind] = {}
+        for index, members in enumerate(files):
+            name = f"{kind}.safetensors" if is_single(kind) else f"{kind}-{index + 1:05d}-of-{len(files):05d}.safetensors"
+            plan.sets[kind][name] = [tensor for _, tensor, _ in members]
+            for task, _, rounded in members:
+                if rounded:
+                    task.rounded_file = name
+                else:
+                    task.file = name

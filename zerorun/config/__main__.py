@@ -1,0 +1,7 @@
+"""``python -m zerorun.config``: check and print a configuration."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

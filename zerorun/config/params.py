@@ -1,0 +1,384 @@
+"""The optimizers and schedules that a configuration can name, and their keywords.
+
+Types and ranges only. Defaults are in optim.py, schedules.py and torch: a keyword that was not given is not passed on, so
+every field here is None. Learning rates are per optimizer step; lengths count optimizer steps. What torch has is listed
+here, and not asked of it: a file is checked without importing torch. A test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, create_model
+
+from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail, nearest
+from zerorun.errors import ConfigProblem
+
+
+def _betas(value: object) -> list[float]:
+    valid = isinstance(value, (list, tuple)) and len(value) == 2
+    if not valid or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in value):  # type: ignore[attr-defined]
+        fail("must be two numbers, each at least 0 and less than 1.", "Write for example [0.9, 0.999].")
+    return [float(beta) for beta in value]  # type: ignore[attr-defined]
+
+
+def _two_numbers(value: object) -> list[float]:
+    valid = isinstance(value, (list, tuple)) and len(value) == 2
+    if not valid or not all(type(item) in (int, float) for item in value):  # type: ignore[attr-defined]
+        fail("must be two numbers.", "Write for example [0.5, 1.2].")
+    return list(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _adafactor_eps(value: object) -> list[float | None]:
+    valid = isinstance(value, (list, tuple)) and len(value) == 2 and type(value[1]) in (int, float)
+    if not valid or not (value[0] is None or type(value[0]) in (int, float)):  # type: ignore[index]
+        fail("must be a number or null, then a number.", "Write for example [null, 1e-3].")
+    return list(value)  # type: ignore[call-overload, no-any-return]
+
+
+NonNegative = Annotated[Real, Field(ge=0)]
+Betas = Annotated[list[float], BeforeValidator(_betas)]
+TwoNumbers = Annotated[list[float], BeforeValidator(_two_numbers)]
+Steps = Annotated[Int, Field(ge=0)]
+SomeSteps = Annotated[Int, Field(ge=1)]
+WarmupType = Annotated[Literal["log", "linear"], LowerCase]
+
+
+class TorchParams(Section):
+    """What all of torch's optimizers here take."""
+
+    lr: NonNegative | None = None
+    maximize: Flag | None = None
+    foreach: Flag | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
+class OptimizerParams(TorchParams):
+    """What nearly all of them take as well."""
+
+    weight_decay: NonNegative | None = None
+    differentiable: Flag | None = None
+
+
+class AdamParams(OptimizerParams):
+    """``Adam`` decays weights apart from the gradient (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false."""
+
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    adam_w_mode: Flag | None = None
+    torch_adam: Annotated[Flag | None, Inert("both give the same update here.")] = None
+    set_grad_none: Annotated[Flag | None, Inert("zero_grad's own argument decides it.")] = None
+    # Checked, but not passed on: no optimizer class has such a keyword.
+    fp32_optimizer_states: Annotated[Flag | None, Refused("optimizer states are kept in fp32.", True)] = Field(
+        None, exclude=True
+    )
+    bias_correction: Flag | None = None
+    amsgrad: Flag | None = None
+    fused: Flag | None = None
+    capturable: Flag | None = None
+
+
+class SGDParams(OptimizerParams):
+    """torch's SGD."""
+
+    momentum: NonNegative | None = None
+    dampening: NonNegative | None = None
+    nesterov: Flag | None = None
+    fused: Flag | None = None
+
+
+class AdagradParams(OptimizerParams):
+    """torch's Adagrad."""
+
+    lr_decay: NonNegative | None = None
+    initial_accumulator_value: NonNegative | None = None
+    eps: NonNegative | None = None
+    fused: Flag | None = None
+
+
+class RAdamParams(OptimizerParams):
+    """torch's RAdam."""
+
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    decoupled_weight_decay: Flag | None = None
+    capturable: Flag | None = None
+
+
+class NAdamParams(RAdamParams):
+    """torch's NAdam."""
+
+    momentum_decay: NonNegative | None = None
+
+
+class AdamaxParams(OptimizerParams):
+    """torch's Adamax."""
+
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    capturable: Flag | None = None
+
+
+class AdadeltaParams(OptimizerParams):
+    """torch's Adadelta."""
+
+    rho: Annotated[Real, Field(ge=0, le=1)] | None = None
+    eps: NonNegative | None = None
+    capturable: Flag | None = None
+
+
+class RMSpropParams(OptimizerParams):
+    """torch's RMSprop."""
+
+    alpha: NonNegative | None = None
+    eps: NonNegative | None = None
+    momentum: NonNegative | None = None
+    centered: Flag | None = None
+    capturable: Flag | None = None
+
+
+class RpropParams(TorchParams):
+    """torch's Rprop, which has no weight decay."""
+
+    etas: TwoNumbers | None = None
+    step_sizes: TwoNumbers | None = None
+    capturable: Flag | None = None
+    differentiable: Flag | None = None
+
+
+class ASGDParams(OptimizerParams):
+    """torch's ASGD."""
+
+    lambd: Real | None = None
+    alpha: Real | None = None
+    t0: Real | None = None
+    capturable: Flag | None = None
+
+
+class AdafactorParams(TorchParams):
+    """torch's Adafactor."""
+
+    weight_decay: NonNegative | None = None
+    beta2_decay: Real | None = None
+    eps: Annotated[list[float | None], BeforeValidator(_adafactor_eps)] | None = None
+    d: Annotated[Real, Field(ge=1)] | None = None
+
+
+class LionParams(Section):
+    """Lion: the sign of an interpolated momentum."""
+
+    lr: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+    betas: Betas | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
+class ScheduleParams(Section):
+    """Keywords of a schedule. Of those that are ``required``, each is to be given."""
+
+    required: ClassVar[tuple[str, ...]] = ()
+
+
+class FormulaParams(ScheduleParams):
+    """``last_batch_iteration`` is the number of completed optimizer steps less one."""
+
+    last_batch_iteration: Annotated[Int, Field(ge=-1)] | None = None
+
+
+class WarmupLRParams(FormulaParams):
+    """Warm up, then stay."""
+
+    warmup_min_lr: PerGroup = None
+    warmup_max_lr: PerGroup = None
+    warmup_num_steps: Steps | None = None
+    warmup_type: WarmupType | None = None
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """Warm up, then fall to zero on a straight line."""
+
+    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+    total_num_steps: SomeSteps | None = None
+
+
+class WarmupCosineLRParams(FormulaParams):
+    """Warm up, then fall along a cosine, as shares of the optimizer's own lr."""
+
+    required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
+    total_num_steps: SomeSteps | None = None
+    warmup_min_ratio: NonNegative | None = None
+    warmup_num_steps: Steps | None = None
+    cos_min_ratio: NonNegative | None = None
+    warmup_type: WarmupType | None = None
+
+
+class OneCycleParams(FormulaParams):
+    """Up, down, then a slow decay, with momentum going the other way."""
+
+    required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
+    cycle_min_lr: PerGroup = None
+    cycle_max_lr: PerGroup = None
+    decay_lr_rate: NonNegative | None = None
+    cycle_first_step_size: SomeSteps | None = None
+    cycle_second_step_size: Steps | None = None
+    cycle_first_stair_count: Steps | None = None
+    cycle_second_stair_count: Steps | None = None
+    decay_step_size: Steps | None = None
+    cycle_momentum: Flag | None = None
+    cycle_min_mom: Annotated[Real, Field(ge=0, lt=1)] | None = None
+    cycle_max_mom: Annotated[Real, Field(ge=0, lt=1)] | None = None
+    decay_mom_rate: NonNegative | None = None
+
+
+class LRRangeTestParams(FormulaParams):
+    """A rising lr, to find where training breaks."""
+
+    lr_range_test_min_lr: PerGroup = None
+    lr_range_test_step_size: SomeSteps | None = None
+    lr_range_test_step_rate: NonNegative | None = None
+    lr_range_test_staircase: Flag | None = None
+
+
+def _torch_schedule(required: str, others: str) -> type[ScheduleParams]:
+    """The keywords of a class of torch.optim.lr_scheduler, which checks their values itself."""
+    keywords: dict[str, Any] = dict.fromkeys([*required.split(), *others.split(), "last_epoch"], (Any, None))
+    made = create_model("TorchScheduleParams", __base__=ScheduleParams, **keywords)
+    made.required = tuple(required.split())
+    return made
+
+
+# Canonical spelling -> keywords. Names are looked up without regard to case.
+OPTIMIZERS: dict[str, type[Section]] = {
+    "Adam": AdamParams,
+    "AdamW": AdamParams,
+    "SGD": SGDParams,
+    "Adagrad": AdagradParams,
+    "RAdam": RAdamParams,
+    "NAdam": NAdamParams,
+    "Adamax": AdamaxParams,
+    "Adadelta": AdadeltaParams,
+    "RMSprop": RMSpropParams,
+    "Rprop": RpropParams,
+    "ASGD": ASGDParams,
+    "Adafactor": AdafactorParams,
+    "Lion": LionParams,
+}
+SCHEDULERS: dict[str, type[ScheduleParams]] = {
+    "WarmupLR": WarmupLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "OneCycle": OneCycleParams,
+    "LRRangeTest": LRRangeTestParams,
+}
+_MOMENTUM = "cycle_momentum base_momentum max_momentum"
+TORCH_SCHEDULERS: dict[str, type[ScheduleParams]] = {
+    "StepLR": _torch_schedule("step_size", "gamma"),
+    "MultiStepLR": _torch_schedule("milestones", "gamma"),
+    "ConstantLR": _torch_schedule("", "factor total_iters"),
+    "LinearLR": _torch_schedule("", "start_factor end_factor total_iters"),
+    "ExponentialLR": _torch_schedule("gamma", ""),
+    "PolynomialLR": _torch_schedule("", "total_iters power"),
+    "CosineAnnealingLR": _torch_schedule("T_max", "eta_min"),
+    "CosineAnnealingWarmRestarts": _torch_schedule("T_0", "T_mult eta_min"),
+    "CyclicLR": _torch_schedule(
+        "base_lr max_lr", f"step_size_up step_size_down mode gamma scale_fn scale_mode {_MOMENTUM}"
+    ),
+    "OneCycleLR": _torch_schedule(
+        "max_lr",
+        f"total_steps epochs steps_per_epoch pct_start anneal_strategy {_MOMENTUM} div_factor final_div_factor three_phase",
+    ),
+}
+# Lower-case name -> what to use instead, and why.
+_REFUSED_OPTIMIZERS = {
+    "muon": ("AdamW", "Muon needs whole matrices on one rank, which is not built yet"),
+    "lamb": ("AdamW", "LAMB is not built"),
+    "onebitadam": ("Adam", "compressed 1-bit communication is not built"),
+    "zerooneadam": ("Adam", "compressed 0/1 communication is not built"),
+    "onebitlamb": ("AdamW", "compressed 1-bit communication is not built"),
+    "muadam": ("Adam", "the mup package's optimizers are not supported"),
+    "muadamw": ("AdamW", "the mup package's optimizers are not supported"),
+    "musgd": ("SGD", "the mup package's optimizers are not supported"),
+    "lbfgs": ("AdamW", "LBFGS evaluates the model several times in one step and takes dot products over all parameters"),
+    "sparseadam": ("Adam", "SparseAdam needs sparse gradients, and gradients are reduced as parts of flat buffers"),
+}
+# Lower-case name -> why a configuration cannot describe it.
+_CALLABLES = "its parameters are functions, which a configuration cannot hold."
+_SCHEDULES = "its parameters are other schedules, which a configuration cannot hold."
+_REFUSED_SCHEDULERS = {
+    "lambdalr": _CALLABLES,
+    "multiplicativelr": _CALLABLES,
+    "sequentiallr": _SCHEDULES,
+    "chainedscheduler": _SCHEDULES,
+    "reducelronplateau": "it needs a metric in every step(), which a schedule driven by optimizer steps does not have.",
+}
+
+
+@dataclass(frozen=True)
+class KnownType:
+    """What is known about the ``type`` of an optimizer or schedule section."""
+
+    name: str  # canonical spelling
+    params: type[Section]
+
+
+def find_kind(section: str, name: object) -> KnownType | None:
+    """``section`` is "optimizer" or "scheduler". None if it has nothing of this name."""
+    for known, params in _kinds(section).items():
+        if isinstance(name, str) and name.lower() == known.lower():
+            return KnownType(known, params)
+    return None
+
+
+def _kinds(section: str) -> Mapping[str, type[Section]]:
+    return OPTIMIZERS if section == "optimizer" else {**SCHEDULERS, **TORCH_SCHEDULERS}
+
+
+def wrong_name(section: str, name: str, params: dict[str, Any]) -> ConfigProblem | None:
+    """The problem with a ``type``, if it has one."""
+    if find_kind(section, name) is not None:
+        return None
+    refused = refused_optimizer(name, params) if section == "optimizer" else _refused_scheduler(name)
+    return refused or _unknown_name(section, name)
+
+
+def _unknown_name(section: str, name: str) -> ConfigProblem:
+    known = list(_kinds(section))
+    likely = nearest(name, known)
+    remedy = f"Use one of {', '.join(known)}."
+    if likely:
+        remedy = "Did you mean " + " or ".join(f'"{word}"' for word in likely) + "?"
+    return ConfigProblem(f"{section}.type", name, f"no {section} has this name.", remedy)
+
+
+def _refused_scheduler(name: str) -> ConfigProblem | None:
+    reason = _REFUSED_SCHEDULERS.get(name.lower())
+    remedy = "Build it in the program: pass lr_scheduler= to initialize(), or step it in the training loop."
+    return ConfigProblem("scheduler.type", name, reason, remedy) if reason else None
+
+
+def refused_optimizer(name: str, params: dict[str, Any]) -> ConfigProblem | None:
+    """The problem with an optimizer that zerorun cannot offer. Its remedy is one edit that gives a valid section."""
+    if name.lower() not in _REFUSED_OPTIMIZERS:
+        return None
+    instead, reason = _REFUSED_OPTIMIZERS[name.lower()]
+    extra = [key for key, value in params.items() if not _stays(instead, key, value)]
+    remedy = f'Use "{instead}"'
+    if extra:
+        remedy += f", and remove {', '.join(extra)} from optimizer.params"
+    return ConfigProblem("optimizer.type", name, f"{reason}.", remedy + ".")
+
+
+def _stays(optimizer: str, key: str, value: object) -> bool:
+    field = OPTIMIZERS[optimizer].spellings().get(key)
+    if field is None:
+        return False
+    marks = OPTIMIZERS[optimizer].model_fields[field].metadata
+    return all(not isinstance(mark, Refused) or value == mark.allowed for mark in marks)

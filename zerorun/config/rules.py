@@ -1,0 +1,292 @@
+"""What no single key can decide: contradictions, things that are not built, and notes on keys with nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerorun.config.fields import NOT_ENABLED, ConfigNote, Inert, OnlyStages, Refused, Section
+from zerorun.config.params import find_kind, wrong_name
+from zerorun.config.schema import Config
+from zerorun.errors import ConfigProblem
+
+
+def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> list[ConfigProblem]:
+    """Everything that cannot be honoured, whatever the device and the number of ranks."""
+    problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
+    problems += [problem for path, section in params for problem in _refused_values(section, path)]
+    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
+        problems += rule(config)
+    return problems
+
+
+def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
+    """The section and all sections in it, each with its path, which ends with a dot or is empty."""
+    yield path, section
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _sections(value, f"{path}{field.alias or name}.")
+
+
+def _refused_values(section: Section, path: str) -> Iterator[ConfigProblem]:
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        for mark in field.metadata:
+            if not isinstance(mark, Refused) or name not in section.model_fields_set:
+                continue
+            allowed = mark.allowed if isinstance(mark.allowed, tuple) else (mark.allowed,)
+            if value in allowed:
+                continue
+            shown = str(mark.allowed).lower()
+            yield ConfigProblem(path + (field.alias or name), value, mark.reason, mark.remedy or f"Set it to {shown}.")
+
+
+def _precision(config: Config) -> Iterator[ConfigProblem]:
+    if config.fp16.enabled and config.bf16.enabled:
+        reason = "fp16.enabled and bf16.enabled are both true."
+        yield ConfigProblem("bf16.enabled", True, reason, "Set one of the two to false.")
+    for name in ("fp16", "bf16"):
+        if config.torch_autocast.enabled and getattr(config, name).enabled:
+            reason = f"autocast works on fp32 parameters, and {name}.enabled casts them."
+            remedy = f"Set torch_autocast.enabled or {name}.enabled to false."
+            yield ConfigProblem("torch_autocast.enabled", True, reason, remedy)
+
+
+def _loss_scale(config: Config) -> Iterator[ConfigProblem]:
+    fp16 = config.fp16
+    highest = fp16.loss_scale or 2.0**fp16.initial_scale_power
+    if fp16.enabled and fp16.min_loss_scale > highest:
+        reason = f"the lowest loss scale is above the first one, {highest:g}."
+        yield ConfigProblem("fp16.min_loss_scale", fp16.min_loss_scale, reason, f"Use at most {highest:g}.")
+
+
+def _offload(config: Config) -> Iterator[ConfigProblem]:
+    zero = config.zero_optimization
+    for name, section, stages in (
+        ("offload_optimizer", zero.offload_optimizer, (1, 2, 3)),
+        ("offload_param", zero.offload_param, (3,)),
+    ):
+        key = f"zero_optimization.{name}.device"
+        if section.device == "nvme" and not (section.nvme_path or "").strip():
+            reason = "needs a folder on a local disk."
+            yield ConfigProblem(key, "nvme", reason, f'Set zero_optimization.{name}.nvme_path, or device to "cpu".')
+        if section.device != "none" and zero.stage not in stages:
+            reason = f"needs stage {' or '.join(map(str, stages))}; at stage {zero.stage} there is no shard to move."
+            remedy = f'Remove {name}, or set its device to "none", or set zero_optimization.stage to 3.'
+            yield ConfigProblem(key, section.device, reason, remedy)
+
+
+def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
+    """Three keys set one thing: shard_degree, MiCS's shard size, and ZeRO++'s secondary partition size."""
+    zero = config.zero_optimization
+    for key in ("mics_shard_size", "zero_hpz_partition_size"):
+        wanted = getattr(zero, key)
+        if wanted > 1 and zero.shard_degree not in (None, wanted):
+            reason = f"sets the shard degree, which is {zero.shard_degree} by another key."
+            yield ConfigProblem(f"zero_optimization.{key}", wanted, reason, f"Keep shard_degree and remove {key}.")
+
+
+def _compile(config: Config) -> Iterator[ConfigProblem]:
+    if config.compile.enabled and config.compile.disable:
+        reason = "compile.enabled and compile.disable are both true."
+        yield ConfigProblem("compile.disable", True, reason, "Remove one of the two.")
+    if config.compile.enabled and config.activation_checkpointing.policy == "selective":
+        reason = "selective checkpointing keeps results of single operations, which a compiled block does not show."
+        remedy = 'Use "full" or "every_n", or set compile.enabled to false.'
+        yield ConfigProblem("activation_checkpointing.policy", "selective", reason, remedy)
+    if "backend" in config.compile.kwargs:
+        value, reason = config.compile.kwargs["backend"], "compile.backend names the backend."
+        yield ConfigProblem("compile.kwargs.backend", value, reason, "Write it as compile.backend.")
+
+
+def _names(config: Config) -> Iterator[ConfigProblem]:
+    for name, section in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        problem = wrong_name(name, section.type, section.params) if section is not None else None
+        if problem is not None:
+            yield problem
+
+
+def _checkpoint(config: Config) -> Iterator[ConfigProblem]:
+    section = config.checkpoint
+    for name in ("auto_resume", "every_steps", "every_minutes"):
+        value = getattr(section, name)
+        if value and section.dir is None:
+            reason, remedy = "there is no directory to do it in.", "Set checkpoint.dir."
+            yield ConfigProblem(f"checkpoint.{name}", value, reason, remedy)
+    if section.asynchronous and not (section.every_steps or section.every_minutes):
+        reason = "it is about saves by checkpoint.every_steps or every_minutes, and neither is set."
+        remedy = "Set one of them; in a script, call save_checkpoint(..., asynchronous=True)."
+        yield ConfigProblem("checkpoint.asynchronous", True, reason, remedy)
+
+
+def tensor_sizes(config: Config) -> dict[str, int]:
+    """Every name of the tensor degree, with what it says."""
+    section = config.tensor_parallel
+    return {
+        "tensor_parallel.size": section.size,
+        "tensor_parallel.autotp_size": section.autotp_size or 1,
+        "tensor_parallel.tp_size": section.tp_size or 1,
+        "tensor_parallel.tp.tp_size": section.tp.tp_size or 1,
+    }
+
+
+def _parallel(config: Config) -> Iterator[ConfigProblem]:
+    sizes = {key: size for key, size in tensor_sizes(config).items() if size > 1}
+    for key, size in sizes.items():
+        first = next(iter(sizes))
+        if size != sizes[first]:
+            yield ConfigProblem(key, size, f"{first} is {sizes[first]}, and both are the tensor degree.", f"Keep {first}.")
+    pipeline = config.pipeline
+    if pipeline.schedule == "interleaved" and pipeline.chunks < 2:
+        reason, remedy = "each stage needs at least 2 parts of the model.", 'Set pipeline.chunks to 2, or use "1f1b".'
+        yield ConfigProblem("pipeline.chunks", pipeline.chunks, reason, remedy)
+    if pipeline.schedule != "interleaved" and pipeline.chunks > 1:
+        reason, remedy = f"the schedule {pipeline.schedule!r} has one part on each stage.", 'Use "interleaved".'
+        yield ConfigProblem("pipeline.chunks", pipeline.chunks, reason, remedy)
+
+
+def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
+    """One note for each key of the file that changes nothing in this run, with the reason."""
+    written = _written(config)
+    notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
+    rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes)
+    for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note):
+        notes += rule(config)
+    return tuple(notes)
+
+
+def _written(config: Config) -> frozenset[str]:
+    """The keys that the file gives a value other than "auto", and the objects that they stand in."""
+    keys = {key for key, source in config.sources.items() if source == "file"}.difference(config.auto)
+    parts = [key.split(".") for key in keys]
+    return frozenset(".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1))
+
+
+def written_in_vain(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
+    """Those keys of a section that the file gives a value other than the default, so that one expects an effect."""
+    section: Section = config
+    for step in path.split("."):
+        section = getattr(section, step)
+    fields, written = type(section).model_fields, _written(config)
+    found = [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
+    return [key for name in found if (key := f"{path}.{fields[name].alias or name}") in written]
+
+
+def _section_notes(config: Config, section: Section, path: str, written: frozenset[str]) -> Iterator[ConfigNote]:
+    if section.is_off():
+        if _waits_for_switch(config, section, path, written):
+            yield ConfigNote(path.rstrip("."), NOT_ENABLED)
+        return
+    for name, field in type(section).model_fields.items():
+        key = path + (field.alias or name)
+        if key not in written:
+            continue
+        value = getattr(section, name)
+        for mark in field.metadata:
+            if isinstance(mark, Inert) and value != mark.unless:
+                yield ConfigNote(key, mark.reason)
+            if isinstance(mark, OnlyStages) and _elsewhere(config, mark) and value != field.default:
+                stages = " or ".join(map(str, mark.stages))
+                yield ConfigNote(key, f"only stage {stages} reads it; the stage is {config.zero_optimization.stage}.")
+
+
+def _waits_for_switch(config: Config, section: Section, path: str, written: frozenset[str]) -> bool:
+    """True if the file fills in a section whose switch it does not mention, and that is off for this reason."""
+    if config.sources.get(path + "enabled") != "default":
+        return False
+    for name, field in type(section).model_fields.items():
+        happens_anyway = any(
+            isinstance(mark, Refused) or (isinstance(mark, Inert) and getattr(section, name) == mark.unless)
+            for mark in field.metadata
+        )
+        if path + (field.alias or name) in written and not happens_anyway:
+            return True
+    return False
+
+
+def _elsewhere(config: Config, mark: OnlyStages) -> bool:
+    return config.zero_optimization.stage not in mark.stages
+
+
+def _clipping_note(config: Config) -> Iterator[ConfigNote]:
+    if config.sources.get("gradient_clipping") == "default":
+        value = config.gradient_clipping
+        yield ConfigNote("gradient_clipping", f"not given; {value} as in DeepSpeed since 2026-06. 0 switches it off.")
+
+
+def _offload_notes(config: Config) -> Iterator[ConfigNote]:
+    zero = config.zero_optimization
+    for name, section in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        path = f"zero_optimization.{name}"
+        if section.nvme_path and section.device != "nvme":
+            reason = f"nothing goes there, since device is {section.device!r}."
+            yield ConfigNote(f"{path}.nvme_path", reason)
+        if section.device == "none":
+            others = tuple(type(section).model_fields.keys() - {"device", "nvme_path"})
+            for key in sorted(written_in_vain(config, path, others)):
+                yield ConfigNote(key, "nothing is moved, since device is 'none'.")
+
+
+def _tensor_notes(config: Config) -> Iterator[ConfigNote]:
+    if config.tensor_parallel.size == 1:
+        for key in written_in_vain(config, "tensor_parallel", ("sequence_parallel", "vocab_parallel_loss")):
+            yield ConfigNote(key, "tensor_parallel.size is 1.")
+
+
+def _autocast_note(config: Config) -> Iterator[ConfigNote]:
+    """Of a section that does not say ``enabled``, the section is noted."""
+    if config.torch_autocast.is_off() and config.sources.get("torch_autocast.enabled") != "default":
+        for key in written_in_vain(config, "torch_autocast", ("dtype",)):
+            yield ConfigNote(key, "torch_autocast.enabled is false.")
+
+
+def _unit_notes(config: Config) -> Iterator[ConfigNote]:
+    zero, written = config.zero_optimization, _written(config)
+    for name, policies in (
+        ("unit_block_count", ("by_block_group",)),
+        ("unit_numel", ("size_based", "by_block_and_size")),
+    ):
+        key = f"zero_optimization.{name}"
+        if key in written and zero.unit_policy not in policies:
+            yield ConfigNote(key, f"only unit_policy {' and '.join(policies)} read it.")
+
+
+def _static_scale_notes(config: Config) -> Iterator[ConfigNote]:
+    if not config.fp16.enabled or not config.fp16.loss_scale:
+        return
+    written = _written(config)
+    for name in ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"):
+        if f"fp16.{name}" in written:
+            yield ConfigNote(f"fp16.{name}", f"the loss scale is fixed at {config.fp16.loss_scale:g}.")
+
+
+def _recompute_notes(config: Config) -> Iterator[ConfigNote]:
+    section, key = config.activation_checkpointing, "activation_checkpointing."
+    if key + "every_n" in _written(config) and section.policy != "every_n":
+        yield ConfigNote(key + "every_n", 'only policy "every_n" reads it.')
+    if section.cpu_checkpointing and section.policy == "none":
+        reason = 'policy is "none": it applies to calls of zerorun.checkpointing.checkpoint() only.'
+        yield ConfigNote(key + "cpu_checkpointing", reason)
+
+
+def _adam_note(config: Config) -> Iterator[ConfigNote]:
+    if config.optimizer is None:
+        return
+    kind, params = config.optimizer.type.lower(), config.optimizer.params
+    if kind == "adam" and params.get("weight_decay") and "adam_w_mode" not in params:
+        reason = "Adam decays weights apart from the gradient, as AdamW; adam_w_mode false gives the L2 form."
+        yield ConfigNote("optimizer.type", reason)
+    if kind == "adamw" and params.get("adam_w_mode") is False:
+        yield ConfigNote("optimizer.params.adam_w_mode", 'AdamW is always decoupled; type "Adam" with it is not.')
+
+
+def _params_notes(config: Config) -> Iterator[ConfigNote]:
+    """Marks on the keywords of an optimizer, which the configuration holds as a plain dict."""
+    kind = find_kind("optimizer", config.optimizer.type) if config.optimizer else None
+    if config.optimizer is None or kind is None:
+        return
+    for name in config.optimizer.params:
+        field = kind.params.model_fields.get(name)
+        for mark in field.metadata if field else ():
+            if isinstance(mark, Inert):
+                yield ConfigNote(f"optimizer.params.{name}", mark.reason)

@@ -1,0 +1,280 @@
+"""The whole configuration: the top-level keys, the features that zerorun does not carry out, and how it prints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PrivateAttr
+
+from zerorun.config.fields import (
+    ConfigNote,
+    Dtype,
+    EffectiveValue,
+    Feature,
+    Flag,
+    Inert,
+    Int,
+    LowerCase,
+    Real,
+    Refused,
+    Section,
+    StepsPerPrint,
+    Text,
+)
+from zerorun.config.sections import (
+    REPORT,
+    ActivationCheckpointing,
+    Aio,
+    Bf16,
+    Checkpoint,
+    CommsLogger,
+    Compile,
+    Count,
+    Dataloader,
+    DataTypes,
+    FlopsProfiler,
+    Fp16,
+    Optimizer,
+    Pipeline,
+    Scheduler,
+    TensorParallel,
+    Timers,
+    TorchAutocast,
+    ZeroOptimization,
+)
+from zerorun.errors import ConfigProblem
+
+_MONITOR = "monitors are not built yet."
+_SP_SIZE = Refused("sequence parallelism is not built.", allowed=(0, 1), remedy="Use 1, or remove the key.")
+
+
+def _keys(names: str, reason: str, remedy: str = "", on_when_present: bool = False) -> Feature:
+    return Feature(reason, ("enabled", *names.split()), on_when_present, remedy)
+
+
+class Config(Section):
+    """The whole configuration. Attributes hold defaults where the source says "auto", until ``resolve`` fills them in.
+
+    The three batch keys are 0 until resolved. Build it with ``load_config`` and ``resolve``, not directly.
+    """
+
+    train_batch_size: Count = 0  # samples per optimizer step over all ranks
+    train_micro_batch_size_per_gpu: Count = 0  # samples per forward on one rank
+    gradient_accumulation_steps: Count = 0  # micro-batches per optimizer step
+    managed_gradient_accumulation: Flag = True
+    steps_per_print: StepsPerPrint | None = None  # optimizer steps; None: silent
+    dataloader_drop_last: Flag = False
+    dataloader: Dataloader = Dataloader()
+    seed: Annotated[Int, Field(ge=0)] | None = None
+
+    gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0  # global 2-norm; 0: off
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
+    communication_data_type: Dtype | None = None  # None: fp32, in which gradients accumulate
+    prescale_gradients: Annotated[
+        Flag, Inert("gradients are averaged in a way that cannot overflow; the result is the same.", unless=False)
+    ] = False
+    gradient_predivide_factor: Annotated[
+        Real, Field(gt=0), Inert("it cancels out; gradients are averaged over all ranks.", unless=1.0)
+    ] = 1.0
+    sparse_gradients: Annotated[
+        Flag, Inert("embedding gradients are exchanged dense; the result is the same.", unless=False)
+    ] = False
+
+    fp16: Fp16 = Fp16()
+    bf16: Bf16 = Bf16()
+    torch_autocast: TorchAutocast = TorchAutocast()
+    data_types: DataTypes = DataTypes()
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    compile: Compile = Compile()
+    zero_allow_untested_optimizer: Annotated[
+        Flag, Inert("every optimizer that updates elements one by one can be used.", unless=True)
+    ] = False
+    zero_force_ds_cpu_optimizer: Annotated[Flag, Inert("any optimizer can be used with offload.", unless=False)] = True
+
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    pipeline: Pipeline = Pipeline()
+    tensor_parallel: TensorParallel = TensorParallel()
+    sequence_parallel_size: Annotated[Int, _SP_SIZE] = 1
+    data_parallel_size: Count | None = None  # if given, it must be the actual one
+    seq_parallel_communication_data_type: Annotated[Dtype, Inert("there is no sequence parallelism.")] = "fp32"
+    use_data_before_expert_parallelism: Annotated[
+        Flag, Inert("there is no expert parallelism to be ordered.", unless=False)
+    ] = False
+    checkpoint: Checkpoint = Checkpoint()
+    aio: Aio = Aio()
+
+    wall_clock_breakdown: Annotated[Flag, Inert(f"no step is timed with device syncs; {REPORT}", False)] = False
+    memory_breakdown: Annotated[Flag, Inert("use engine.memory_report(), which needs no switch.", False)] = False
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    comms_logger: CommsLogger = CommsLogger()
+    timers: Timers = Timers()
+    dump_state: Annotated[Flag, Inert("python -m zerorun.config prints the resolved configuration.", False)] = False
+    log_level: Annotated[Text, Inert('set logging.getLogger("zerorun").setLevel(...) in the program.')] = ""
+    vocabulary_size: Annotated[Int, Inert("the vocabulary is read from the model.")] = 0
+    disable_allgather: Annotated[Flag, Inert("no version of DeepSpeed in use reads it either.")] = False
+
+    other_names: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
+    features: ClassVar[dict[str, Feature]] = {
+        "amp": _keys(
+            "opt_level loss_scale cast_model_outputs keep_batchnorm_fp32 master_weights num_losses verbosity "
+            "min_loss_scale max_loss_scale patch_torch_functions cast_model_type",
+            "NVIDIA apex is not used.",
+            'Remove "amp" and use "torch_autocast": {"enabled": true, "dtype": "bf16"}.',
+        ),
+        "elasticity": _keys(
+            "max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch version "
+            "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
+            "elastic batch sizes are not built.",
+            "Remove the section and give train_batch_size; checkpoints load at any world size.",
+        ),
+        "autotuning": _keys(
+            "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path tuner_type "
+            "tuner_early_stopping tuner_num_trials max_train_batch_size min_train_batch_size arg_mappings model_info "
+            "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
+            "mp_size model_info_path",
+            "autotuning is not built.",
+        ),
+        "tensorboard": _keys("output_path job_name", _MONITOR),
+        "wandb": _keys("group team project", _MONITOR),
+        "csv_monitor": _keys("output_path job_name", _MONITOR),
+        "comet": _keys(
+            "samples_log_interval project workspace api_key experiment_name experiment_key online mode", _MONITOR
+        ),
+        "compression_training": Feature(
+            "compression is not built.",
+            (
+                "layer_reduction",
+                "weight_quantization",
+                "activation_quantization",
+                "sparse_pruning",
+                "row_pruning",
+                "head_pruning",
+                "channel_pruning",
+            ),
+        ),
+        "sparse_attention": Feature("sparse attention is not built.", on_when_present=True),
+        "progressive_layer_drop": _keys("theta gamma", "progressive layer drop is not built."),
+        "curriculum_learning": _keys(
+            "curriculum_type min_difficulty max_difficulty schedule_type schedule_config", "curricula are not built."
+        ),
+        "data_efficiency": _keys("seed data_sampling data_routing", "data efficiency is not built."),
+        "eigenvalue": _keys(
+            "verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
+            "eigenvalue estimation is not built.",
+        ),
+        "hybrid_engine": _keys(
+            "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size",
+            "the hybrid engine is not built.",
+        ),
+        "expert_parallel": _keys(
+            "autoep_size expert_parallel_size ep_size top_k patterns preset_model",
+            "expert parallelism is not built; experts are sharded like any other parameter.",
+        ),
+        "nebula": _keys(
+            "persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load load_path",
+            "Nebula is not supported.",
+        ),
+        "datastates_ckpt": Feature("DataStates is not supported.", on_when_present=True),
+        "quantize_training": Feature("quantised training is not built."),
+        "weight_quantization": Feature("weight quantisation is not built.", on_when_present=True),
+        "graph_harvesting": Feature("graph harvesting is not built."),
+    }
+
+    _auto: tuple[str, ...] = PrivateAttr(())
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _notes: tuple[ConfigNote, ...] = PrivateAttr(())
+    _off: tuple[ConfigNote, ...] = PrivateAttr(())  # features that the file describes and does not switch on
+
+    @property
+    def auto(self) -> tuple[str, ...]:
+        """Dotted keys that say "auto" and are not resolved yet; empty after ``resolve``."""
+        return self._auto
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Dotted key -> "file", "auto", "derived" or "default", for every key of the configuration."""
+        return dict(self._sources)
+
+    @property
+    def notes(self) -> tuple[ConfigNote, ...]:
+        """The keys that were given and have nothing to do here, each with the reason."""
+        return self._notes
+
+    @classmethod
+    def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
+        """The oldest form: ``zero_optimization: true`` is stage 1, with ``allgather_size`` beside it."""
+        zero = raw.get("zero_optimization")
+        if not isinstance(zero, bool):
+            return raw
+        raw = dict(raw, zero_optimization={"stage": int(zero)})
+        size = raw.pop("allgather_size", None)
+        if size is not None:
+            raw["zero_optimization"]["allgather_bucket_size"] = size
+        return raw
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, defaults included, with DeepSpeed's spellings; ``load_config`` accepts it again."""
+        content: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True)
+        return content
+
+    def effective(self) -> dict[str, EffectiveValue]:
+        """Dotted key -> what is in force, for every key with a value. A key that has no effect has a note: the reason."""
+        reasons = {note.key: note.reason for note in self._notes}
+
+        def note(key: str) -> str | None:
+            words = key.split(".")
+            above = (".".join(words[:depth]) for depth in range(len(words), 0, -1))
+            return next((reasons[path] for path in above if path in reasons), None)
+
+        content = flatten(self.as_dict())
+        found = {key: EffectiveValue(value, self._sources.get(key, "default"), note(key)) for key, value in content.items()}
+        return found | {entry.key: EffectiveValue(False, "file", entry.reason) for entry in self._off}
+
+    def fingerprint(self) -> str:
+        """16 hex digits that are equal exactly when the content is, on any host."""
+        text = json.dumps(self.as_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def describe(self) -> str:
+        """The values that are not defaults, one a line, each with where it came from; then the notes."""
+        content = flatten(self.as_dict())
+        ordinary = _ordinary()
+        lines = []
+        for key, source in sorted(self._sources.items()):
+            if key in self._auto:
+                lines.append(f"  {key} = auto")
+            elif key in content and content[key] != ordinary.get(key):
+                lines.append(f"  {key} = {_short(content[key])}  ({source})")
+        if self._notes:
+            lines += ["notes:", *(f"  {note}" for note in self._notes)]
+        return "\n".join([f"configuration {self.fingerprint()}, without the defaults:", *lines])
+
+
+@cache
+def _ordinary() -> dict[str, Any]:
+    """The defaults, with dotted keys; those of the sections that are absent by default as well."""
+    return flatten(Config(optimizer=Optimizer(type=""), scheduler=Scheduler(type="")).as_dict())
+
+
+def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested objects as one, with dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _short(value: Any) -> str:
+    """Numbers above a thousand as 5e+08, when that says all of it."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and abs(value) > 1e4 and float(f"{value:.3g}") == value:
+        return f"{value:.3g}"
+    return json.dumps(value)

@@ -1,0 +1,458 @@
+"""The sections of the configuration: DeepSpeed's names, their types, ranges, defaults, and what zerorun does with each.
+
+Lengths called ``*_size``, ``*_parameters`` or ``*_threshold`` in ``zero_optimization`` count elements, not bytes.
+``null`` means absent everywhere. A field without a mark is carried out; the marks ``Inert``, ``Refused`` and
+``OnlyStages`` (config_fields.py) say what happens to the others.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from zerorun.config.fields import (
+    Dtype,
+    Feature,
+    Flag,
+    Inert,
+    Int,
+    LowerCase,
+    OnlyStages,
+    Real,
+    Refused,
+    Section,
+    Stage,
+    Text,
+    UnitPolicy,
+)
+from zerorun.errors import ConfigProblem
+
+MAX_ELEMENTS = 2**63 - 1
+_AT_LEAST_0 = Field(ge=0)
+_AT_LEAST_1 = Field(ge=1)
+Elements = Annotated[Int, _AT_LEAST_0]
+Count = Annotated[Int, _AT_LEAST_1]
+_BUFFERS = Inert("three buffers of the size of a unit's states are used: one is read, one updated, one written.")
+_ALWAYS_BESIDE = Inert("reads and writes always go on beside the updates.", unless=True)
+_CUT = Inert("files are read and written in pieces of 1 MiB, 32 at a time.")
+_MAPPED = Inert("parameter shards on a disk are a mapped file; the kernel keeps in memory what there is room for.")
+_SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
+_IN_FP32 = Inert("gradients are accumulated in fp32; communication_data_type sets the dtype on the wire.", unless="fp32")
+REPORT = "use engine.memory_report() or engine.communication_report(), which need no switch."
+_WHOLE_ACTIVATIONS = Inert("every tensor rank sends whole activations, or its part of the sequence, to the next stage.")
+_DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
+_CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
+_FORMAT = "zerorun's own checkpoint format makes it unnecessary: "
+
+
+class Optimizer(Section):
+    """The optimizer to build when ``initialize`` is given none. ``params`` are its keywords."""
+
+    type: Text
+    params: dict[str, Any] = Field(default_factory=dict)
+    legacy_fusion: Annotated[Flag, Inert("the update always runs over the flat shard.", unless=False)] = False
+
+
+class Scheduler(Section):
+    """The learning-rate schedule to build when ``initialize`` is given none. Steps are optimizer steps."""
+
+    type: Text
+    params: dict[str, Any] = Field(default_factory=dict)
+
+
+class Fp16(Section):
+    """Half precision with a loss scale. Scales are plain factors; windows count optimizer steps."""
+
+    enabled: Flag = False
+    auto_cast: Annotated[Flag, _CAST] = False
+    loss_scale: Annotated[Real, Field(ge=0)] = 0.0  # 0: dynamic
+    initial_scale_power: Annotated[Int, Field(ge=0, le=64)] = 16
+    loss_scale_window: Count = 1000
+    hysteresis: Count = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Annotated[Real, Field(gt=0)] = 1.0
+    fp16_master_weights_and_grads: Annotated[Flag, Refused("master weights are kept in fp32.")] = False
+    opt_level: Annotated[Text, Inert("it belongs to NVIDIA apex, which zerorun does not use.")] = ""
+    fp16_scale_tolerance: Annotated[Real, Inert("the loss scale is lowered by hysteresis alone.")] = 0.0
+
+
+class Bf16(Section):
+    """bfloat16 parameters and activations over fp32 masters."""
+
+    enabled: Flag = False
+    check_grad_overflow: Flag = True
+    immediate_grad_update: Annotated[Flag, Inert("gradients are always taken over while backward runs.", unless=True)] = (
+        False
+    )
+    bf16_master_weights_and_grads: Annotated[Flag, Refused("master weights are kept in fp32.")] = False
+    bf16_optimizer_states: Annotated[Flag, Refused("optimizer states are kept in fp32.")] = False
+    auto_cast: Annotated[Flag, _CAST] = False
+    loss_scale: Annotated[Real, _SCALELESS] = 0.0
+    initial_scale_power: Annotated[Int, _SCALELESS] = 0
+    loss_scale_window: Annotated[Int, _SCALELESS] = 0
+    hysteresis: Annotated[Int, _SCALELESS] = 0
+    consecutive_hysteresis: Annotated[Flag, _SCALELESS] = False
+    min_loss_scale: Annotated[Real, _SCALELESS] = 0.0
+
+
+class TorchAutocast(Section):
+    """Run forward under ``torch.autocast``; parameters keep their dtype."""
+
+    enabled: Flag = False
+    dtype: Dtype = "bf16"
+    lower_precision_safe_modules: Annotated[
+        tuple[Text, ...], Inert("communication_data_type sets the dtype on the wire, for all modules alike.")
+    ] = ()
+
+
+class DataTypes(Section):
+    """Dtypes beside that of the parameters."""
+
+    grad_accum_dtype: Annotated[Dtype, _IN_FP32] = "fp32"
+    param_dtype: Dtype | None = None  # if given, it must agree with fp16/bf16
+    buffer_dtype: Annotated[
+        Dtype | None, Refused("buffers keep the dtype that the module gave them.", None, "Remove the key.")
+    ] = None
+
+
+class OffloadOptimizer(Section):
+    """Where the fp32 masters and the optimizer states live."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
+    pin_memory: Flag = True
+    ratio: Annotated[Real, Field(ge=0, le=1)] = 1.0  # share of the elements whose optimizer is there
+    nvme_path: Text | None = None  # a folder on a local disk
+    buffer_count: Annotated[Int, _BUFFERS] = 4
+    pipeline_read: Annotated[Flag, _ALWAYS_BESIDE] = False
+    pipeline_write: Annotated[Flag, _ALWAYS_BESIDE] = False
+    pipeline: Annotated[Flag, _ALWAYS_BESIDE] = False
+    fast_init: Annotated[Flag, Inert("room on the disk is allocated and not written.", unless=True)] = False
+    super_offload: Annotated[Flag, Inert("there is one way to offload.", unless=False)] = False
+    cpuadam_cores_perc: Annotated[Real, Inert("the update uses the threads of OMP_NUM_THREADS.")] = 0.8
+
+    def is_off(self) -> bool:
+        return self.device == "none"
+
+
+class OffloadParam(Section):
+    """Where the parameter shards of stage 3 live."""
+
+    device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
+    pin_memory: Flag = True
+    nvme_path: Text | None = None  # a folder on a local disk
+    buffer_count: Annotated[Int, _MAPPED] = 5
+    buffer_size: Annotated[Int, _MAPPED] = 100_000_000
+    max_in_cpu: Annotated[Int, _MAPPED] = 1_000_000_000
+
+    def is_off(self) -> bool:
+        return self.device == "none"
+
+
+_LEAF = Inert("a unit is always gathered whole, with everything in it; unit_policy decides what a unit is.", unless=())
+
+
+class LeafModule(Section):
+    """Modules to be gathered whole, with everything in them: by class name, module name, or end of the name."""
+
+    classes: Annotated[tuple[Text, ...], _LEAF] = ()
+    names: Annotated[tuple[Text, ...], _LEAF] = ()
+    name_suffixes: Annotated[tuple[Text, ...], _LEAF] = ()
+
+
+_STAGE_3 = OnlyStages((3,))
+_BUCKET = 500_000_000
+_ONE_BUCKET = Inert("a unit is one bucket; unit_policy decides how large it is.", unless=_BUCKET)
+_PERSIST = "small parameters are gathered with their unit."
+_QUANTIZED = Refused("quantised communication (ZeRO++) is not built.")
+_ALLGATHER = Inert("parameters are gathered in place, one unit at a time.")
+
+
+class ZeroOptimization(Section):
+    """The ZeRO stage, and how the model is cut and communicated."""
+
+    stage: Stage = 0
+    unit_policy: UnitPolicy = "by_block"
+    unit_block_count: Count = 2  # blocks per unit; by_block_group only
+    unit_numel: Count = 50_000_000  # size_based and by_block_and_size only
+    shard_degree: Annotated[Count | None, OnlyStages((1, 2, 3))] = None  # ranks; None: all data-parallel ranks
+    hybrid_shard: Annotated[Flag, OnlyStages((1, 2, 3))] = False  # with shard_degree None: the ranks of one node
+    overlap_comm: Flag | None = None
+    reduce_scatter: Annotated[
+        Flag, Inert("the stage decides how gradients are reduced; the result is the same.", unless=True)
+    ] = True
+    reduce_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
+    allgather_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
+    prefetch_bucket_size: Annotated[Elements, _STAGE_3] = Field(default=50_000_000, alias="stage3_prefetch_bucket_size")
+    max_live_parameters: Annotated[Elements, _STAGE_3] = Field(default=1_000_000_000, alias="stage3_max_live_parameters")
+    param_persistence_threshold: Annotated[Elements, Inert(_PERSIST, unless=100_000)] = Field(
+        default=100_000, alias="stage3_param_persistence_threshold"
+    )
+    model_persistence_threshold: Annotated[Elements, Inert(_PERSIST, unless=MAX_ELEMENTS)] = Field(
+        default=MAX_ELEMENTS, alias="stage3_model_persistence_threshold"
+    )
+    ignore_unused_parameters: Flag = True
+    leaf_module: LeafModule = LeafModule()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
+    gather_16bit_weights_on_model_save: Annotated[Flag, Inert("whole 16-bit weights can always be saved.", unless=True)] = (
+        Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    )
+    zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1  # becomes shard_degree
+    mics_shard_size: Annotated[Int, _STAGE_3] = -1  # becomes shard_degree
+    mics_hierarchical_params_gather: Annotated[Flag, Inert("the backend chooses how to gather.", unless=False)] = False
+
+    contiguous_gradients: Annotated[Flag, Inert("gradients always lie in one flat buffer.", unless=True)] = True
+    use_multi_rank_bucket_allreduce: Annotated[Flag, Inert("gradients are truly reduce-scattered.")] = True
+    allgather_partitions: Annotated[Flag, Inert(_ALLGATHER.reason, unless=True)] = True
+    sub_group_size: Annotated[Elements, Inert("the update runs over the shard in one pass.")] = 1_000_000_000
+    max_reuse_distance: Annotated[
+        Elements, Inert("what is kept gathered follows the recorded order and stage3_max_live_parameters.")
+    ] = Field(default=1_000_000_000, alias="stage3_max_reuse_distance")
+    module_granularity_threshold: Annotated[Elements, Inert("unit_policy decides what is gathered together.")] = Field(
+        default=0, alias="stage3_module_granularity_threshold"
+    )
+    use_all_reduce_for_fetch_params: Annotated[Flag, Inert(_ALLGATHER.reason, unless=False)] = Field(
+        default=False, alias="stage3_use_all_reduce_for_fetch_params"
+    )
+    allgather_sequential: Annotated[Flag, Inert(_ALLGATHER.reason, unless=False)] = Field(
+        default=False, alias="stage3_allgather_sequential"
+    )
+    round_robin_gradients: Annotated[Flag, Inert("shards are of equal size on every rank.", unless=False)] = False
+    load_from_fp32_weights: Annotated[Flag, Inert("masters are loaded from the checkpoint's tensors.", True)] = True
+    elastic_checkpoint: Annotated[Flag, Inert("every checkpoint loads at any world size.", unless=True)] = False
+    legacy_stage1: Annotated[Flag, Refused("there is one stage 1.")] = False
+    pipeline_loading_checkpoint: Annotated[Flag, Inert("a rank reads only its own slices.", unless=False)] = False
+    memory_efficient_linear: Annotated[Flag, Inert("torch's linear is not patched, and needs no patch.")] = True
+    override_module_apply: Annotated[Flag, Inert("module.apply is left as torch has it.", unless=False)] = True
+    log_trace_cache_warnings: Annotated[Flag, Inert("there is no trace cache to be invalidated.", False)] = False
+    enable_sanity_checks: Annotated[Flag, Inert("the checks are always on.", unless=True)] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, Inert("Muon is refused.")] = False
+    zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
+    zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
+    zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
+
+    other_names: ClassVar[dict[str, str]] = {
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "cpu_offload": "offload_optimizer",  # rewritten below; named here so that a misspelling finds them
+        "cpu_offload_params": "offload_param",
+        "cpu_offload_param": "offload_param",
+        "cpu_offload_use_pin_memory": "offload_optimizer",
+    }
+    features: ClassVar[dict[str, Feature]] = {
+        "zenflow": Feature("split updates (ZenFlow) are not built.", on_when_present=True),
+        "zeropp_loco_param": Feature(_QUANTIZED.reason, on_when_present=True),
+    }
+
+    @classmethod
+    def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
+        """``cpu_offload: true`` and its kin are the sections of today with device "cpu"."""
+        raw = dict(raw)
+        pin = raw.pop("cpu_offload_use_pin_memory", None)
+        for old, new in (
+            ("cpu_offload", "offload_optimizer"),
+            ("cpu_offload_param", "offload_param"),
+            ("cpu_offload_params", "offload_param"),
+        ):
+            wanted = raw.pop(old, None)
+            if wanted is None or wanted == "auto":
+                continue
+            if not isinstance(wanted, bool):
+                problems.append(ConfigProblem(path + old, wanted, "must be true or false.", f'Use "{new}" instead.'))
+            elif wanted and new in raw:
+                reason = f"says the same as {path}{new}, which is given as well."
+                problems.append(ConfigProblem(path + old, wanted, reason, f"Remove {old}."))
+            elif wanted:
+                raw[new] = {"device": "cpu"} if pin is None else {"device": "cpu", "pin_memory": pin}
+        return raw
+
+
+class ActivationCheckpointing(Section):
+    """Recomputation in backward. DeepSpeed has no ``policy``, and its sections alone switch nothing on; nor do they here.
+
+    Without a policy, the section is for calls of ``zerorun.checkpointing.checkpoint`` in the model.
+    """
+
+    policy: Annotated[Literal["none", "full", "every_n", "selective"], LowerCase] = "none"
+    every_n: Count = 2  # blocks; policy every_n only
+    cpu_checkpointing: Flag = False
+    partition_activations: Annotated[
+        Flag, Inert("it divides activations between tensor-parallel ranks, and there is one.", unless=False)
+    ] = False
+    contiguous_memory_optimization: Annotated[
+        Flag, Inert("what is kept is not copied on the device, and buffers in host memory are reused.", unless=False)
+    ] = False
+    number_checkpoints: Annotated[Int, Inert("checkpoints need not be counted beforehand.")] = 0
+    synchronize_checkpoint_boundary: Annotated[Flag, Inert("no step waits for the device to be timed.", unless=False)] = (
+        False
+    )
+    profile: Annotated[
+        Flag, Inert("use zerorun.checkpointing.kept_bytes(), or torch.profiler for times.", unless=False)
+    ] = False
+
+
+class Dataloader(Section):
+    """The loader that ``initialize(training_data=...)`` makes."""
+
+    shuffle: Flag = True  # anew in every epoch; in a pipeline it is false, unless it is written, as in DeepSpeed
+
+
+class Pipeline(Section):
+    """Pipeline stages, and in which order each works on the micro-batches of a step."""
+
+    stages: Count = 1
+    schedule: Annotated[Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"], LowerCase] = "1f1b"
+    chunks: Count = 1  # parts of the model on each stage, for the interleaved schedule
+    partition: Text | tuple[Count, ...] = "best"  # a method, or the number of layers of each part
+    activation_checkpoint_interval: Annotated[Int, _AT_LEAST_0] = 0  # layers; 0: none is recomputed
+    seed_layers: Annotated[Flag, Inert("a layer's initial values never depend on the number of stages.", unless=False)] = (
+        False
+    )
+    pipe_partitioned: Annotated[Flag, _WHOLE_ACTIVATIONS] = True
+    grad_partitioned: Annotated[Flag, _WHOLE_ACTIVATIONS] = True
+    use_reentrant: Annotated[Flag, Inert("layers are recomputed without re-entrance.", unless=False)] = True
+
+
+_GROUPS = Refused("a configuration cannot hold process groups.", None, "Remove it; initialize() takes topology=.")
+
+
+class TensorParallelGroup(Section):
+    """``tensor_parallel.tp``."""
+
+    tp_size: Count | None = None  # another name of tensor_parallel.size
+    mpu: Annotated[Any, _GROUPS] = None
+    tp_group: Annotated[Any, _GROUPS] = None
+    tp_grain_size: Annotated[Int, Inert("parts are as equal as can be, by heads and by columns.")] = 1
+
+
+_BY_PLAN = Inert("layers are divided by tensor_parallel.plan, by the model's own plan, or by one that is inferred.")
+
+
+class TensorParallel(Section):
+    """Layers divided over neighbouring ranks."""
+
+    size: Count = 1
+    plan: dict[str, Any] = Field(default_factory=dict)  # name pattern -> style; empty: the model's own, or inferred
+    sequence_parallel: Flag = False  # activations between divided layers are divided along the sequence
+    vocab_parallel_loss: Flag = False  # a Hugging Face model's loss is computed from divided logits
+    autotp_size: Annotated[Int, _AT_LEAST_0] = 0  # other names of size
+    tp_size: Count | None = None
+    tp: TensorParallelGroup = TensorParallelGroup()
+    dtype: Annotated[Text, Inert("fp16.enabled and bf16.enabled set the dtype.")] = "fp16"
+    tp_overlap_comm: Annotated[Flag, Inert("sums over tensor ranks are waited for.", unless=False)] = False
+    preset_model: Annotated[Text, _BY_PLAN] = ""
+    partition_config: Annotated[dict[str, Any], _BY_PLAN] = Field(default_factory=dict)
+    injection_policy_tuple: Annotated[list[Any], _BY_PLAN] = Field(default_factory=list)
+    keep_module_on_host: Annotated[Flag, Inert("offload_param keeps parameters on the host.", unless=False)] = False
+    replace_with_kernel_inject: Annotated[Flag, Inert("no layer is replaced by an inference kernel.", unless=False)] = False
+
+
+class ParallelWrite(Section):
+    """``checkpoint.parallel_write``."""
+
+    pipeline_stage: Annotated[Flag, Inert(_FORMAT + "all ranks write in parallel.", unless=False)] = False
+
+
+class CheckpointWriter(Section):
+    """``checkpoint.writer``: buffers of DeepSpeed's fast writers."""
+
+    type: Annotated[Text, Inert(_FORMAT + "there is one writer.")] = ""
+    decoupled: Annotated[Flag, Inert("checkpoint.asynchronous asks for saving in the background.", unless=False)] = False
+    io_buffer_size: Annotated[Int, Inert(_FORMAT + "there is one writer.")] = 0
+    io_buffer_double: Annotated[Flag, Inert(_FORMAT + "there is one writer.")] = True
+    io_multiplier: Annotated[Int, Inert(_FORMAT + "there is one writer.")] = 1
+    data_parallel: Annotated[Text, Inert(_FORMAT + "all ranks write in parallel.")] = ""
+    show_statistics: Annotated[Flag, Inert("sizes and times are logged when saving.", unless=False)] = False
+
+
+class Checkpoint(Section):
+    """When to save without being asked, and DeepSpeed's keys about how."""
+
+    dir: Text | None = None  # where the keys below save to
+    auto_resume: Flag = False  # initialize() loads the newest checkpoint of dir, if there is one
+    keep_last: Count | None = None  # checkpoints in a directory; None: all
+    every_steps: Elements = 0  # optimizer steps; 0: never
+    every_minutes: Annotated[Real, _AT_LEAST_0] = 0.0
+    on_signal: Flag = True  # with dir: save on SIGTERM and SIGUSR1, then exit with code 75
+    asynchronous: Flag = False  # of the saves that these keys ask for
+    tag_validation: Annotated[Literal["warn", "ignore", "fail"], LowerCase, Inert("rank 0 chooses the tag.")] = "warn"
+    load_universal: Annotated[Flag, Inert(_FORMAT + "every checkpoint loads at any world size.")] = False
+    use_node_local_storage: Annotated[
+        Flag, Inert(_FORMAT + "each file has one writer, so any disk will do.", unless=False)
+    ] = False
+    parallel_write: ParallelWrite = ParallelWrite()
+    checkpoint_serialization: Annotated[Flag, Inert(_FORMAT + "there is no pickle.")] = True
+    writer: CheckpointWriter = CheckpointWriter()
+
+
+class Aio(Section):
+    """Asynchronous disk access, for NVMe offload."""
+
+    block_size: Annotated[Int, _CUT] = 1_048_576
+    queue_depth: Annotated[Int, _CUT] = 8
+    intra_op_parallelism: Annotated[Int, _CUT] = 1
+    single_submit: Annotated[Flag, _CUT] = False
+    overlap_events: Annotated[Flag, _CUT] = True
+    use_gds: Annotated[Flag, Inert("what is on the disk is updated in host memory, not on a GPU.", unless=False)] = False
+    other_names: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+
+class FlopsProfiler(Section):
+    """DeepSpeed's one-shot module table."""
+
+    enabled: Annotated[Flag, Inert("there is no FLOP profiler; " + REPORT, unless=False)] = False
+    profile_step: Int = 1
+    module_depth: Int = -1
+    top_modules: Int = 1
+    detailed: Flag = True
+    output_file: Text = ""
+    recompute_fwd_factor: Real = 0.0
+
+
+class CommsLogger(Section):
+    """DeepSpeed's collective log."""
+
+    enabled: Annotated[Flag, Inert("traffic is always counted; " + REPORT, unless=False)] = False
+    verbose: Flag = False
+    prof_all: Flag = True
+    prof_ops: tuple[Text, ...] = ()
+    debug: Flag = False
+
+
+class Throughput(Section):
+    """``timers.throughput``."""
+
+    enabled: Annotated[Flag, Inert("throughput is not measured.", unless=False)] = True
+    synchronized: Annotated[Flag, Inert("no step waits for the device to be timed.", unless=False)] = True
+
+
+class Timers(Section):
+    """Timer keys."""
+
+    throughput: Throughput = Throughput()
+
+
+class Compile(Section):
+    """``torch.compile`` of the repeated blocks, as ``engine.compile`` does it."""
+
+    enabled: Flag = False
+    disable: Annotated[Flag, Inert('"enabled" decides.', unless=True)] = False
+    backend: Text = "inductor"
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # further keywords of torch.compile
+    deepcompile: Annotated[Flag, Refused("DeepCompile is not built.")] = False
+    passes: Annotated[list[Any], Inert(_DEEPCOMPILE.reason)] = Field(default_factory=list)
+    free_activation: Annotated[Flag, _DEEPCOMPILE] = False
+    free_activation_threshold: Annotated[Int, Inert(_DEEPCOMPILE.reason)] = 0
+    offload_activation: Annotated[Flag, _DEEPCOMPILE] = False
+    offload_opt_states: Annotated[Flag, _DEEPCOMPILE] = False
+    offload_parameters: Annotated[Flag, _DEEPCOMPILE] = False
+    double_buffer: Annotated[Flag, Inert(_DEEPCOMPILE.reason)] = True
+    symmetric_memory: Annotated[Flag, _DEEPCOMPILE] = False
+    sync_before_reduce: Annotated[Flag, _DEEPCOMPILE] = False
+    sync_after_reduce: Annotated[Flag, _DEEPCOMPILE] = False
+    sync_before_allgather: Annotated[Flag, _DEEPCOMPILE] = False
+    sync_after_allgather: Annotated[Flag, _DEEPCOMPILE] = False
+    keep_int_input_tensors: Annotated[Flag, Inert(_DEEPCOMPILE.reason)] = True
+    keep_all_input_tensors: Annotated[Flag, _DEEPCOMPILE] = False
+    debug_log: Annotated[Flag, _DEEPCOMPILE] = False

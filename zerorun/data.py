@@ -1,0 +1,287 @@
+"""Data loading for ``initialize(training_data=...)``: each rank its part of every epoch, resumable at any sample."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from .distributed.topology import Topology
+from .errors import CheckpointError
+from .log import warn_once
+
+Range = tuple[int, int]  # first .. last + 1, positions in the order of one epoch
+
+
+class EpochSampler(Sampler[int]):
+    """This rank's share of what is left of an epoch from position ``start`` on, without the ``skipped`` ranges.
+
+    Positions count samples in the order that all ranks share: a permutation made from ``seed``, or the dataset's own order
+    if that is None. Rank r takes every world-size-th sample. With nothing left out this is the sequence of torch's
+    DistributedSampler.
+    """
+
+    def __init__(
+        self, length: int, topology: Topology, seed: int | None, start: int, skipped: Iterable[Range], drop_last: bool
+    ) -> None:
+        self.length, self.seed = length, seed
+        self.rank, self.ranks = topology.data_parallel_rank, topology.data_parallel_size
+        self.whole, self.left = _without(skipped, 0, length), _without(skipped, start, length)
+        samples = sum(stop - first for first, stop in self.left)
+        self.share = samples // self.ranks if drop_last else -(-samples // self.ranks)
+
+    def __len__(self) -> int:
+        return self.share
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.share:
+            return iter(())
+        order = torch.arange(self.length)
+        if self.seed is not None:
+            order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed))
+        ids = torch.cat([order[first:stop] for first, stop in self.left])
+        missing = self.share * self.ranks - len(ids)
+        if missing > 0:  # filled up from the epoch's beginning, so that all ranks have as many batches
+            begin = torch.cat([order[first:stop] for first, stop in self.whole])
+            ids = torch.cat([ids, begin.repeat(-(-missing // len(begin)))[:missing]])
+        return iter(ids[self.rank : self.share * self.ranks : self.ranks].tolist())
+
+    def position_after(self, taken: int) -> int:
+        """The position of the next sample to read when every rank has taken ``taken`` samples of its share."""
+        taken *= self.ranks
+        for first, stop in self.left:
+            if taken < stop - first:
+                return first + taken
+            taken -= stop - first
+        return self.length
+
+
+class EpochLoader:
+    """A DataLoader over this rank's samples that reshuffles at every new pass, if it is to ``shuffle``, alike on all ranks.
+
+    ``position``: how many samples of ``epoch`` the loops of all ranks have received; what workers read ahead does not
+    count. A new iterator begins the next epoch, except for the first one after ``load_state_dict()``. Of several live
+    iterators only the newest moves the position, and it follows ``load_state_dict()`` and ``skip()``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        topology: Topology,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        self.dataset, self.batch_size, self.topology, self.seed = dataset, batch_size, topology, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
+        self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
+        self._resumable = self.length is None and not num_workers and _has_state(dataset)
+        self._samples = batch_size * topology.data_parallel_size  # of one batch on every rank
+        self._passes = 0  # iterators made so far, the number of the newest
+        self._moved = False  # the newest iterator must look anew where to read
+        self._skipped: list[Range] = []
+        self._dataset_state: Any = None  # what the dataset continues from, until a batch came of it
+        self._start_epoch(0)
+        self._loader(None)  # raises what the DataLoader has against the arguments
+
+    def __len__(self) -> int:
+        """The number of batches of a full epoch on this rank."""
+        return len(self._loader(self._sampler(0, [])))
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._begun or self._is_over():
+            self._start_epoch(self.epoch + 1)
+        self._passes += 1
+        return _Pass(self, self._passes)
+
+    def skip(self, start: int, stop: int) -> None:
+        """Leave out the samples at positions ``start`` to ``stop - 1`` of this epoch from now on. Every rank must call it.
+
+        What is skipped is part of the state, and forgotten with the epoch. When all samples of the epoch were received,
+        the coming epoch is meant. Raises ValueError where nothing can be skipped.
+        """
+        if self.length is None:
+            raise ValueError("skip() needs samples with positions. Remedy: use a dataset with __getitem__ and __len__.")
+        done = 0 if self._is_over() else self.position
+        if not 0 <= start < stop <= self.length or stop <= done:
+            raise ValueError(
+                f"skip({start}, {stop}) skips nothing: {done} of the epoch's {self.length} samples were received. Remedy: "
+                f"give 0 <= start < stop <= {self.length} with stop > {done}, or load an earlier checkpoint first."
+            )
+        if self._is_over():
+            self._start_epoch(self.epoch + 1)
+        self._skipped = sorted([*self._skipped, (start, stop)])
+        self._moved = self._moved or self._begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, in numbers that JSON can hold, for any number of ranks and workers and any batch size."""
+        state: dict[str, Any] = {"seed": self.seed, "length": self.length, "epoch": self.epoch, "shuffle": self.shuffle}
+        state |= {"position": self.position, "skipped": [list(piece) for piece in self._skipped]}
+        if self._resumable:
+            waiting = self._dataset_state  # some datasets know what they loaded only when they are read
+            state["dataset"] = self.dataset.state_dict() if waiting is None else waiting  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from ``state``: the next pass begins in the middle of its epoch. Raises CheckpointError."""
+        dataset_state = state.get("dataset") if self._resumable else None
+        self._check(state, dataset_state is not None)
+        self._start_epoch(state["epoch"])
+        self.position, self._dataset_state, self._moved = state["position"], dataset_state, True
+        self._skipped = [(start, stop) for start, stop in state["skipped"]]
+        if dataset_state is not None:
+            self.dataset.load_state_dict(dataset_state)  # type: ignore[attr-defined]
+
+    def _check(self, state: dict[str, Any], dataset_continues: bool) -> None:
+        remedies = {"seed": 'set the same "seed" in the configuration', "length": "train on the same dataset"}
+        if self.length is not None:  # else it has an order of its own
+            remedies["shuffle"] = 'set the same "dataloader": {"shuffle": ...} in the configuration'
+        for name, remedy in remedies.items():
+            found, mine = state.get(name, True if name == "shuffle" else None), getattr(self, name)
+            if found != mine:
+                raise CheckpointError(
+                    f"the data's {name} was {found} when the checkpoint was written and is {mine} now: its order cannot "
+                    f"go on. Remedy: {remedy}, or begin a new epoch without the data loader's state."
+                )
+        if self.length is None and not dataset_continues and state["position"] % self._samples:
+            raise CheckpointError(
+                f"{state['position']} samples of an iterable dataset were read: no multiple of {self._samples}, a batch "
+                f"of {self.batch_size} on every rank. Remedy: choose a batch size with which it is one."
+            )
+
+    def _start_epoch(self, epoch: int) -> None:
+        self.epoch, self.position, self._begun = epoch, 0, False
+        self._skipped, self._dataset_state = [], None
+
+    def _is_over(self) -> bool:
+        return self.length is not None and 0 < self.length <= self.position
+
+    def _end_epoch(self) -> None:
+        if self._begun and self.length is not None:
+            self.position = self.length
+        elif self._begun:  # without a length, only the next epoch's beginning can be told from the middle
+            self._start_epoch(self.epoch + 1)
+
+    def _sampler(self, start: int, skipped: list[Range]) -> EpochSampler | None:
+        if self.length is None:
+            return None
+        seed = self.seed + self.epoch if self.shuffle else None
+        return EpochSampler(self.length, self.topology, seed, start, skipped, self.drop_last)
+
+    def _loader(self, sampler: EpochSampler | None) -> DataLoader[Any]:
+        # The workers' seeds come from an own generator, so that nothing is taken from torch's global one, wherever a pass
+        # begins. An iterable dataset is always read from its beginning, with the seeds that it had there.
+        start = self.position if sampler is not None else 0
+        seed = random.Random(f"{self.seed} {self.epoch} {self.topology.data_parallel_rank} {start}").getrandbits(63)
+        generator = torch.Generator().manual_seed(seed)
+        return DataLoader(self.dataset, self.batch_size, sampler=sampler, generator=generator, **self._options)
+
+    def _open(self) -> Iterator[tuple[int, Any]]:
+        """The batches from the position on, each with the position after it."""
+        self._begun, self._moved = True, False
+        sampler = self._sampler(self.position, self._skipped)
+        if sampler is None:
+            return self._open_iterable()
+        self.position = sampler.position_after(0)
+        loader = self._loader(sampler)
+        positions = (sampler.position_after(number * self.batch_size) for number in range(1, len(loader)))
+        # The last batch ends the epoch, also where drop_last leaves samples behind it.
+        return zip(chain(positions, [sampler.length]), loader, strict=False)
+
+    def _open_iterable(self) -> Iterator[tuple[int, Any]]:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        batches = iter(self._loader(None))
+        if self.position and self._dataset_state is None:
+            lost = self.position // self._samples
+            warn_once(
+                f"the dataset {type(self.dataset).__name__} cannot go on in the middle: {lost} batches per rank are read "
+                "and thrown away. To avoid it, give the dataset state_dict() and load_state_dict() and use no workers."
+            )
+            with torch.random.fork_rng(devices=[]):  # so that a random state that was restored stays what it is
+                next(islice(batches, lost, lost), None)
+        return zip(count(self.position + self._samples, self._samples), batches, strict=False)
+
+
+class _Pass:
+    """An iterator of an EpochLoader over an epoch, or what is left of one."""
+
+    def __init__(self, owner: EpochLoader, number: int) -> None:
+        self.owner, self.number, self.given, self.stream = owner, number, False, owner._open()
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        owner, newest = self.owner, self.number == self.owner._passes
+        if newest and owner._moved:
+            self.stream = owner._open()
+        found = next(self.stream, None)
+        if found is None and newest and not self.given:
+            # Nothing is left of what was to be continued. Rather than an empty pass, this is the next epoch.
+            owner._start_epoch(owner.epoch + (owner.position > 0))
+            self.stream = owner._open()
+            found = next(self.stream, None)
+        if newest and found is None:
+            owner._end_epoch()
+        if found is None:
+            self.stream, self.given = iter(()), True  # lets the workers go
+            raise StopIteration
+        if newest:
+            owner.position, owner._dataset_state = found[0], None
+        self.given = True
+        return found[1]
+
+
+class RepeatingLoader:
+    """Starts an iterable again whenever it ends."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._iterator: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped loader, empty if it has none."""
+        return self.loader.state_dict() if _has_state(self.loader) else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state`` with the next batch. Raises CheckpointError if the wrapped loader has no state."""
+        if _has_state(self.loader):
+            self.loader.load_state_dict(state)
+        elif state:
+            name = type(self.loader).__name__
+            raise CheckpointError(f"a {name} cannot load {state}. Remedy: wrap the kind of loader that wrote it.")
+        self._iterator = iter(())  # the next batch asks the loader for a new one
+
+
+def _has_state(thing: object) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _without(skipped: Iterable[Range], start: int, length: int) -> list[Range]:
+    """What is left of positions ``start`` to ``length - 1`` without the ranges ``skipped``, which ascend."""
+    left = []
+    for first, stop in [*skipped, (length, length)]:
+        if start < first:
+            left.append((start, first))
+        start = max(start, stop)
+    return left

@@ -1,0 +1,1 @@
+"""What exists for scripts that were written for DeepSpeed and Megatron."""

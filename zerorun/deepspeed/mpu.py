@@ -1,0 +1,122 @@
+"""Grid: a topology under the method names that models of Megatron's kind, and DeepSpeed's, ask of an ``mpu``."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ..distributed.process_topology import ProcessTopology
+from ..distributed.topology import Topology
+
+
+class Grid:
+    """What ``deepspeed.runtime.pipe.topology.PipelineParallelGrid`` and Megatron's ``mpu`` answer, from a Topology.
+
+    Names are theirs: "slice" and "tensor model" parallel ranks divide each layer, "pipe" and "pipeline model" parallel
+    ones are the stages, and "model parallel" is both together: the ranks that hold one copy of the model. Ranks are
+    numbers within the group; those of ``get_*_src_rank`` and ``stage_to_global`` are global.
+
+    The constructor makes no process group. Those of more than one rank along pipe, data or tensor are the topology's;
+    the group of pipe and tensor together, and a group of one rank, are made when first asked for: then all ranks of
+    the world must ask, in the same order. ``topology.close()`` gives them back with the others.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology, self._processes = topology, topology.process_topology
+        self.is_first_stage = topology.pipe_rank == 0
+        self.is_last_stage = topology.pipe_rank == topology.pipe - 1
+
+    def topology(self) -> ProcessTopology:
+        """The ranks over the axes pipe, data, model."""
+        return self._processes
+
+    def get_global_rank(self) -> int:
+        return self._topology.rank
+
+    def get_global_world_size(self) -> int:
+        return self._topology.world_size
+
+    def _group(self, axis: str) -> dist.ProcessGroup:
+        return self._topology.group(axis) if self._topology.size(axis) > 1 else self._topology.own_group()
+
+    # -- pipeline stages -----------------------------------------------------------------------------------------
+
+    def get_stage_id(self) -> int:
+        return self._topology.pipe_rank
+
+    def stage_to_global(self, stage_id: int, **coords: int) -> int:
+        """The global rank at ``stage_id``; where this rank is on the axes data and model, if not given in ``coords``."""
+        own = {"data": self._topology.data_parallel_rank, "model": self._topology.tensor_rank}
+        return self._processes.get_rank(**{**own, **coords, "pipe": stage_id})
+
+    def is_pipeline_first_stage(self) -> bool:
+        return self.is_first_stage
+
+    def is_pipeline_last_stage(self) -> bool:
+        return self.is_last_stage
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self._topology.pipe_rank
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self._topology.pipe
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
+        return self._group("pipe")
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+
+    # -- data-parallel ranks -------------------------------------------------------------------------------------
+
+    def get_data_parallel_id(self) -> int:
+        return self._topology.data_parallel_rank
+
+    def get_data_parallel_rank(self) -> int:
+        return self._topology.data_parallel_rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._topology.data_parallel_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._group("data")
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """The global ranks of the data-parallel group, ascending."""
+        return list(self._topology.ranks_along("data"))
+
+    def get_data_parallel_src_rank(self) -> int:
+        return self._topology.ranks_along("data")[0]
+
+    # -- ranks that hold one copy of the model -------------------------------------------------------------------
+
+    def get_model_parallel_rank(self) -> int:
+        return self._topology.pipe_rank * self._topology.tensor + self._topology.tensor_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._topology.pipe * self._topology.tensor
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._group("model")
+
+    def get_model_parallel_src_rank(self) -> int:
+        return self._topology.ranks_along("model")[0]
+
+    # -- ranks that divide each layer ----------------------------------------------------------------------------
+
+    def get_slice_parallel_rank(self) -> int:
+        return self._topology.tensor_rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self._topology.tensor
+
+    def get_slice_parallel_group(self) -> dist.ProcessGroup:
+        return self._group("tensor")
+
+    def get_slice_parallel_src_rank(self) -> int:
+        return self._topology.rank - self._topology.tensor_rank
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
+    get_tensor_model_parallel_src_rank = get_slice_parallel_src_rank

@@ -1,0 +1,1 @@
+"""Ranks and what goes between them: topology, process groups, collectives, values, waits."""

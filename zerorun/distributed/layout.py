@@ -1,0 +1,129 @@
+"""Layout: where each parameter of a unit lies in its flat buffer, and which rank owns which part. Pure arithmetic.
+
+[Note: one flat buffer]
+The parameters of one kind (dtype, trainable or not) of a unit lie end to end in one flat buffer of ``numel`` elements.
+``bounds`` cuts the buffer into one contiguous *shard* per rank of the shard axis. Every parameter starts at a multiple
+of ``ALIGNMENT`` elements and, where shards may cut parameters, every shard bound is a multiple of it too. So a vectorised
+kernel meets an odd tail only at the end of a parameter, whatever the shard degree: this is why an element-wise update
+gives the same bits at every stage and world size.
+
+Optimizers that look at a whole matrix (Adafactor, Muon, or any that zerorun does not know) ask for ``whole=True``: then
+no bound lies inside a parameter, and shards have unequal sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+# Elements. 16 fp32 elements are one cache line of 64 bytes, the unit in which torch's fused CPU optimizers split work.
+ALIGNMENT = 16
+# Elements. Large shards are a multiple of it: whole pages of 4 KiB, also of 16-bit elements, which ranks of one host map.
+PAGED = 2048
+LARGE_SHARD = 128 * PAGED  # so that less than 1 % is padding
+
+
+@dataclass(frozen=True)
+class ParameterSpan:
+    """One parameter: ``offset`` and ``numel`` in elements of the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank owns. All numbers in elements."""
+
+    entry: int  # index into Layout.entries
+    start: int  # in the parameter, flattened
+    shard_start: int  # in the rank's shard
+    numel: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``bounds[r] .. bounds[r + 1]`` is the shard of rank r in a flat buffer of ``numel`` elements."""
+
+    entries: tuple[ParameterSpan, ...]
+    bounds: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def degree(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def padding(self) -> int:
+        """Elements of the flat buffer that belong to no parameter."""
+        return self.numel - sum(entry.numel for entry in self.entries)
+
+    @property
+    def even(self) -> bool:
+        """True if all shards have the same size, as the collectives of NCCL want it."""
+        return len({self.shard_numel(rank) for rank in range(self.degree)}) <= 1
+
+    def shard_numel(self, rank: int) -> int:
+        return self.bounds[rank + 1] - self.bounds[rank]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What rank ``rank`` owns, in the order of the flat buffer."""
+        low, high = self.bounds[rank], self.bounds[rank + 1]
+        found = []
+        for index, entry in enumerate(self.entries):
+            start, end = max(entry.offset, low), min(entry.end, high)
+            if start < end:
+                found.append(Piece(index, start - entry.offset, start - low, end - start))
+        return found
+
+
+def _align(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def build_layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int, *, whole: bool = False) -> Layout:
+    """Lay parameters end to end for ``degree`` shards. ``whole`` keeps every parameter inside one shard."""
+    if whole:
+        return _build_whole(names, shapes, degree)
+    entries, offset = [], 0
+    for name, shape in zip(names, shapes, strict=True):
+        entries.append(ParameterSpan(name, tuple(shape), offset, prod(shape)))
+        offset += _align(prod(shape))
+    shard = _align(-(-offset // degree))
+    if shard >= LARGE_SHARD:
+        shard = -(-shard // PAGED) * PAGED
+    return Layout(tuple(entries), tuple(shard * rank for rank in range(degree + 1)))
+
+
+def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int) -> Layout:
+    """Largest parameter first into the emptiest shard: within 4/3 of the best possible balance (Graham 1969)."""
+    load = [0] * degree
+    owner: list[int] = [0] * len(names)
+    for index in sorted(range(len(names)), key=lambda i: (-prod(shapes[i]), i)):
+        owner[index] = min(range(degree), key=lambda rank: (load[rank], rank))
+        load[owner[index]] += _align(prod(shapes[index]))
+    entries: list[ParameterSpan] = []
+    bounds = [0]
+    for rank in range(degree):
+        offset = bounds[-1]
+        for index, name in enumerate(names):
+            if owner[index] == rank:
+                entries.append(ParameterSpan(name, tuple(shapes[index]), offset, prod(shapes[index])))
+                offset += _align(prod(shapes[index]))
+        bounds.append(offset)
+    return Layout(tuple(entries), tuple(bounds))
+
+
+def aligned_bytes(size: int) -> int:
+    """``size`` rounded up to 64 bytes: a cache line, and the widest vector."""
+    return -(-size // 64) * 64

@@ -1,0 +1,96 @@
+"""Share: which elements of a whole parameter a tensor-parallel rank holds. Pure arithmetic.
+
+A module with divided parameters says so in two attributes, which copies of the module keep:
+
+    tensor_shares       parameter name -> Share, of parameters that are a part of a whole one
+    partial_gradients   names of whole parameters whose gradient on one rank is only a summand of the true one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """The elements ``ranges`` (begin, end) along dimension ``dim`` of a tensor of ``shape``, one after the other."""
+
+    shape: tuple[int, ...]
+    dim: int
+    ranges: Ranges
+
+    @property
+    def length(self) -> int:
+        """Along ``dim``, of what this rank holds."""
+        return sum(end - begin for begin, end in self.ranges)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``whole`` as a tensor of its own."""
+        return torch.cat([whole.narrow(self.dim, begin, end - begin) for begin, end in self.ranges], self.dim)
+
+    def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """Write this rank's part to where it belongs in ``whole``."""
+        lengths = [end - begin for begin, end in self.ranges]
+        for (begin, end), piece in zip(self.ranges, part.split(lengths, self.dim), strict=True):
+            whole.narrow(self.dim, begin, end - begin).copy_(piece)
+
+
+def even_bounds(length: int, size: int) -> list[int]:
+    """Where ``size`` parts of ``length`` begin and end: as equal as can be, the larger ones first."""
+    small, larger = divmod(length, size)
+    return [rank * small + min(rank, larger) for rank in range(size + 1)]
+
+
+def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
+    """Part ``rank`` of ``length`` elements."""
+    bounds = even_bounds(length, size)
+    return bounds[rank], bounds[rank + 1]
+
+
+def fused_ranges(lengths: tuple[int, ...], rank: int, size: int) -> Ranges:
+    """Part ``rank`` of each of several blocks that lie one after the other, as in a fused query-key-value projection."""
+    ranges, begin = [], 0
+    for length in lengths:
+        low, high = even_range(length, rank, size)
+        ranges.append((begin + low, begin + high))
+        begin += length
+    return tuple(ranges)
+
+
+def shares_of(model: nn.Module) -> dict[int, TensorShard]:
+    """id(parameter) -> Share, of the divided parameters of ``model``."""
+    return {id(param): share for param, share in _divided(model)}
+
+
+def _divided(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorShard]]:
+    for module in model.modules():
+        for name, share in getattr(module, "tensor_shares", {}).items():
+            param = module._parameters.get(name)
+            if param is not None:
+                yield param, share
+
+
+def partial_of(model: nn.Module) -> set[int]:
+    """id(parameter) of those whole parameters of ``model`` whose gradients must be summed over the tensor axis."""
+    found = set()
+    for module in model.modules():
+        for name in getattr(module, "partial_gradients", ()):
+            param = module._parameters.get(name)
+            if param is not None:
+                found.add(id(param))
+    return found

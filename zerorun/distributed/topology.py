@@ -1,0 +1,401 @@
+"""Topology: the degrees of the four mesh axes, which ranks lie along each, and the process groups made from them.
+
+[Note: four axes]
+Ranks are numbered row-major over ``pipe x replicate x shard x tensor``: tensor groups are neighbours, which talk most and
+should lie inside one host; pipeline stages lie farthest apart and talk least. Data-parallel ranks (axis "data") are
+``replicate x shard``; together they see the whole batch. "model" is ``pipe x tensor``: the ranks that hold one copy of
+the model's layers between them. "replica" is ``pipe x shard x tensor``: those that hold one copy of all states.
+
+``python -m zerorun.topology --world-size 64 --tensor 8 --pipe 2`` prints the picture of a topology.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..config.parse import load_config
+from ..errors import ConfigError, TopologyError
+from ..log import warn_once
+from .process_topology import PipeModelDataParallelTopology, ProcessTopology
+from .topology_picture import draw
+from .waits import waiting
+
+AXES = ("pipe", "replicate", "shard", "tensor")
+_MEMBERS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
+_MEMBERS |= {"data": ("replicate", "shard"), "model": ("pipe", "tensor"), "replica": ("pipe", "shard", "tensor")}
+
+
+class Coordinate(NamedTuple):
+    """Where a rank is on each axis."""
+
+    pipe: int
+    replicate: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """``pipe x replicate x shard x tensor`` ranks, seen from ``rank``; see [Note: four axes].
+
+    ``shard`` is the number of ranks that a unit's states are divided over, ``replicate`` the number of such groups,
+    ``tensor`` the number of ranks that divide each layer between them, ``pipe`` the number of pipeline stages.
+
+    Wherever an ``axis`` is asked for, it is one of pipe, replicate, shard, tensor, data, model, replica. Look-ups need
+    no process group, raise TopologyError for what does not exist, and cost what their answer is long.
+    """
+
+    replicate: int
+    shard: int
+    rank: int
+    pipe: int = 1
+    tensor: int = 1
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # over the axes of more than one rank
+    shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by all its engines
+    _made: dict[str, dist.ProcessGroup] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    # -- degrees and this rank's place ---------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        return self.pipe * self.replicate * self.shard * self.tensor
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def pipe_rank(self) -> int:
+        return self.rank // (self.data_parallel_size * self.tensor)
+
+    @property
+    def replicate_rank(self) -> int:
+        return self.rank // (self.shard * self.tensor) % self.replicate
+
+    @property
+    def shard_rank(self) -> int:
+        return self.rank // self.tensor % self.shard
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among the data-parallel ranks: ``replicate_rank * shard + shard_rank``."""
+        return self.rank // self.tensor % self.data_parallel_size
+
+    # -- look-ups ------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> ProcessTopology:
+        """The numbering of ranks over the four axes."""
+        return ProcessTopology(AXES, [self.pipe, self.replicate, self.shard, self.tensor])
+
+    @property
+    def process_topology(self) -> ProcessTopology:
+        """The same ranks over DeepSpeed's axes pipe, data, model."""
+        return PipeModelDataParallelTopology(self.pipe, self.tensor, self.data_parallel_size)
+
+    def size(self, axis: str) -> int:
+        """The number of ranks in a group along ``axis``."""
+        return prod(getattr(self, member) for member in _members(axis))
+
+    def coordinate(self, rank: int | None = None) -> Coordinate:
+        """Where ``rank``, or this rank, is."""
+        return Coordinate(*self.ranks.get_coord(self.rank if rank is None else rank))
+
+    def rank_at(self, **coords: int) -> int:
+        """The rank at ``coords``; on axes that are not given, where this rank is."""
+        return self.ranks.get_rank(**{**self.coordinate()._asdict(), **coords})
+
+    def filter_match(self, **coords: int) -> tuple[int, ...]:
+        """All ranks at ``coords``, ascending; axes that are not given are free."""
+        return tuple(self.ranks.filter_match(**coords))
+
+    def ranks_along(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
+        """The group along ``axis`` that ``rank``, or this rank, is in: global ranks, ascending."""
+        return tuple(self.ranks.ranks_along(self.rank if rank is None else rank, *_members(axis)))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along ``axis``; they partition the ranks. Ordered by their first rank."""
+        return tuple(map(tuple, self.ranks.lists_along(*_members(axis))))
+
+    def describe(self, ranks_per_host: int | None = None) -> str:
+        """A picture of all ranks in a few lines, and the first group of each axis."""
+        return draw(self.ranks, ranks_per_host)
+
+    # -- process groups ------------------------------------------------------------------------------------------
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of this rank along ``axis``.
+
+        ``create`` makes those of pipe, replicate, shard and tensor with more than one rank. Any other that is not the
+        same as one of them is made when it is first asked for: all ranks of the world must do so, in the same order.
+        Raises TopologyError without groups, and for pipe or tensor where the degree is 1: there is nobody to talk to.
+        """
+        mesh, wide = self._opened(), [member for member in _members(axis) if self.size(member) > 1]
+        if not wide and axis in ("pipe", "tensor"):
+            raise TopologyError(
+                f"there is no process group along {axis!r}, because its degree is 1. "
+                f"Remedy: skip what needs it if topology.{axis} is 1, or use topology.own_group()."
+            )
+        if self.size(axis) == self.world_size:
+            return _world()
+        if not wide:
+            return self.own_group()
+        return mesh.get_group(wide[0]) if len(wide) == 1 else self._make("_".join(wide), self.groups(axis))
+
+    def own_group(self) -> dist.ProcessGroup:
+        """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
+        self._opened()
+        if self.world_size == 1:
+            return _world()
+        return self._make("own", tuple((rank,) for rank in range(self.world_size)))
+
+    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The process group of those ranks along ``axis`` that are number ``places`` there; None if this is none of them.
+
+        Made when first asked for: all ranks of the world must do so, in the same order.
+        """
+        self._opened()
+        chosen = [tuple(ranks[place] for place in places) for ranks in self.groups(axis)]
+        rest = [rank for rank in range(self.world_size) if not any(rank in ranks for ranks in chosen)]
+        group = self._make(f"{axis} {places}", (*chosen, *((rank,) for rank in rest)))
+        return None if self.rank in rest else group
+
+    def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+        if name not in self._made:
+            description = f"zerorun_{name}"
+            own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], group_desc=description)
+            self._made[name] = own
+        return self._made[name]
+
+    def _opened(self) -> DeviceMesh:
+        if self.mesh is None:
+            raise TopologyError(
+                "this Topology has no process groups: it was made without, or closed. Remedy: use Topology.create()."
+            )
+        return self.mesh
+
+    def close(self) -> None:
+        """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
+        if self.mesh is not None:
+            for group in (*self.mesh.get_all_groups(), *self._made.values()):
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+        self.forget_groups()
+
+    def forget_groups(self) -> None:
+        """Let go of the process groups without giving them back, for when all of them end anyway."""
+        self._made.clear()
+        self.shared.clear()
+        object.__setattr__(self, "mesh", None)
+
+    # -- making one ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def plan(
+        cls,
+        world_size: int,
+        rank: int = 0,
+        *,
+        shard_degree: int | None = None,
+        pipe: int = 1,
+        tensor: int = 1,
+        ranks_per_host: int | None = None,
+    ) -> Topology:
+        """A topology without process groups, for estimates and pictures. Raises TopologyError for degrees that do not fit.
+
+        ``shard_degree``: None is all data-parallel ranks. ``ranks_per_host``: checks that no tensor group is cut between
+        hosts; warns if one needs several whole hosts.
+        """
+        data = _data_parallel(world_size, pipe, tensor)
+        shard = data if shard_degree is None else shard_degree
+        _check_shard(shard, data, world_size, pipe, tensor)
+        if not 0 <= rank < world_size:
+            raise TopologyError(f"rank {rank} lies outside the world size {world_size}. Remedy: use 0 to {world_size - 1}.")
+        if ranks_per_host is not None:
+            _check_hosts(tensor, ranks_per_host, world_size)
+        return cls(data // shard, shard, rank, pipe, tensor)
+
+    @classmethod
+    def create(
+        cls,
+        world_size: int,
+        rank: int,
+        *,
+        shard_degree: int | None = None,
+        device_type: str,
+        pipe: int = 1,
+        tensor: int = 1,
+        ranks_per_host: int | None = None,
+    ) -> Topology:
+        """``plan``, and then the groups. Every rank must call it. Raises TopologyError before any group is made."""
+        planned = cls.plan(
+            world_size, rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_host
+        )
+        return planned.open(device_type)
+
+    @classmethod
+    def from_process_topology(
+        cls,
+        processes: ProcessTopology,
+        rank: int,
+        *,
+        shard_degree: int | None = None,
+        ranks_per_host: int | None = None,
+        device_type: str | None = None,
+    ) -> Topology:
+        """The topology that numbers ranks as ``processes`` does, over any of the axes pipe, data and model.
+
+        Without ``device_type`` it has no process groups, else every rank must call this. Raises TopologyError for
+        other axes, and for an order of axes that gives ranks other places than pipe, data, model would.
+        """
+        order = ["pipe", "data", "model"]
+        unknown = [axis for axis in processes.get_axis_names() if axis not in order]
+        if unknown:
+            raise TopologyError(f"{processes!r} has the axis {unknown[0]!r}. Remedy: use only pipe, data and model.")
+        wide = [axis for axis in processes.get_axis_names() if processes.get_dim(axis) > 1]
+        if wide != sorted(wide, key=order.index):
+            raise TopologyError(
+                f"{processes!r} numbers ranks along {wide[-1]} first, but ranks rise fastest along model, then data, "
+                f"then pipe. Remedy: give the axes in the order {', '.join(sorted(wide, key=order.index))}."
+            )
+        pipe, tensor = max(processes.get_dim("pipe"), 1), max(processes.get_dim("model"), 1)
+        planned = cls.plan(
+            processes.world_size(), rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_host
+        )
+        return planned if device_type is None else planned.open(device_type)
+
+    def open(self, device_type: str) -> Topology:
+        """The same with the groups of all axes of more than one rank. Every rank must call it.
+
+        A group that is the whole world is the default group. Raises TopologyError if the job has other ranks.
+        """
+        if dist.is_initialized() and dist.get_world_size() != self.world_size:
+            raise TopologyError(
+                f"the topology has {self.world_size} ranks, but torch.distributed runs {dist.get_world_size()}. "
+                "Remedy: make it for all ranks of the job."
+            )
+        names = tuple(axis for axis in AXES if self.size(axis) > 1) or ("shard",)
+        with waiting("the process groups of the topology"):
+            return replace(self, mesh=init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names))
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None  # a topology with a mesh
+    return world
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _members(axis: str) -> tuple[str, ...]:
+    if axis not in _MEMBERS:
+        raise TopologyError(f"there is no axis {axis!r}. Remedy: use one of {', '.join(_MEMBERS)}.")
+    return _MEMBERS[axis]
+
+
+def _data_parallel(world_size: int, pipe: int, tensor: int) -> int:
+    """The number of data-parallel ranks that ``pipe`` and ``tensor`` leave. Raises TopologyError if they do not divide."""
+    for name, degree in (("world size", world_size), ("pipe degree", pipe), ("tensor degree", tensor)):
+        if degree < 1:
+            raise TopologyError(f"the {name} is {degree}. Remedy: use at least 1.")
+    model = pipe * tensor
+    if world_size % model == 0:
+        return world_size // model
+    remedies = [f"start {model} ranks or a multiple"]
+    if world_size % tensor == 0:
+        remedies.append(f"use a pipe degree of {_any(divisors(world_size // tensor))}")
+    if world_size % pipe == 0:
+        remedies.append(f"use a tensor degree of {_any(divisors(world_size // pipe))}")
+    if len(remedies) == 1:
+        remedies.append(f"use degrees whose product is {_any(divisors(world_size))}")
+    raise TopologyError(
+        f"pipe {pipe} x tensor {tensor} = {model} ranks for one copy of the model, which does not divide the world size "
+        f"{world_size}. Remedy: {', or '.join(remedies)}."
+    )
+
+
+def _check_shard(shard: int, data: int, world_size: int, pipe: int, tensor: int) -> None:
+    if shard >= 1 and data % shard == 0:
+        return
+    whence = f" (world size {world_size} / pipe {pipe} / tensor {tensor})" if pipe * tensor > 1 else ""
+    raise TopologyError(
+        f"shard degree {shard} does not divide the {data} data-parallel ranks{whence}. "
+        f"Remedy: set zero_optimization.shard_degree to one of {divisors(data)}."
+    )
+
+
+def _check_hosts(tensor: int, ranks_per_host: int, world_size: int) -> None:
+    """No tensor group may begin on one host and end on another, unless it fills whole hosts."""
+    if ranks_per_host < 1:
+        raise TopologyError(f"a host has {ranks_per_host} ranks. Remedy: use at least 1.")
+    if world_size <= ranks_per_host or ranks_per_host % tensor == 0:
+        return
+    remedy = f"Remedy: use a tensor degree of {_any(divisors(ranks_per_host))}"
+    if tensor % ranks_per_host == 0:
+        warn_once(
+            f"tensor groups of {tensor} ranks span {tensor // ranks_per_host} hosts of {ranks_per_host} ranks, so that "
+            f"every layer waits for the network between them. {remedy}."
+        )
+        return
+    cut = ranks_per_host // tensor * tensor
+    raise TopologyError(
+        f"tensor degree {tensor} splits unevenly over hosts of {ranks_per_host} ranks: the group of ranks {cut} to "
+        f"{cut + tensor - 1} would lie on more than one. {remedy}, or start a multiple of {tensor} ranks on each host."
+    )
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of ``number``, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _any(numbers: Sequence[int]) -> str:
+    """``1, 2 or 4``."""
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+# -- command line ------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the picture of a topology. Starts no processes. Returns the exit status: 2 for degrees that do not fit."""
+    parser = argparse.ArgumentParser(prog="python -m zerorun.topology", description=main.__doc__)
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument("--config", help="a configuration, of which the degrees are taken that are not given")
+    parser.add_argument("--pipe", type=int, help="pipeline stages")
+    parser.add_argument("--tensor", type=int, help="ranks that divide each layer")
+    parser.add_argument("--shard", type=int, help="ranks that divide the states; default: all data-parallel ranks")
+    parser.add_argument("--ranks-per-host", type=int, help="shows hosts, and checks that tensor groups fit into them")
+    args = parser.parse_args(argv)
+    try:
+        config = load_config(args.config or {})
+        planned = Topology.plan(
+            args.world_size,
+            shard_degree=args.shard or config.zero_optimization.shard_degree,
+            pipe=args.pipe or config.pipeline.stages,
+            tensor=args.tensor or config.tensor_parallel.size,
+            ranks_per_host=args.ranks_per_host,
+        )
+    except (ConfigError, TopologyError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(planned.describe(args.ranks_per_host))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How buffers get from rank to rank: NCCL, gloo, or memory that ranks of one host read."""

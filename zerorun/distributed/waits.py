@@ -1,0 +1,118 @@
+"""Waits: whoever waits for another rank, a disk or a compiler for long says so, once, on stderr.
+
+[Note: one watch for all waits]
+A wait is entered in a table and taken out again, which costs about a microsecond; there is no thread per wait. One
+daemon thread per process looks at the table every few seconds, and asks only what is late who has not come.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+# Seconds after which a wait is told of, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
+_DEFAULT_S = 30.0
+_LOOKS = 6  # of the watch in that time
+
+Missing = Callable[[], Iterable[int]]
+
+
+class WaitWatch:
+    """The table of the waits of this process, and the thread that looks at it."""
+
+    def __init__(self, after_s: float) -> None:
+        self.after_s = after_s
+        self.open: dict[int, waiting] = {}
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def tell_after(self, seconds: float) -> None:
+        """From now on tell of waits that take longer than ``seconds``; 0: of none."""
+        self.after_s = seconds
+        self._wake.set()
+
+    def start(self) -> None:
+        with self._starting:
+            if self._thread is None and self.after_s:
+                self._thread = threading.Thread(target=self._run, name="zerorun waits", daemon=True)
+                self._thread.start()
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self.after_s / _LOOKS or None)
+            self._wake.clear()
+            self._look()
+
+    def _look(self) -> None:
+        """Tell of what is late. A function of its own: the thread, while it sleeps, holds nothing that a wait has named."""
+        now = time.monotonic()
+        for entry in tuple(self.open.values()):
+            if self.after_s and not entry.told and now - entry.begun >= self.after_s:
+                entry.told = True
+                _say(entry, now)
+
+
+class waiting:
+    """``with waiting(...)`` around whatever may have to wait. ``what``: the label of a collective, or words.
+
+    ``missing``: asked on another thread if it takes long: the ranks of the world that have not come, as far as known.
+    """
+
+    __slots__ = ("_key", "begun", "missing", "told", "what")
+
+    def __init__(self, what: str, missing: Missing | None = None) -> None:
+        self.what, self.missing, self.told = what, missing, False
+
+    def __enter__(self) -> None:
+        self.begun = time.monotonic()
+        self._key = next(_keys)
+        watch.open[self._key] = self
+        if not watch.started:
+            watch.start()
+
+    def __exit__(self, *unused: type[BaseException] | BaseException | TracebackType | None) -> None:
+        watch.open.pop(self._key, None)
+
+
+def _say(entry: waiting, now: float) -> None:
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - entry.begun)))
+    try:
+        absent = sorted(entry.missing()) if entry.missing is not None else []
+    except Exception:  # the process that was asked may have ended, or the wait may be over
+        absent = []
+    who = ""
+    if absent:
+        who = f" Rank {absent[0]} has" if len(absent) == 1 else f" Ranks {', '.join(map(str, absent))} have"
+        who += " not come."
+    rank = os.environ.get("RANK", "0")
+    line = f"[zerorun rank {rank}] has been waiting for {now - entry.begun:.0f} s, since {since}: {entry.what}.{who}\n"
+    sys.stderr.write(line)
+    sys.stderr.flush()
+
+
+def _seconds() -> float:
+    try:
+        return max(float(os.environ.get("ZERORUN_WAIT_NOTICE_S", _DEFAULT_S)), 0.0)
+    except ValueError:
+        return _DEFAULT_S
+
+
+def _begin_anew() -> None:
+    """In a forked process, which has neither the thread nor the waits."""
+    global watch
+    watch = WaitWatch(watch.after_s)
+
+
+_keys = itertools.count()
+watch = WaitWatch(_seconds())
+os.register_at_fork(after_in_child=_begin_anew)

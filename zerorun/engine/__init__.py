@@ -1,0 +1,1 @@
+"""The engine: initialize(), forward, backward, step, and the pipeline engine."""

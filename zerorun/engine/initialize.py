@@ -1,0 +1,393 @@
+"""Assembly: initialize() checks what it is given, on all ranks alike, and puts an Engine together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from .. import errors
+from ..activations.blocks import CheckpointedBlocks, Recompute
+from ..activations.checkpointing import Adopted
+from ..activations.host_pool import HostPool
+from ..checkpoint.automatic import AutomaticSaves
+from ..checkpoint.directory import newest_first
+from ..config.parse import Config
+from ..data import EpochLoader
+from ..distributed.topology import Topology
+from ..distributed.transport.communicator import Communicator, default_device, init_distributed
+from ..distributed.waits import waiting
+from ..distributed.wire import gather_values
+from ..errors import ConfigError, ModelError, ZerorunError
+from ..log import info_once, logger, setup_logging
+from ..memory.fitting import Fitting
+from ..ops.single_pass import SinglePassOptimizer
+from ..optim.loss_scaler import LossScaler
+from ..optim.lr_schedules import build_schedule
+from ..optim.optimizers import build_optimizer, split_state
+from ..optim.requested import RawOptimizer, without_elsewhere
+from ..pipeline.module import PipelineModule
+from ..pipeline.pipelined import Pipelined
+from ..pipeline.split_pretrained import PretrainedPipeline
+from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
+from ..startup.parallelize import ParallelizedModel, cut, divide, is_part, plan_layers
+from ..zero.access import Registry, adopt_loaded_weights, guard_state_dict
+from ..zero.disks import open_disk
+from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
+from ..zero.offload.host_memory import keep_freed
+from ..zero.outside_step import OutsideStep
+from ..zero.pieces import OptimizerPiece, build_pieces
+from ..zero.plan import TransportTraits, compute_dtype, make_plan, planned_topology, wire_dtype
+from ..zero.runtime import Runtime, refuse_managed
+from ..zero.sharded_optimizer import ShardedOptimizer
+from ..zero.unit import Unit, links_of
+from ..zero.unit_builder import repeated_blocks
+from ..zero.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
+from .engine import Engine
+from .pipeline_engine import PipelineEngine
+
+T = TypeVar("T")
+
+
+def initialize(
+    model: nn.Module,
+    config: str | Path | dict[str, Any] | None = None,
+    *,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    lr_scheduler: Any = None,
+    training_data: Dataset[Any] | Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    topology: Topology | None = None,
+    args: Any = None,
+) -> Engine:
+    """Turn an ordinary module into a training engine. All ranks must call it with the same model and configuration.
+
+    ``config``: path, dict, or None for ``args.config``. ``optimizer``: an instance over the model's parameters, or a
+    callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or parameter groups to
+    optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer; it wins
+    as well. ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
+    StatefulDataLoader), whose position is saved as well. ``topology``: one with process groups is used as it is, and stays
+    open; of one without, a copy with groups is ``engine.topology``. Also unpacks as (engine, optimizer, dataloader,
+    lr_scheduler).
+
+    The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
+    TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
+    """
+    setup_logging()
+    if topology is None and isinstance(model, PipelineModule) and isinstance(model.topology(), Topology):
+        topology = model.topology()
+    device = default_device()
+    init_distributed(device)
+    _agree(lambda: refuse_managed(model) if isinstance(model, nn.Module) else None)
+    given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
+    wanted, raw = _agree(lambda: take_in(model, config, args, *given))
+    _compare_ranks(model, wanted, topology, raw.group_of)
+    _agree(lambda: refuse_overwritten(model))
+    _agree(lambda: refuse_elsewhere(model, device))
+    _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
+    settings = wanted.zero_optimization
+    planned, unsettled = topology or _topology(wanted), partitioned(model)
+    owns_topology = planned.mesh is None
+    layers = _agree(lambda: plan_layers(model, wanted, planned))
+    model = _agree(lambda: cut(model, wanted, planned))
+    raw = without_elsewhere(raw, model)
+    topology = planned.open(device.type) if owns_topology else planned
+    divided = ParallelizedModel()
+    try:
+        divided = divide(model, layers, wanted, topology, device)
+        comm = Communicator(topology, device, wire_dtype(wanted), divided.beyond)
+        _check_memory(model, wanted, raw, comm)
+    except ZerorunError:
+        divided.undo()
+        if owns_topology:
+            topology.close()
+        raise
+    if topology.pipe * topology.tensor > 1:
+        settle(unsettled, model, divided.part)
+    _move_buffers(model, device, comm)
+    if device.type == "cpu":
+        keep_freed()
+    exchange = TransportTraits(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
+    plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
+    plan.builder.spread_of = divided.spread_of
+    plan.builder.disk = open_disk(plan, wanted, raw, _agree)
+    units, param_slots, grad_slots = plan.builder.build(plan.specs)
+    _settle_apart(model, units, comm)
+    reduce_now: list[Callable[[], bool]] = []
+    runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
+    runtime.overlap = plan.overlap
+    sharded = _shard_optimizer(raw, units, comm)
+    if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
+        runtime._handles.append(OutsideStep(sharded, runtime))
+    registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
+    runtime._handles += [*_guards(model, runtime, divided), adopt_loaded_weights(model, runtime)]
+    runtime._handles += _recompute(model, wanted, device)
+    kind = PipelineEngine if isinstance(model, Pipelined) else Engine
+    engine = kind(
+        model,
+        wanted,
+        topology,
+        comm,
+        units,
+        runtime,
+        sharded,
+        _scaler(wanted),
+        _scheduler(wanted, lr_scheduler, sharded),
+        _loader(wanted, training_data, collate_fn, topology),
+        compute_dtype(wanted),
+    )
+    engine.registry = registry
+    engine.owns_topology, engine.divided = owns_topology, divided
+    engine.checkpointer  # noqa: B018  it remembers the model as it is now
+    reduce_now.append(engine._reduce_in_this_backward)
+    if sharded is not None:
+        sharded.refuse_unused = not settings.ignore_unused_parameters
+    if wanted.compile.enabled:
+        engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
+    _begin_routine(engine)
+    engine.announce()
+    _note_batch_norm(model, topology)
+    for note in wanted.notes:
+        info_once(f"{note.key}: {note.reason}")
+    return engine
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _agree(check: Callable[[], T]) -> T:
+    """Run ``check`` on every rank; if it fails on any, raise the same error on all, so that nobody waits."""
+    result: list[T] = []
+    problem: ZerorunError | None = None
+    try:
+        result.append(check())
+    except ZerorunError as error:
+        problem = error
+    if dist.get_world_size() > 1:
+        with waiting("initialize(): whether all ranks agree"):
+            found: list[Any] = gather_values((type(problem).__name__, str(problem)) if problem else None)
+        first = next((rank for rank, entry in enumerate(found) if entry is not None), None)
+        if first is not None and problem is None:
+            kind, text = found[first]
+            raise _same_error(kind, f"rank {first}: {text}")
+    if problem is not None:
+        raise problem
+    return result[0]
+
+
+def _same_error(name: str, text: str) -> ZerorunError:
+    """The error of this name in errors.py."""
+    kind = vars(errors)[name]
+    if issubclass(kind, ConfigError):
+        error = ConfigError([], "")
+        error.args = (text,)
+        return error
+    return kind(text)
+
+
+def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
+    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
+
+    A model that is whole must be the same on all ranks; a part, the same on those with the same part. So must the parameter
+    groups, and the order in which ``Init`` made the parameters: it is that in which values were sent.
+    """
+    if dist.get_world_size() == 1:
+        return
+    degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
+    planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
+    first = planned.ranks_along("data")[0] if is_part(model) else 0
+    described = [*_described(model, group_of)]
+    described += sums_of_scales(model)  # which are left as they are, while packed weights become those of rank 0
+    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
+    with waiting("initialize(): whether all ranks build the same model"):
+        found: list[Any] = gather_values(mine)
+    for rank, theirs in enumerate(found):
+        if theirs[0] != found[0][0]:
+            _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
+        if theirs[1] != found[theirs[2]][1]:
+            _explain_difference(described, rank, theirs[2], "model")
+
+
+def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
+    for name, param in model.named_parameters():
+        group = f", group {group_of[id(param)]} of the optimizer" if id(param) in group_of else ""
+        number = partitioned_as(param)
+        made = f", number {number} in zerorun.zero.Init" if number is not None else ""
+        yield f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}{group}{made}"
+    for name, buffer in sorted(model.named_buffers(remove_duplicate=False)):
+        yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
+    found = gather_values(lines)
+    pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
+    ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    remedy = f"build the same {what} on every rank"
+    if what == "model":
+        remedy += ", in the same order, which that of a set is not, and let its optimizer have the same groups"
+    text = (
+        f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
+        f"Remedy: {remedy}."
+    )
+    raise _same_error("ConfigError", text) if what == "configuration" else ModelError(text)
+
+
+# -- assembly ----------------------------------------------------------------------------------------------------
+
+
+def _topology(config: Config) -> Topology:
+    """Without process groups."""
+    world_size = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return planned_topology(config, world_size, local, dist.get_rank())
+
+
+def _scaler(config: Config) -> LossScaler:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return LossScaler()
+    if fp16.loss_scale:
+        return LossScaler(scale=float(fp16.loss_scale))
+    return LossScaler(
+        scale=float(2**fp16.initial_scale_power),
+        dynamic=True,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+        minimum=float(fp16.min_loss_scale),
+        hysteresis_left=fp16.hysteresis,
+    )
+
+
+def _check_memory(model: nn.Module, config: Config, raw: RawOptimizer, comm: Communicator) -> None:
+    """Raise DoesNotFitError, on all ranks alike, if it is certain that memory will not do."""
+    if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
+        return
+    fitting = Fitting(model, config, raw, comm.topology, comm.transport, comm.device)
+    shared = comm.control_objects(fitting.demand)
+    _agree(lambda: fitting.require(shared))
+
+
+def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    """Buffers go to the device with rank 0's values, and keep their dtype: a rotary table is not rounded."""
+    for module in model.modules():
+        for name, buffer in sorted(module._buffers.items()):  # which ranks may have registered in any order
+            if buffer is not None:
+                moved = buffer.to(device)
+                if moved.numel() and not moved.is_meta:
+                    moved = moved.contiguous()
+                    comm.broadcast(moved, 0, "initial buffers")
+                module._buffers[name] = moved
+
+
+def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> None:
+    """Parameters that no unit has get rank 0's values in place: they keep their class, and whatever refers to them."""
+    taken = [param for unit in units for segment in unit.segments for param in segment.params]
+    for param in apart_from(model, taken).values():
+        for _, inner in inner_tensors(param):
+            memory = as_bytes(inner.contiguous())
+            comm.broadcast(memory, 0, "initial parameters")
+            if not inner.is_contiguous():
+                inner.copy_(memory.view(inner.dtype).view(inner.shape))
+
+
+def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:
+    if not raw.groups:
+        return None
+    pieces = build_pieces(units, lambda param: raw.group_of[id(param)], whole=raw.whole)
+    members: list[list[OptimizerPiece]] = [[] for _ in raw.groups]
+    for piece in pieces:
+        members[piece.group].append(piece)
+    if raw.optimizer is not None:
+        for group, owned in zip(raw.optimizer.param_groups, members, strict=True):
+            group["params"] = [piece.tensor for piece in owned]
+        optimizer = raw.optimizer
+    else:
+        groups = [
+            {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
+        ]
+        optimizer = build_optimizer(raw.name, raw.params, groups)
+    store = next((link.store for link in links_of(units)), None)
+    if store is not None and isinstance(optimizer, SinglePassOptimizer):
+        optimizer.state_home = store.home
+    return ShardedOptimizer(optimizer, pieces, units, comm, split_state)
+
+
+def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:
+    optimizer = sharded.optimizer if sharded is not None else None
+    if client is not None:
+        return client if is_scheduler(client) else _agree(lambda: scheduler_made_by(client, optimizer))
+    if config.scheduler is None or optimizer is None:
+        return None
+    return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
+
+
+def _guards(model: nn.Module, runtime: Runtime, divided: ParallelizedModel) -> list[Any]:
+    """A PipelineModule is known to be a part; what else is cut or divided looks like the whole model."""
+    guarded = [model, model.whole_model] if isinstance(model, PretrainedPipeline) else [model]
+    is_part = len(guarded) > 1 or bool(divided.shares)
+    return [guard_state_dict(module, runtime, is_part=is_part) for module in guarded]
+
+
+def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
+    """Say that ranks normalise by their own samples, where a user may think that they do by all."""
+    own = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    name = next((n for n, m in model.named_modules() if isinstance(m, own) and m.training), None)
+    if name is not None and topology.data_parallel_size > 1:
+        info_once(
+            f"{name!r} and other BatchNorm layers normalise by the samples of each rank alone, as in DDP; checkpoints and "
+            "exports have the running statistics of rank 0. For statistics of all ranks, on GPUs: model = "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before initialize()."
+        )
+
+
+def _recompute(model: nn.Module, config: Config, device: torch.device) -> list[Any]:
+    """Carry out the section ``activation_checkpointing``; returns handles that undo it."""
+    section = config.activation_checkpointing
+    pool = HostPool(device) if section.cpu_checkpointing else None
+    settings = Recompute(section.policy, section.every_n, pool)
+    handles: list[Any] = [Adopted(settings)] if settings != Recompute() else []
+    if section.policy != "none":
+        handles.append(CheckpointedBlocks(model, repeated_blocks(model), settings))
+    return handles
+
+
+def _begin_routine(engine: Engine) -> None:
+    """What the section ``checkpoint`` asks for: saves and signals from now on, and the newest checkpoint loaded."""
+    section = engine.config.checkpoint
+    if section.dir is None:
+        return
+    if section.every_steps or section.every_minutes or section.on_signal:
+        first = engine.topology.rank == 0
+        engine.routine = AutomaticSaves(
+            Path(section.dir), section.every_steps, section.every_minutes, section.on_signal, section.asynchronous, first
+        )
+        engine.routine.watch()
+    if section.auto_resume:
+        engine.resume()
+    elif engine.topology.rank == 0 and (newest := newest_first(Path(section.dir))[:1]):
+        logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
+
+
+def _loader(
+    config: Config, data: Any, collate_fn: Callable[[list[Any]], Any] | None, topology: Topology
+) -> EpochLoader | Any:
+    if data is None or has_position(data):
+        return data
+    return EpochLoader(
+        data,
+        config.train_micro_batch_size_per_gpu,
+        topology,
+        collate_fn=collate_fn,
+        shuffle=config.dataloader.shuffle,
+        drop_last=config.dataloader_drop_last,
+        seed=config.seed or 0,
+    )

@@ -1,0 +1,310 @@
+"""PipelineEngine: the engine of a model that is cut into stages. Takes whole batches; the schedule orders the work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+import torch
+
+from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
+from ..distributed.transport.channel import Channel
+from ..errors import PipelineError
+from ..log import logger
+from ..optim.loss_scaler import DTYPES, cast_floats
+from ..pipeline.executor import Executor, units_of_chunks
+from ..pipeline.p2p import PointToPoint
+from ..pipeline.pipelined import Pipelined
+from ..pipeline.schedule.actions import FORWARD_ONLY, ActionKind, PipelineSchedule
+from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
+from ..pipeline.schedule.simulate import Span
+from ..pipeline.schedule.times import Times
+from ..pipeline.schedule.trace import Trace, write_trace
+from ..pipeline.split_backward import WeightGradients, split_layers
+from .engine import COMPARED_STEPS, Engine
+
+_WARM_UP_BATCHES = 2  # before the times are measured that the zero-bubble schedule is made from
+
+
+class PipelineEngine(Engine):
+    """One stage of a model in training. Made by ``zerorun.initialize``.
+
+    ``train_batch`` and ``eval_batch`` take the place of forward, backward and step, which raise PipelineError. Only the
+    first and the last stage read data; on each the same micro-batches must come.
+    """
+
+    module: Pipelined
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        section, topology = self.config.pipeline, self.topology
+        self._later = WeightGradients()
+        self._undo_split: Callable[[], None] | None = None
+        if section.schedule == ZERO_BUBBLE:
+            self._undo_split = split_layers(self.module, self._later)
+        courier = None
+        if topology.pipe > 1:
+            group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
+            channel = Channel("pipe", group, *place, self.device, self.comm.books, reads_peers=False)
+            courier = PointToPoint(channel, self.comm.finish)
+        self._executor = Executor(
+            self.module,
+            self.runtime,
+            courier,
+            units_of_chunks(self.module, self.units),
+            self._later,
+            self._root_of,
+            self._begin,
+            self._tell_last,
+            self._autocast,
+        )
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self._data: Iterator[Any] | None = None
+        self._is_last_backward = False
+        self._schedules: dict[int, PipelineSchedule] = {}  # by number of micro-batches
+        self._times: Times | None = None
+        self._batches = 0
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
+
+        Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Micro-batches
+        come from ``data_iter``, or else from the training data given to initialize(), again and again. Raises
+        StopIteration on all ranks if the data of any ends, and what ``Engine.step`` raises.
+        """
+        if not self.units:
+            raise PipelineError("the engine was destroyed. Remedy: call initialize() again.")
+        if self.sharded is None:
+            raise PipelineError("train_batch() needs an optimizer. Remedy: configure an 'optimizer' section.")
+        count = self.config.gradient_accumulation_steps
+        self.module.train()
+        batches = self._take(data_iter, count)
+        schedule = self._schedule(count)
+        self._executor.run(schedule, batches)
+        self.runtime.reduce_accumulated()
+        self._sessions = self._steps_seen = count
+        self.micro_steps += count
+        loss = self._mean(self._executor.losses, count)
+        self._step_now()
+        if schedule.kind == ZERO_BUBBLE and self._times is None:
+            self._measure()
+        return loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of micro-batches of ``data_iter``, without gradients. All ranks must call it.
+
+        ``return_logits``: (loss, list of the last part's outputs), which are there on the last stage only, elsewhere [].
+        ``reduce_output`` None: the losses of this rank's micro-batches. ``bcast_loss`` False: other stages get None.
+        """
+        count = num_micro_batches or self.config.gradient_accumulation_steps
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                batches = self._take(data_iter, count)
+                schedule = make_schedule(FORWARD_ONLY, self.topology.pipe, count, chunks=self.module.chunks)
+                self._executor.run(schedule, batches, needs_loss=compute_loss)
+        finally:
+            self.module.train(training)
+        losses, outputs = self._executor.losses, self._executor.outputs
+        result: Any = None
+        if compute_loss:
+            result = losses if reduce_output is None else self._mean(losses, count)
+            if not bcast_loss and not self.is_last_stage():
+                result = None
+        return (result, outputs) if return_logits else result
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn`` is applied to each micro-batch that the data gives."""
+        self._batch_fn = fn
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Where ``train_batch`` without an argument takes its data from."""
+        self._data = iterator
+
+    def is_first_stage(self) -> bool:
+        return self.topology.pipe_rank == 0
+
+    def is_last_stage(self) -> bool:
+        return self.topology.pipe_rank == self.topology.pipe - 1
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(_WHOLE_BATCHES.format("forward"))
+
+    forward = __call__
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise PipelineError(_WHOLE_BATCHES.format("backward"))
+
+    def step(self) -> NoReturn:
+        raise PipelineError(_WHOLE_BATCHES.format("step"))
+
+    def destroy(self) -> None:
+        if self._undo_split is not None:
+            self._undo_split()
+        if not self._executor.is_stuck:
+            super().destroy()
+            return
+        # Other stages may wait for a message of this one, and would not come: let the error be seen, and the process end.
+        logger.error("a batch failed on its way through the pipeline: the module keeps its part of the weights as it is")
+        self._let_go()
+
+    # -- schedules -----------------------------------------------------------------------------------------------
+
+    def _schedule(self, count: int) -> PipelineSchedule:
+        if count not in self._schedules:
+            kind, chunks = self.config.pipeline.schedule, self.module.chunks
+            self._schedules[count] = make_schedule(kind, self.topology.pipe, count, chunks=chunks, times=self._times)
+        return self._schedules[count]
+
+    def _measure(self) -> None:
+        """After some batches: the times of all stages, for a schedule made from them."""
+        self._batches += 1
+        if self._batches < _WARM_UP_BATCHES:
+            return
+        spans = self._executor.spans
+        kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+        mine = [median([s.end - s.start for s in spans if s.action.kind is kind] or [0.0]) for kind in kinds]
+        found = self.comm.control_objects((self.topology.pipe_rank, mine))
+        stages = [[times for stage, times in found if stage == wanted] for wanted in range(self.topology.pipe)]
+        columns = [[median(times[k] for times in stage) for stage in stages] for k in range(len(kinds))]
+        self._times = Times.make(self.topology.pipe, *columns)
+        self._schedules.clear()
+
+    def record(self, path: str | Path, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """``train_batch``, and what each stage did when, for ``zerorun-schedule --measured``, as the file ``path``.
+
+        Of the pipeline that rank 0 is in. All ranks must call it.
+        """
+        self.comm.barrier()
+        zero = time.perf_counter()  # about the same moment everywhere; clocks of hosts differ
+        loss = self.train_batch(data_iter)
+        spans = tuple(Span(span.action, span.start - zero, span.end - zero) for span in self._executor.spans)
+        found = self.comm.control_objects(spans)
+        if self.topology.rank == 0:
+            rows = tuple(found[rank] for rank in self.topology.ranks_along("pipe", 0))
+            count, section = self.config.gradient_accumulation_steps, self.config.pipeline
+            write_trace(path, Trace(section.schedule, self.topology.pipe, count, self.module.chunks, rows))
+        return loss
+
+    # -- data and losses -----------------------------------------------------------------------------------------
+
+    def _take(self, given: Iterator[Any] | None, count: int) -> list[Any]:
+        """``count`` micro-batches, where this rank reads data.
+
+        Raises, on all ranks alike, StopIteration if any has too few, and PipelineError if there is no data, or if ranks
+        that must read the same have different ones.
+        """
+        found: list[Any] = [None] * count
+        ended, lacks = False, ""
+        if self.is_first_stage() or self.is_last_stage():
+            source = given if given is not None else self._own_data()
+            if not isinstance(source, Iterator):
+                lacks = "nothing" if source is None else f"a {type(source).__name__}, which is no iterator"
+            try:
+                found = [next(source) for _ in range(count)] if isinstance(source, Iterator) else found
+            except StopIteration:
+                ended = True
+        if self._batch_fn is not None and found[0] is not None:
+            found = [self._batch_fn(batch) for batch in found]
+        self._agree_on_data(lacks, ended, *self._checksums(found))
+        return [_to(batch, self.device) for batch in found]
+
+    def _checksums(self, batches: list[Any]) -> tuple[int | None, int | None]:
+        """(of the labels, which the first and the last stage have; of the inputs, on the first stage)."""
+        if not is_cheap(batches) and self.global_steps >= COMPARED_STEPS:
+            return None, None
+        pairs = [inputs_and_labels(batch) for batch in batches if batch is not None]
+        inputs = checksum([inputs for inputs, _ in pairs]) if self.is_first_stage() else None
+        return checksum([labels for _, labels in pairs]), inputs
+
+    def _agree_on_data(self, lacks: str, ended: bool, labels: int | None, inputs: int | None) -> None:
+        place, places = self.topology.data_parallel_rank, self.topology.data_parallel_size
+        flags = torch.tensor([float(bool(lacks)), float(ended)], dtype=torch.float64)
+        told = [summands(found, place, places) for found in (labels, inputs)]
+        (nothing, too_few), *totals = self.comm.control_sum(torch.cat([flags, *told])).split([2, 3 * places, 3 * places])
+        if nothing:
+            raise PipelineError(
+                f"train_batch() and eval_batch() need an iterator over micro-batches on the first and the last stage"
+                f"{f', and got {lacks}' if lacks else '; another stage got none'}. Remedy: pass iter(...), or give "
+                "training_data to initialize()."
+            )
+        if too_few:
+            raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")
+        for kind, own, total in zip(("labels", "inputs"), (labels, inputs), totals, strict=True):
+            if not agree(total):
+                self._name_different(kind, own)
+
+    def _name_different(self, kind: str, own: int | None) -> NoReturn:
+        """Raise PipelineError for two ranks that read different data. All ranks must call it."""
+        first: dict[int, tuple[int, int]] = {}  # data-parallel rank -> (checksum, rank that has it)
+        who = ""
+        for rank, (place, found) in enumerate(self.comm.control_objects((self.topology.data_parallel_rank, own))):
+            known, other = first.setdefault(place, (found, rank)) if found is not None else (None, rank)
+            if known != found:
+                who = who or f"ranks {other} and {rank} read"
+        raise PipelineError(
+            f"{who} different {kind} at step {self.global_steps}, and belong to the same data-parallel rank, where the "
+            "first stage takes the inputs and the last the labels of the same samples. Weights are those before this step. "
+            "Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world, and shuffle with a "
+            "generator of its own: stages draw different numbers for dropout. training_data in initialize() does both."
+        )
+
+    def _own_data(self) -> Iterator[Any] | None:
+        if self._data is None and self.dataloader is not None:
+            self._data = _again_and_again(self.dataloader)
+        return self._data
+
+    def _begin(self, value: Any) -> Any:
+        return cast_floats(value, self.compute_dtype) if self.compute_dtype is not None else value
+
+    def _root_of(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        self._sessions = micro_batch
+        self._note_bad_loss(loss, ignore=False)
+        return loss * self.scaler.scale if self.scaler.scale != 1.0 else loss
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        section = self.config.torch_autocast
+        return torch.autocast(self.device.type, DTYPES[section.dtype], enabled=section.enabled)
+
+    def _tell_last(self, is_last: bool) -> None:
+        self._is_last_backward = is_last
+
+    def _reduce_in_this_backward(self) -> bool:
+        return self._is_last_backward
+
+    def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Of all micro-batches and data-parallel ranks, on all ranks."""
+        counts = self.topology.tensor_rank == 0
+        total = torch.stack(losses).double().sum().cpu() if losses and counts else torch.zeros((), dtype=torch.float64)
+        mean = self.comm.control_sum(total.view(1))[0] / (count * self.topology.data_parallel_size)
+        return mean.float()
+
+
+_WHOLE_BATCHES = (
+    "{0}() cannot be called on one stage of a pipeline: the schedule orders the work of all stages. Remedy: call "
+    "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
+)
+
+
+def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from data
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -1,0 +1,100 @@
+"""What a training loop asks an engine about its ranks, sizes and settings. The names are DeepSpeed's."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from ..config.parse import Config
+from ..distributed.topology import Topology
+from ..zero.sharded_optimizer import ShardedOptimizer
+
+
+class LoopQueries:
+    """Answers that need nothing but what the engine was made from. No rank waits for another."""
+
+    config: Config
+    topology: Topology
+    sharded: ShardedOptimizer | None
+
+    # -- ranks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The rank in the world."""
+        return self.topology.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of this host, as the launcher says; 0 without one."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """All ranks, of every axis."""
+        return self.topology.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """The ranks that a batch is divided between."""
+        return self.topology.data_parallel_size
+
+    # -- batch ---------------------------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step, of all ranks."""
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward on one data-parallel rank."""
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self.config.gradient_accumulation_steps
+
+    # -- settings ------------------------------------------------------------------------------------------------
+
+    def zero_optimization(self) -> bool:
+        """True if anything is partitioned: stage 1, 2 or 3."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def fp16_enabled(self) -> bool:
+        return bool(self.config.fp16.enabled)
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self.config.bf16.enabled)
+
+    def gradient_clipping(self) -> float:
+        """The largest global 2-norm that a gradient may have; 0: any."""
+        return self.config.gradient_clipping
+
+    def steps_per_print(self) -> float:
+        """Optimizer steps from one line of progress to the next; infinity: none is printed."""
+        return self.config.steps_per_print or math.inf
+
+    def wall_clock_breakdown(self) -> bool:
+        return bool(self.config.wall_clock_breakdown)
+
+    # -- optimizer -----------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[float | tuple[float, ...]]:
+        """The momentum of each parameter group: its ``betas``, or its ``momentum``; 0 if it has neither."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.sharded.optimizer.param_groups if self.sharded is not None else []

@@ -1,0 +1,268 @@
+"""Estimate: estimate_memory(), the bytes that a training would take, without allocating any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..distributed.transport import peer_memory
+from ..distributed.transport.channel import GLOO, NCCL, PEER_MEMORY
+from ..distributed.transport.communicator import default_device
+from ..errors import TopologyError
+from ..startup.inputs import OptimizerLike, take_in
+from ..zero.ledger import total_of
+from ..zero.optimizer_states import Moments
+from ..zero.plan import planned_topology
+from ..zero.weights import stays_apart, stored_bytes
+from .parts import PlannedPart, planned_parts
+from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
+
+_RANKS_PER_NODE = 8  # where nothing else is said
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of the rank that holds the most, and of its node. Printed, it is a table.
+
+    With pipeline stages it is a rank of ``pipe_rank``, the stage that takes the most.
+
+    ``kinds``: what ``engine.memory_report()`` shows after a step; kinds that begin with "host" are in host memory, and
+    those that begin with "disk" in files.
+    ``start_up``: the peak of ``initialize()`` for a module built as usual, in full on every rank;
+    ``start_up_with_init``: for one built inside ``zerorun.zero.Init()``, its construction included.
+    ``gradients_in_backward``: gradients that autograd has made and zerorun has not taken yet, at most.
+    ``activation_bytes``: as given; what the model keeps between forward and backward is not zerorun's to know.
+
+    On a CPU the device is the host: ``device_*`` then counts host kinds, too.
+    """
+
+    kinds: Mapping[str, int]
+    parameters: int  # elements
+    stage: int
+    world_size: int  # ranks
+    ranks_per_node: int
+    device: str  # "cuda" or "cpu"
+    transport: str  # of gradients and parameters: "nccl", "gloo" or "peer memory"
+    start_up: Peak
+    start_up_with_init: Peak
+    gradients_in_backward: int
+    activation_bytes: int
+    notes: tuple[str, ...] = ()
+    pipe: int = 1  # stages
+    tensor: int = 1  # ranks that divide a layer
+    pipe_rank: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """What a rank keeps in host memory beside its device."""
+        return total_of(self.kinds, "host")
+
+    @property
+    def disk_bytes(self) -> int:
+        """What a rank keeps in files."""
+        return total_of(self.kinds, "disk")
+
+    @property
+    def device_bytes(self) -> int:
+        """What a rank keeps on its device."""
+        return total_of(self.kinds, "device") + (self.host_bytes if self.device == "cpu" else 0)
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """The device's peak in a step: all kinds, gradients that autograd has just made, and ``activation_bytes``.
+
+        Not in it: the temporaries of single operations, and those that optimizers of other packages make in their step.
+        """
+        return self.device_bytes + self.gradients_in_backward + self.activation_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The device's peak over start-up and steps, for a module built as usual."""
+        return max(self.step_peak_bytes, self._on_device(self.start_up))
+
+    @property
+    def peak_with_init_bytes(self) -> int:
+        """The same for a module built inside ``zerorun.zero.Init()``."""
+        return max(self.step_peak_bytes, self._on_device(self.start_up_with_init))
+
+    @property
+    def node_host_bytes(self) -> int:
+        """The host memory of one node at its peak, for all its ranks, modules built as usual."""
+        if self.device == "cpu":
+            return self.ranks_per_node * self.peak_bytes
+        return self.ranks_per_node * max(self.host_bytes, self.start_up.host)
+
+    def _on_device(self, peak: Peak) -> int:
+        return peak.both if self.device == "cpu" else peak.device
+
+    def __str__(self) -> str:
+        data = self.world_size // (self.pipe * self.tensor)
+        degrees = f"{self.pipe} pipeline stages x {self.tensor} tensor x {data} data-parallel = "
+        where = f" is in pipeline stage {self.pipe_rank}" if self.pipe > 1 else ""
+        lines = [
+            f"stage {self.stage}, {degrees if self.pipe * self.tensor > 1 else ''}{self.world_size} ranks "
+            f"({self.ranks_per_node} on a node, {self.transport}), "
+            f"{self.parameters:,} parameters; the rank that holds the most{where}, on {self.device}:",
+            *(f"  {kind:<44}{show(size):>12}" for kind, size in self.kinds.items() if size),
+        ]
+        backward = self.gradients_in_backward + self.activation_bytes
+        rows = {
+            "together, on the device": self.device_bytes,
+            "gradients on their way, and given activations": backward,
+            "peak of a step": self.step_peak_bytes,
+            "peak of the start-up": self._on_device(self.start_up),
+            "peak of the start-up with zero.Init()": self._on_device(self.start_up_with_init),
+            "host memory of one node, at its peak": self.node_host_bytes,
+        }
+        lines += [f"  {what:<44}{show(size):>12}" for what, size in rows.items()]
+        return "\n".join([*lines, *self.notes])
+
+
+def show(size: int) -> str:
+    """``size`` bytes for people."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(size) >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} B"
+
+
+def estimate_memory(
+    model: nn.Module,
+    config: str | Path | dict[str, Any],
+    world_size: int,
+    *,
+    ranks_per_node: int | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    device: str | None = None,
+    transport: str | None = None,
+    activation_bytes: int = 0,
+) -> Estimate:
+    """What ``zerorun.initialize(model, config)`` and the steps after it take on ``world_size`` ranks. Allocates nothing.
+
+    ``model``: on the meta device, or real; it stays as it is. ``optimizer`` and ``model_parameters``: as for
+    ``initialize``. ``ranks_per_node``: default 8, or fewer if there are not as many ranks. ``device``: "cuda" or "cpu",
+    default this machine's. ``transport``: "nccl", "gloo" or "peer memory", default what the ranks would use.
+    ``activation_bytes``: on a rank at its highest (``zerorun.checkpointing.kept_bytes`` tells a block's).
+
+    Raises ConfigError, ModelError or TopologyError, as ``initialize`` would.
+    """
+    if world_size < 1:
+        raise TopologyError(f"world_size must be at least 1, got {world_size}.")
+    wanted, raw = take_in(model, config, None, optimizer, model_parameters, world_size)
+    kind = torch.device(device).type if device is not None else default_device().type
+    local = min(ranks_per_node or _RANKS_PER_NODE, world_size)
+    transport = transport or default_transport(kind, world_size, local)
+    if transport not in (NCCL, GLOO, PEER_MEMORY):
+        raise TopologyError(f"transport must be {NCCL!r}, {GLOO!r} or {PEER_MEMORY!r}, got {transport!r}.")
+    topology = planned_topology(wanted, world_size, local)
+    parts = planned_parts(model, wanted, raw, topology)
+    of_part = partial(
+        _estimate,
+        whole=model,
+        config=wanted,
+        transport=transport,
+        device=kind,
+        ranks_per_node=local,
+        activation_bytes=activation_bytes,
+    )
+    return max(map(of_part, parts), key=lambda estimate: estimate.step_peak_bytes)
+
+
+def _estimate(
+    part: PlannedPart,
+    *,
+    whole: nn.Module,
+    config: Config,
+    transport: str,
+    device: str,
+    ranks_per_node: int,
+    activation_bytes: int,
+) -> Estimate:
+    topology = part.topology
+    sizing = Sizing(part.model, config, part.raw, topology, transport, device, part.spread_of)
+    heaviest = heaviest_rank(sizing.units)
+    if heaviest:
+        there = replace(topology, rank=topology.rank_at(shard=heaviest))
+        sizing = Sizing(part.model, config, part.raw, there, transport, device, part.spread_of)
+    moments = Moments(part.raw, sizing.pieces, torch.device("cpu"))
+    return Estimate(
+        kinds=sizing.kinds(moments),
+        parameters=sum(param.numel() for param in whole.parameters()),
+        stage=config.zero_optimization.stage,
+        world_size=topology.world_size,
+        ranks_per_node=ranks_per_node,
+        device=device,
+        transport=transport,
+        start_up=_from_whole(sizing, whole, device),
+        start_up_with_init=_from_parts(sizing, part, whole, device),
+        gradients_in_backward=sizing.gradients_in_backward(),
+        activation_bytes=activation_bytes,
+        notes=(moments.unknown,) if moments.unknown else (),
+        pipe=topology.pipe,
+        tensor=topology.tensor,
+        pipe_rank=topology.pipe_rank,
+    )
+
+
+def default_transport(device_type: str, world_size: int, ranks_per_node: int) -> str:
+    """What ranks use who can."""
+    if device_type == "cuda":
+        return NCCL
+    return PEER_MEMORY if world_size <= ranks_per_node and peer_memory.can_be_used() else GLOO
+
+
+def held_whole(param: nn.Parameter, device_type: str) -> Holding:
+    """Of an ordinary module's: on the device if it is there, else in host memory."""
+    size = stored_bytes(param)
+    return Holding(Bytes(size) if param.device.type == device_type else Bytes(host=size))
+
+
+def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Holding:
+    """Of a parameter that ``Init`` is going to partition, unless it stays apart. It is made where it will be used."""
+    if stays_apart(param):
+        return held_whole(param, device_type)
+    part = -(-param.numel() // world_size) * param.element_size()
+    on_device = param.device.type == device_type or device_type == "cpu"
+    return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
+
+
+def _from_whole(sizing: Sizing, whole: nn.Module, device: str) -> Peak:
+    """Of a module that every rank builds in full, and of which it then lets go of what lies on other ranks."""
+    held = partial(held_whole, device_type=device)
+    return _higher(sizing.start_up(held), _all(held, whole))
+
+
+def _from_parts(sizing: Sizing, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
+    """Of a module built inside ``Init``: the parts of all, and one module's parameters in full."""
+    topology = part.topology
+    held = partial(_held_in_parts, device_type=device, world_size=topology.world_size)
+    parts = _all(held, whole)
+    own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in whole.modules()]
+    built = _beside(parts, max(own))
+    if topology.pipe * topology.tensor == 1:
+        return _higher(sizing.start_up(held), built)
+    # All are put together, one after the other, and this rank keeps what is its own in full.
+    ordinary, largest = partial(held_whole, device_type=device), max(held(p).put_together for p in whole.parameters())
+    settled = _beside(parts + _all(ordinary, part.model), largest)
+    return _higher(_higher(sizing.start_up(ordinary), built), settled)
+
+
+def _all(held: Held, model: nn.Module) -> Bytes:
+    return sum((held(param).now for param in model.parameters()), Bytes())
+
+
+def _beside(held: Bytes, more: int) -> Bytes:
+    """With ``more`` bytes in the same place."""
+    return held + (Bytes(more) if held.device else Bytes(host=more))
+
+
+def _higher(peak: Peak, moment: Peak | Bytes) -> Peak:
+    return Peak(max(peak.device, moment.device), max(peak.host, moment.host), max(peak.both, moment.both))

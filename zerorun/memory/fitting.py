@@ -1,0 +1,241 @@
+"""Fitting: whether a training fits into the memory that is free, asked before anything is allocated; and what would fit.
+
+What is needed is a lower bound, and what is free an upper one: nothing is refused that could run. So activations do not
+count, nor does what the parameters occupy already, nor what is allocated but surely never written (where the limit is on
+memory in use). Pinned memory is not held against RLIMIT_MEMLOCK: the driver of the GPU does not ask for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..distributed.topology import Topology
+from ..distributed.transport.channel import GLOO, PEER_MEMORY
+from ..errors import ConfigError, DoesNotFitError, TopologyError
+from ..optim.requested import RawOptimizer
+from ..pipeline.pipelined import Pipelined
+from ..zero.disks import state_count
+from ..zero.init import part_of
+from ..zero.ledger import total_of
+from ..zero.optimizer_states import Moments
+from ..zero.plan import planned_topology
+from .estimate import held_whole, show
+from .limits import Limit, cgroup_path, host_limits, node_name
+from .sizing import Bytes, Holding, Sizing, heaviest_rank
+
+_TO_HOST = {"device": "cpu"}
+_TO_DISK = {"device": "nvme", "nvme_path": "a folder on a local disk"}
+_MOST_NODES = 1024  # times as many as there are, that are looked at for a training that fits
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a rank needs beyond what it holds already, in bytes. ``virtual``: allocated in host memory, written or not."""
+
+    device: int
+    host: int
+    virtual: int
+    node: str = ""
+    cgroup: str = "/"
+    device_name: str = ""  # the same for ranks that share one
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration that may fit: the keys to change, and on how many ranks."""
+
+    keys: dict[str, Any]
+    config: Config
+    world_size: int
+
+
+class Fitting:
+    """This rank's demand, and the judgement once all ranks' demands are known. Touches neither model nor optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        raw: RawOptimizer,
+        topology: Topology,
+        transport: str,
+        device: torch.device,
+        limits: list[Limit] | None = None,
+    ) -> None:
+        """``limits``: of host memory; default, those of this process."""
+        self._model, self._config, self._raw = model, config, raw
+        self._topology, self._transport, self._device = topology, transport, device
+        self._limits = host_limits() if limits is None else limits
+        self._sizing = self._size(config, topology)
+
+    def _size(self, config: Config, topology: Topology) -> Sizing:
+        between_nodes = topology.world_size > self._topology.world_size and self._transport == PEER_MEMORY
+        transport = GLOO if between_nodes else self._transport
+        return Sizing(self._model, config, self._raw, topology, transport, self._device.type)
+
+    @cached_property
+    def demand(self) -> Demand:
+        """This rank's, and whom it shares memory with."""
+        name = f"{self._device} of rank {self._topology.rank}"
+        if self._device.type == "cuda":
+            name = str(getattr(torch.cuda.get_device_properties(self._device), "uuid", name))
+        needed = self._demand_of(self._sizing)
+        return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name)
+
+    def _demand_of(self, sizing: Sizing) -> Demand:
+        kinds = sizing.kinds(self._moments(sizing))
+        host = total_of(kinds, "host")
+        total = total_of(kinds, "device") + host
+        held, start = self._held, sizing.start_up(self._held_by)
+        if self._device.type == "cpu":
+            unwritten = kinds["slots"] + kinds["gradients"]  # while units are built
+            written = max(total - sizing.never_written(), start.both - unwritten)
+            return Demand(0, written - held.both, max(total, start.both) - held.both)
+        host += sizing.received
+        on_device = max(total - host, start.device) - held.device
+        beside = max(host, start.host) - held.host
+        return Demand(on_device, beside, beside)
+
+    def _moments(self, sizing: Sizing) -> Moments:
+        on_host = self._device.type == "cpu" or any(unit.placement.optimizer for unit in sizing.units)
+        return Moments(self._raw, sizing.pieces, torch.device("cpu") if on_host else self._device)
+
+    @cached_property
+    def _held(self) -> Bytes:
+        """What parameters and buffers occupy now."""
+        total = sum((self._held_by(param).now for param in self._model.parameters()), Bytes())
+        for buffer in self._model.buffers():
+            size = buffer.numel() * buffer.element_size()
+            total += Bytes(size) if buffer.device.type == self._device.type else Bytes(host=size)
+        return total
+
+    def _held_by(self, param: nn.Parameter) -> Holding:
+        part = part_of(param)
+        if part is None:
+            return held_whole(param, self._device.type)
+        size = part.numel() * part.element_size()
+        now = Bytes(size) if part.device.type == self._device.type else Bytes(host=size)
+        return Holding(now, param.numel() * param.element_size())
+
+    # -- judgement -----------------------------------------------------------------------------------------------
+
+    def require(self, demands: list[Demand]) -> None:
+        """Raise DoesNotFitError if the ranks of this node together need more than there is. ``demands``: of all ranks."""
+        mine = self.demand
+        near = [demand for demand in demands if demand.node == mine.node]
+        on_device = [demand.device for demand in demands if demand.device_name == mine.device_name]
+        short = self._shortage(sum(on_device), mine.virtual, near)
+        if short is not None:
+            raise DoesNotFitError(self._refusal(short, near, len(on_device)))
+
+    def _shortage(self, device: int, virtual: int, near: list[Demand]) -> str | None:
+        """What there is too little of, in words."""
+        free = self._free_on_device
+        if free is not None and device > free:
+            return f"{self._device} needs {show(device)} more, and has {show(free)} free"
+        for limit in self._limits:
+            inside = [demand.host for demand in near if limit.cgroup in ("/", demand.cgroup) or _around(limit, demand)]
+            needed = virtual if limit.cgroup is None else sum(inside)
+            who = "this rank needs" if limit.cgroup is None else f"{len(inside)} ranks of node {self.demand.node} need"
+            if needed > limit.available:
+                return f"{who} {show(needed)} more, and {limit.name} leaves {show(limit.available)}"
+        return None
+
+    @cached_property
+    def _free_on_device(self) -> int | None:
+        if self._device.type != "cuda":
+            return None
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return torch.cuda.mem_get_info(self._device)[0] + unused
+
+    def _refusal(self, short: str, near: list[Demand], sharing: int) -> str:
+        kinds = self._sizing.kinds(self._moments(self._sizing))
+        table = "\n".join(f"  {kind:<20}{show(size):>12}" for kind, size in kinds.items() if size)
+        choice = self._nearest(near, sharing)
+        remedy = "free memory, or use a smaller model: no stage, placement or number of ranks would fit."
+        if choice is not None:
+            keys = f"set {json.dumps({'zero_optimization': choice.keys})}" if choice.keys else "keep the configuration"
+            ranks = self._topology.world_size
+            nodes = choice.world_size // max(len(near), 1)
+            more = f", and start {choice.world_size} ranks on {nodes} such nodes" if choice.world_size > ranks else ""
+            remedy = f"{keys}{more}; this is the nearest configuration that fits."
+        untouched = "" if isinstance(self._model, Pipelined) else ", and the model is as it was"
+        return (
+            f"the training does not fit into memory: {short}. Nothing has been allocated{untouched}. "
+            f"This rank would hold, apart from activations:\n{table}\n"
+            f"  of which {show(self._held.both)} are there already, as the module's parameters and buffers.\n"
+            f"Remedy: {remedy} ZERORUN_MEMORY_CHECK=0 switches this check off."
+        )
+
+    # -- what would fit ------------------------------------------------------------------------------------------
+
+    def _nearest(self, near: list[Demand], sharing: int) -> Choice | None:
+        """The first choice that fits, on nodes like this one."""
+        for choice in self._choices(max(len(near), 1)):
+            try:
+                topology = planned_topology(choice.config, choice.world_size, max(len(near), 1))
+            except TopologyError:
+                continue
+            sizing = self._size(choice.config, topology)
+            heaviest = heaviest_rank(sizing.units)
+            if heaviest:
+                sizing = self._size(choice.config, replace(topology, rank=topology.rank_at(shard=heaviest)))
+            needed = self._demand_of(sizing)
+            beside = [replace(needed, node=other.node, cgroup=other.cgroup) for other in near]
+            if self._shortage(needed.device * sharing, needed.virtual, beside) is None:
+                return choice
+        return None
+
+    def _choices(self, local: int) -> Iterator[Choice]:
+        """In the order of how little they slow a step down: a higher stage, offload, more nodes."""
+        ranks = self._topology.world_size
+        here = [(keys, _changed(self._config, keys)) for keys in self._placements()]
+        yield from (Choice(keys, config, ranks) for keys, config in here if keys)
+        factor = 2
+        while factor <= _MOST_NODES:
+            yield from (Choice(keys, config, ranks * factor) for keys, config in here)
+            factor *= 2
+
+    def _placements(self) -> Iterator[dict[str, Any]]:
+        """Changes of zero_optimization."""
+        zero = self._config.zero_optimization
+        stages = range(max(zero.stage, 1), 4)
+        yield {}
+        yield from ({"stage": stage} for stage in range(zero.stage + 1, 4))
+        if self._device.type != "cpu":  # whose memory is the host's
+            if zero.offload_optimizer.is_off():
+                yield from ({"stage": stage, "offload_optimizer": _TO_HOST} for stage in stages)
+            if zero.offload_param.is_off():
+                yield {"stage": 3, "offload_optimizer": _TO_HOST, "offload_param": _TO_HOST}
+        if zero.offload_optimizer.device != "nvme" and self._can_update_on_disk():
+            yield from ({"stage": stage, "offload_optimizer": _TO_DISK} for stage in stages)
+            yield {"stage": 3, "offload_optimizer": _TO_DISK, "offload_param": _TO_DISK}
+
+    def _can_update_on_disk(self) -> bool:
+        try:
+            return bool(self._raw.groups) and state_count(self._raw) >= 0
+        except ConfigError:
+            return False
+
+
+def _around(limit: Limit, demand: Demand) -> bool:
+    """True if the rank's control group lies inside of the limit's."""
+    return limit.cgroup is not None and demand.cgroup.startswith(f"{limit.cgroup.rstrip('/')}/")
+
+
+def _changed(config: Config, keys: dict[str, Any]) -> Config:
+    """``config`` with other values in zero_optimization."""
+    zero = config.zero_optimization
+    values = {
+        key: getattr(zero, key).model_copy(update=value) if isinstance(value, dict) else value
+        for key, value in keys.items()
+    }
+    return config.model_copy(update={"zero_optimization": zero.model_copy(update=values)})

@@ -1,0 +1,59 @@
+"""Parts: what each pipeline stage would hold of a model, made of shapes alone, for estimates."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..distributed.replication import ALONE, Replication
+from ..distributed.topology import Topology
+from ..optim.requested import RawOptimizer, without_elsewhere
+from ..pipeline.pipelined import Pipelined
+from ..startup.parallelize import cut, divide_shapes, plan_layers
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """A stage as its first tensor rank has it, which holds as much as any other. ``topology`` is seen from that rank."""
+
+    model: nn.Module
+    raw: RawOptimizer
+    topology: Topology
+    spread_of: Callable[[nn.Parameter], Replication]
+
+
+def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:
+    """Every stage of ``model``, or the one that a PipelineModule is. ``model`` stays as it is.
+
+    Raises ModelError or PipelineError, as ``initialize`` would.
+    """
+    if topology.pipe * topology.tensor == 1:
+        yield PlannedPart(model, raw, topology, lambda param: ALONE)
+        return
+    layers = plan_layers(model, config, topology)
+    stages = [model.stage] if isinstance(model, Pipelined) else range(topology.pipe)
+    for stage in stages:
+        here = replace(topology, rank=topology.rank_at(pipe=stage))
+        copied, own = _of_shapes(model, raw)
+        part = cut(copied, config, here)
+        spread_of = divide_shapes(part, layers, config, here)
+        yield PlannedPart(part, without_elsewhere(own, part), here, spread_of)
+
+
+def _of_shapes(model: nn.Module, raw: RawOptimizer) -> tuple[nn.Module, RawOptimizer]:
+    """A copy of ``model`` on the meta device, and ``raw`` of its parameters."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.to("meta")
+    same = dict(memo)  # deepcopy enters more
+    groups = [{**group, "params": [same[id(param)] for param in group["params"]]} for group in raw.groups]
+    group_of = {id(same[key]): group for key, group in raw.group_of.items()}
+    return copy.deepcopy(model, memo), replace(raw, groups=groups, group_of=group_of)

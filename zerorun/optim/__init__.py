@@ -1,0 +1,1 @@
+"""Optimizers: what was asked for, how it is made, learning rates, loss scaling."""

@@ -1,0 +1,73 @@
+"""Precision: which dtype the model computes in, and the loss scale that keeps fp16 gradients representable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import LossScaleError
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class LossScaler:
+    """The loss scale and its state machine (Micikevicius et al. 2018, arXiv:1710.03740; keys and order as DeepSpeed's).
+
+    Static if not ``dynamic``. Else: an overflow uses up one of ``hysteresis``; when one is left the scale halves, down to
+    ``minimum``; ``window`` clean steps counted from the last overflow double it and restore the hysteresis.
+    """
+
+    scale: float = 1.0
+    dynamic: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    consecutive: bool = False
+    minimum: float = 1.0
+    hysteresis_left: int = 2
+    steps: int = 0
+    last_overflow: int = -1
+
+    @property
+    def at_minimum(self) -> bool:
+        """True if the next overflow cannot be answered by halving."""
+        return self.dynamic and self.scale <= self.minimum and (self.hysteresis == 1 or self.hysteresis_left == 1)
+
+    def update(self, overflow: bool) -> None:
+        """Account for one step. Raises LossScaleError if it overflowed at the minimum scale."""
+        if not self.dynamic:
+            return
+        exhausted = overflow and self.at_minimum
+        if overflow:
+            if self.hysteresis == 1 or self.hysteresis_left == 1:
+                self.scale = max(self.scale / 2, self.minimum)
+            else:
+                self.hysteresis_left -= 1
+            self.last_overflow = self.steps
+        else:
+            if self.consecutive:
+                self.hysteresis_left = self.hysteresis
+            if (self.steps - self.last_overflow) % self.window == 0:
+                self.hysteresis_left = self.hysteresis
+                self.scale *= 2
+        self.steps += 1
+        if exhausted:
+            raise LossScaleError(f"gradients overflow although the loss scale is at its minimum, {self.minimum:g}.")
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with all floating tensors in nested dicts, lists, tuples and dataclasses in ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return type(value)((key, cast_floats(item, dtype)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_floats(item, dtype) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: cast_floats(getattr(value, f.name), dtype) for f in fields(value) if f.init}
+        return replace(value, **changed)
+    return value

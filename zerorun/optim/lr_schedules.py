@@ -1,0 +1,395 @@
+"""Learning-rate schedules with DeepSpeed's names and formulas, as pure functions of completed optimizer steps.
+
+A *formula* is a frozen dataclass of numbers. ``lr_at(i, base_lr, group)`` gives the learning rate that is in force
+after ``i + 1`` completed optimizer steps: ``i`` is DeepSpeed's ``last_batch_iteration``, -1 at construction and 0
+after the first ``step()``. The lr of the very first optimizer step is therefore ``lr_at(-1)``, of the second
+``lr_at(0)``; with a warm-up both are ``warmup_min_lr``. All lengths are in optimizer steps, all rates in the
+optimizer's own lr unit.
+
+A :class:`Schedule` writes those numbers into the parameter groups of an optimizer; its state is one integer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from zerorun.errors import ConfigError, ConfigProblem, ModelError
+from zerorun.log import warn_once
+
+Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PerGroup = Number | tuple[Number, ...]  # one value for all parameter groups, or one for each
+Steps = Annotated[int, Field(ge=0)]
+SomeSteps = Annotated[int, Field(ge=1)]
+
+
+class Formula(Protocol):
+    """A pure function from completed optimizer steps to the learning rate of a parameter group."""
+
+    def lr_at(self, i: int, base_lr: float, group: int) -> float:
+        """Learning rate after ``i + 1`` completed steps of group number ``group``, built with lr ``base_lr``."""
+        ...
+
+
+class HasParamGroups(Protocol):
+    """What a schedule needs of an optimizer: any wrapper with torch's ``param_groups`` will do."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def _of_group(value: float | tuple[float, ...], group: int) -> float:
+    return value[group] if isinstance(value, tuple) else value
+
+
+def _warmup_length(steps: int) -> int:
+    """DeepSpeed warms up over at least 2 steps (it divides by log N); 0 means no warm-up at all."""
+    return max(2, steps) if steps else 0
+
+
+def _warmup_fraction(i: int, length: int, kind: str) -> float:
+    """Share of the way from the lowest to the highest lr, in [0, 1): only for ``i < length``."""
+    if i < 0:
+        return 0.0
+    return i / length if kind == "linear" else math.log(i + 1) / math.log(length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupLR:
+    """lr = min + (max - min) g, where g = ln(i+1)/ln N (``log``) or i/N (``linear``) for i < N, then 1.
+
+    ``warmup_max_lr`` None is the lr that each parameter group was built with. N = max(2, ``warmup_num_steps``).
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = None
+    warmup_num_steps: Steps = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+    def lr_at(self, i: int, base_lr: float, group: int) -> float:
+        low = _of_group(self.warmup_min_lr, group)
+        high = base_lr if self.warmup_max_lr is None else _of_group(self.warmup_max_lr, group)
+        length = _warmup_length(self.warmup_num_steps)
+        warming = bool(length) and i < length
+        share = _warmup_fraction(i, length, self.warmup_type) if warming else self._after_warmup(i, length)
+        return low + (high - low) * share
+
+    def _after_warmup(self, i: int, length: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupDecayLR(WarmupLR):
+    """:class:`WarmupLR`, then a straight line: g = (T - i) / max(1, T - N), not below 0, reaching 0 at i = T."""
+
+    total_num_steps: SomeSteps
+    warmup_max_lr: PerGroup | None = 0.001
+
+    def _after_warmup(self, i: int, length: int) -> float:
+        left = (self.total_num_steps - i) / max(1, self.total_num_steps - length)
+        return min(1.0, max(0.0, left))  # above 1 only for i = -1 without a warm-up
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupCosineLR:
+    """The group's own lr times a ratio: from ``warmup_min_ratio`` up to 1, then a half cosine to ``cos_min_ratio``.
+
+    The cosine is (1 + cos(pi p)) / 2 with p = min(1, (i - N + 1) / max(1, T - N)). With a warm-up, the lr before
+    the first ``step()`` is 0 whatever ``warmup_min_ratio`` says: that is what DeepSpeed does.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    total_num_steps: SomeSteps
+    warmup_min_ratio: Number = 0.0
+    warmup_num_steps: Steps = 1000
+    cos_min_ratio: Number = 0.0001
+    warmup_type: Literal["log", "linear"] = "log"
+
+    def lr_at(self, i: int, base_lr: float, group: int) -> float:
+        length = _warmup_length(self.warmup_num_steps)
+        if length and i < length:
+            if i < 0:
+                return 0.0
+            share = _warmup_fraction(i, length, self.warmup_type)
+            return base_lr * (self.warmup_min_ratio + (1 - self.warmup_min_ratio) * share)
+        progress = min(1.0, (i - length + 1) / max(1, self.total_num_steps - length))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return base_lr * (self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycle:
+    """One triangle of lr from min up to max and back, then lr = min / (1 + rate k / decay_step_size).
+
+    Momentum runs the other way: from ``cycle_max_mom`` down to ``cycle_min_mom`` and back, then grows by
+    (1 + decay_mom_rate k / decay_step_size). A stair count cuts a half cycle into that many flat stairs.
+    ``decay_step_size`` 0 means no decay. Smith 2018, arXiv:1803.09820.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    cycle_min_lr: PerGroup
+    cycle_max_lr: PerGroup
+    decay_lr_rate: Number = 0.0
+    cycle_first_step_size: SomeSteps = 2000
+    cycle_second_step_size: Steps | None = None
+    cycle_first_stair_count: Steps = 0
+    cycle_second_stair_count: Steps | None = None
+    decay_step_size: Steps = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = 0.8
+    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    decay_mom_rate: Number = 0.0
+
+    def lr_at(self, i: int, base_lr: float, group: int) -> float:
+        low, high = _of_group(self.cycle_min_lr, group), _of_group(self.cycle_max_lr, group)
+        if i < self._length():
+            return low + (high - low) * self._height(i + 1)
+        return low / (1 + self.decay_lr_rate * self._decay_intervals(i))
+
+    def momentum_at(self, i: int) -> float:
+        """Momentum (``betas[0]`` of Adam-like optimizers) after ``i + 1`` completed steps."""
+        if i < 0:
+            return self.cycle_min_mom  # DeepSpeed starts there, although the cycle itself starts at the maximum
+        if i < self._length():
+            return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(i + 1)
+        return self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_intervals(i))
+
+    def _second(self) -> int:
+        return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
+
+    def _length(self) -> int:
+        return self.cycle_first_step_size + self._second()
+
+    def _decay_intervals(self, i: int) -> float:
+        return (i - self._length() + 1) / self.decay_step_size if self.decay_step_size else 0.0
+
+    def _height(self, steps: int) -> float:
+        """Height of the triangle, 0 to 1, after ``steps`` completed steps. Integers first, so stairs are exact."""
+        place = steps % self._length()
+        if place <= self.cycle_first_step_size:
+            done, half, stairs = place, self.cycle_first_step_size, self.cycle_first_stair_count
+        else:
+            done, half, stairs = self._length() - place, self._second(), self._second_stairs()
+        return (done * stairs // half) / stairs if stairs else done / half
+
+    def _second_stairs(self) -> int:
+        count = self.cycle_second_stair_count
+        return self.cycle_first_stair_count if count is None else count
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRRangeTest:
+    """lr = min (1 + rate (i + 1) / size), the quotient floored if ``staircase``. Smith 2018, arXiv:1803.09820."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: SomeSteps = 2000
+    lr_range_test_step_rate: Number = 1.0
+    lr_range_test_staircase: bool = False
+
+    def lr_at(self, i: int, base_lr: float, group: int) -> float:
+        size = self.lr_range_test_step_size
+        interval = (i + 1) // size if self.lr_range_test_staircase else (i + 1) / size
+        return _of_group(self.lr_range_test_min_lr, group) * (1 + self.lr_range_test_step_rate * interval)
+
+
+FORMULAS: dict[str, type] = {
+    formula.__name__: formula for formula in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+
+
+class LRSchedule:
+    """Writes a formula's learning rates (and momenta) into an optimizer's groups, once per completed step.
+
+    The rates that the groups have at construction are the formula's ``base_lr``. Nothing but the number of calls of
+    ``step()`` enters: call it once per applied optimizer step, on every rank alike.
+    """
+
+    def __init__(self, optimizer: HasParamGroups, formula: Formula, last_batch_iteration: int = -1) -> None:
+        self.optimizer = optimizer
+        self.formula = formula
+        self.last_batch_iteration = last_batch_iteration
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._momentum_keys = [_momentum_key(group) for group in optimizer.param_groups]
+        if isinstance(formula, OneCycle) and formula.cycle_momentum and not any(self._momentum_keys):
+            warn_once("scheduler OneCycle: cycle_momentum has no effect, the optimizer has neither betas nor momentum")
+        self._apply()
+
+    def step(self) -> None:
+        """Count one completed optimizer step and set the rates for the next one."""
+        self.last_batch_iteration += 1
+        self._apply()
+
+    def get_lr(self) -> list[float]:
+        """The formula's learning rate of each group for the number of steps counted so far."""
+        return [self.formula.lr_at(self.last_batch_iteration, lr, group) for group, lr in enumerate(self.base_lrs)]
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rates written last, one per parameter group."""
+        return list(self._last_lr)
+
+    def state_dict(self) -> dict[str, int]:
+        """The one integer that a checkpoint needs."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after ``state["last_batch_iteration"] + 1`` completed steps; the rates are set at once."""
+        self.last_batch_iteration = int(state["last_batch_iteration"])
+        self._apply()
+
+    def _apply(self) -> None:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.base_lrs):
+            raise ModelError(
+                f"the optimizer has {len(groups)} parameter groups but its schedule was built for "
+                f"{len(self.base_lrs)}. Add parameter groups before the schedule is built."
+            )
+        self._last_lr = self.get_lr()
+        for group, lr in zip(groups, self._last_lr, strict=True):
+            _assign(group, "lr", lr)
+        if isinstance(self.formula, OneCycle) and self.formula.cycle_momentum:
+            self._apply_momentum(self.formula.momentum_at(self.last_batch_iteration))
+
+    def _apply_momentum(self, momentum: float) -> None:
+        for group, key in zip(self.optimizer.param_groups, self._momentum_keys, strict=True):
+            if key == "betas":
+                group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second at 0.99
+            elif key == "momentum":
+                group["momentum"] = momentum
+
+
+def _momentum_key(group: dict[str, Any]) -> str | None:
+    """Where a group keeps its momentum; an SGD group without momentum is left without."""
+    if "betas" in group:
+        return "betas"
+    return "momentum" if group.get("momentum") else None
+
+
+def _assign(group: dict[str, Any], key: str, value: float) -> None:
+    """Set a group's number; a tensor is filled in place, because captured graphs hold on to it."""
+    if hasattr(group[key], "fill_"):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def build_formula(type: str, params: dict[str, Any]) -> Formula | None:
+    """The formula of one of the five DeepSpeed names, or None for any other name. No optimizer, no torch needed."""
+    names = {name.lower(): name for name in FORMULAS}
+    name = names.get(type.lower())
+    if name is None:
+        return None
+    try:
+        formula: Formula = TypeAdapter(FORMULAS[name]).validate_python(params)
+    except ValidationError as error:
+        raise ConfigError(_formula_problems(name, params, error)) from None
+    total, warmup = getattr(formula, "total_num_steps", None), getattr(formula, "warmup_num_steps", 0)
+    if total is not None and total < warmup:
+        warn_once(f"scheduler {name}: total_num_steps {total} is less than warmup_num_steps {warmup}")
+    return formula
+
+
+def build_schedule(type: str, params: dict[str, Any], optimizer: Any) -> Any:
+    """A :class:`Schedule` for DeepSpeed's five names, else the ``torch.optim.lr_scheduler`` class of that name.
+
+    ``params`` are the keywords of the formula (plus ``last_batch_iteration``) or of the torch class. Raises
+    :class:`ConfigError` with keys ``scheduler.type`` and ``scheduler.params.<name>``.
+    """
+    start = params.get("last_batch_iteration", -1)
+    formula = build_formula(type, {key: value for key, value in params.items() if key != "last_batch_iteration"})
+    if formula is None:
+        return _build_torch(type, params, optimizer)
+    problems = _length_problems(formula, len(optimizer.param_groups))
+    if not isinstance(start, int) or start < -1:
+        reason, remedy = "must be an integer of at least -1.", "Leave it out; a checkpoint restores it."
+        problems.append(ConfigProblem("scheduler.params.last_batch_iteration", start, reason, remedy))
+    if problems:
+        raise ConfigError(problems)
+    return LRSchedule(optimizer, formula, start)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """Advice that names the known names most like ``name``, or all of them."""
+    by_lower = {item.lower(): item for item in known}
+    close = [by_lower[item] for item in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)]
+    return f"Did you mean {' or '.join(close)}?" if close else f"Use one of {', '.join(known)}."
+
+
+def _formula_problems(name: str, params: dict[str, Any], error: ValidationError) -> list[ConfigProblem]:
+    """One problem per parameter; pydantic reports each arm of a union separately."""
+    known = [field.name for field in fields(FORMULAS[name])]
+    problems: dict[str, ConfigProblem] = {}
+    for detail in error.errors(include_url=False):
+        key = str(detail["loc"][0])
+        value = params.get(key)
+        if detail["type"] == "unexpected_keyword_argument":
+            reason, remedy = f"{name} has no such parameter.", _nearest(key, known)
+        elif detail["type"] == "missing":
+            reason, remedy = f"{name} needs this parameter.", "Add it."
+        elif value == "auto":
+            reason, remedy = "'auto' was not resolved.", "Give a value."
+        else:
+            reason, remedy = f"{detail['msg']}.", "Correct the value."
+        problems.setdefault(key, ConfigProblem(f"scheduler.params.{key}", value, reason, remedy))
+    return list(problems.values())
+
+
+def _length_problems(formula: Any, groups: int) -> list[ConfigProblem]:
+    """Lists in ``formula`` that do not have one entry per parameter group."""
+    return [
+        ConfigProblem(
+            f"scheduler.params.{field.name}",
+            list(value),
+            f"has {len(value)} entries but the optimizer has {groups} parameter groups.",
+            "Give one number, or one per parameter group.",
+        )
+        for field in fields(formula)
+        if isinstance(value := getattr(formula, field.name), tuple) and len(value) != groups
+    ]
+
+
+def _build_torch(type: str, params: dict[str, Any], optimizer: Any) -> Any:
+    """An instance of ``torch.optim.lr_scheduler.<type>``, with its errors turned into configuration problems."""
+    from torch.optim import lr_scheduler
+
+    usable = [name for name in lr_scheduler.__all__ if name not in ("LRScheduler", "ReduceLROnPlateau")]
+    name = {item.lower(): item for item in usable}.get(type.lower())
+    if type == "ReduceLROnPlateau":
+        reason = "needs a metric in every step(), which a schedule driven by optimizer steps does not have."
+        raise ConfigError([ConfigProblem("scheduler.type", type, reason, "Build and step it in the training loop.")])
+    if name is None:
+        remedy = _nearest(type, [*FORMULAS, *usable])
+        raise ConfigError([ConfigProblem("scheduler.type", type, "no schedule has this name.", remedy)])
+    scheduler_class = getattr(lr_scheduler, name)
+    accepted = inspect.signature(scheduler_class).parameters
+    known = [item for item in accepted if item != "optimizer"]
+    problems = [
+        ConfigProblem(f"scheduler.params.{key}", value, f"{name} has no such parameter.", _nearest(key, known))
+        for key, value in params.items()
+        if key not in known
+    ]
+    problems += [
+        ConfigProblem(f"scheduler.params.{key}", None, f"{name} needs this parameter.", "Add it.")
+        for key in known
+        if accepted[key].default is inspect.Parameter.empty and key not in params
+    ]
+    if problems:
+        raise ConfigError(problems)
+    try:
+        return scheduler_class(optimizer, **params)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ConfigError([_torch_problem(name, params, error)]) from error
+
+
+def _torch_problem(name: str, params: dict[str, Any], error: Exception) -> ConfigProblem:
+    """Blame the parameter that the message names, if it names exactly one."""
+    named = [key for key in params if key in str(error)]
+    reason = f"torch.optim.lr_scheduler.{name} refused it: {error}."
+    if len(named) == 1:
+        return ConfigProblem(f"scheduler.params.{named[0]}", params[named[0]], reason, "Correct the value.")
+    return ConfigProblem("scheduler.params", params, reason, "Correct the parameters.")

@@ -1,0 +1,31 @@
+"""The optimizer that initialize() is asked for, before anything is sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class RawOptimizer:
+    """The optimizer before sharding: an instance, or the name and parameters of one to be made.
+
+    ``group_of``: id(parameter) -> index of its group. ``whole``: it must be given parameters uncut.
+    """
+
+    optimizer: torch.optim.Optimizer | None
+    groups: list[dict[str, Any]]
+    group_of: dict[int, int]
+    name: str
+    params: dict[str, Any]
+    whole: bool
+
+
+def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:
+    """``raw`` without the parameters that are not in ``model`` any more: they are on other stages."""
+    here = {id(param) for param in model.parameters()}
+    groups = [{**group, "params": [param for param in group["params"] if id(param) in here]} for group in raw.groups]
+    return replace(raw, groups=groups, group_of={key: group for key, group in raw.group_of.items() if key in here})

@@ -1,0 +1,51 @@
+"""Modules that scripts may import by a shorter path than that of the file, and from where they were before."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+PATHS = {
+    "checkpointing": "zerorun.activations.checkpointing",
+    "comm": "zerorun.distributed.transport.communicator",
+    "dataloader": "zerorun.data",
+    "mpu": "zerorun.deepspeed.mpu",
+    "schedules": "zerorun.optim.lr_schedules",
+    "topology": "zerorun.distributed.topology",
+}
+
+
+class OtherPaths(MetaPathFinder):
+    """Finds ``zerorun.NAME`` for each name of ``PATHS``: the same module, not a second copy of it."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Called by ``import`` when no file has this name."""
+        package, _, last = name.rpartition(".")
+        if package != "zerorun" or last not in PATHS:
+            return None
+        return ModuleSpec(name, _Loader(PATHS[last]), origin=PATHS[last])
+
+
+class _Loader(InspectLoader):
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._real)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import system has just put the other one in its place
+
+    def get_code(self, fullname: str) -> CodeType:
+        """For ``python -m``."""
+        program = f"import runpy\nrunpy.run_module({self._real!r}, run_name='__main__', alter_sys=True)\n"
+        return compile(program, fullname, "exec")
+
+    def get_source(self, fullname: str) -> str | None:
+        """Not needed: the real module tells."""
+        return None

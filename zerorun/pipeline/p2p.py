@@ -1,0 +1,306 @@
+"""Messages between neighbouring stages: any nest of tensors and plain values, with shapes that may change every time.
+
+[Note: what is sent]
+A message is a header of two numbers, then the description of the value, if it is another than that of the message before,
+and then the tensors as they lie in memory. In the steady state that is the header and the tensors. Sends never block:
+what is sent is kept until it has left, and no longer, so that a stage keeps no more activations than its schedule says.
+Messages of one sort between the same two ranks arrive in order. A description is data (see wire.py): containers are named,
+and made only of classes that this rank has, and that torch's pytree knows how to make.
+
+[Note: receiving ahead]
+A message can only travel when the receiver has given it a place. If that came when the value is needed, the stage would
+stand still for as long as the way takes. So ``expect`` gives the next message its place while the stage computes: one
+buffer for each sender and sort beyond what the schedule keeps. The tensors' places are a guess, that this message is like
+the last one. It is made where the last one was like the one before it, which both ends know. If it was wrong, the sender
+fills the places with nothing of use before it goes on. NCCL needs no such help: there, receives wait on the GPU's queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict, namedtuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree
+
+from ..distributed.transport.channel import Channel, Waiter
+from ..distributed.wire import decode, encode, is_namedtuple, loaded_class, path_of
+from ..errors import MessageError, PipelineError
+
+# Apart, because between the same two ranks both may travel either way: there may be no others.
+ACTIVATIONS, GRADIENTS = "activations", "gradients"
+Key = tuple[int, str]  # the rank at the other end, the sort
+# Of each process group: its ranks make them in the same order, whatever else each of them has made.
+_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+_SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, Enum)
+_LEAF = _pytree.tree_structure(None)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor of a message. ``wants_gradient``: the receiver must send its gradient back."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    wants_gradient: bool
+
+
+@dataclass(frozen=True)
+class _Description:
+    """All of a value but its tensors' elements. ``leaves``: plain values, and what tensors are like."""
+
+    tree: _pytree.TreeSpec
+    leaves: list[Any]
+
+    def tensors(self) -> list[_Described]:
+        """In the order in which they are sent."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Described)]
+
+
+@dataclass
+class _TensorPlace:
+    """Where a tensor of a message comes to lie: at once, or from host memory. ``arrival``: None where the GPU waits."""
+
+    tensor: torch.Tensor
+    landing: torch.Tensor
+    arrival: Future[None] | None
+
+
+@dataclass
+class _Expected:
+    """A message that may be on its way. ``guess``: places for tensors as in the last one; None if none were given."""
+
+    header: _TensorPlace
+    guess: list[_TensorPlace] | None
+
+
+class PointToPoint:
+    """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a message."""
+
+    def __init__(self, channel: Channel, wait: Callable[[Future[None], str], None]) -> None:
+        self._channel, self._wait = channel, wait
+        assert channel.group is not None
+        # Own ones: after an error, what is on its way is not for the next engine.
+        first = 2 * next(_couriers.setdefault(channel.group, itertools.count()))
+        self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
+        self._last_sent: dict[Key, bytes] = {}
+        self._sent_alike: set[Key] = set()  # the last message was like the one before it
+        self._last_received: dict[Key, _Description] = {}
+        self._received_alike: set[Key] = set()
+        self._expected: dict[Key, _Expected] = {}
+        self._last_leaving: dict[Key, Future[None]] = {}
+        self._leaving: dict[Key, Waiter] = defaultdict(Waiter)
+        self._arriving: dict[Key, Waiter] = defaultdict(Waiter)
+        self._on_device: list[tuple[dist.Work, torch.Tensor]] = []  # on their way between GPUs
+
+    # -- sending -------------------------------------------------------------------------------------------------
+
+    def send(self, value: Any, peer: int, sort: str) -> None:
+        """Begin to send ``value``. Raises PipelineError, here and at the receiver, if a part of it cannot be sent."""
+        key = peer, sort
+        try:
+            described, tensors = describe(value)
+        except PipelineError as error:
+            self._announce(_BROKEN, str(error).encode(), key)
+            self.finish()
+            raise
+        if self._last_sent.get(key) == described:
+            self._post(torch.tensor([_SAME, 0]), key)
+            self._sent_alike.add(key)
+        else:
+            self._announce(len(described), described, key)
+            self._last_sent[key] = described
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            if tensor.grad_fn is None and flat.data_ptr() == tensor.data_ptr():  # a buffer: a layer may change it next time
+                flat = flat.clone()
+            if flat.numel():
+                self._count(flat, key)
+                self._post(flat, key)
+
+    def _announce(self, number: int, content: bytes, key: Key) -> None:
+        """That this message is not like the last one, and what it is."""
+        self._post(torch.tensor([number, len(content)]), key)
+        if key in self._sent_alike and not self._channel.nccl:
+            self._sent_alike.discard(key)
+            for last in read_description(self._last_sent[key]).tensors():  # what the receiver has given places
+                if last.shape.numel():
+                    flat = torch.zeros(last.shape.numel(), dtype=last.dtype)
+                    self._count(flat, key)
+                    self._post(flat, key)
+        self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), key)
+
+    def _count(self, flat: torch.Tensor, key: Key) -> None:
+        self._channel.books.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
+
+    def _post(self, flat: torch.Tensor, key: Key) -> None:
+        assert self._channel.group is not None
+        if flat.is_cuda and not self._channel.nccl:  # ranks that share a GPU: through host memory
+            flat = flat.cpu()
+        work = self._channel.group.send([flat], key[0], self._tags[key[1]])
+        if flat.is_cuda:  # which tells when it is done
+            self._on_device = [(w, kept) for w, kept in self._on_device if not w.is_completed()] + [(work, flat)]
+        else:
+            self._last_leaving[key] = self._leaving[key].begin(work, flat)
+
+    def finish(self) -> None:
+        """Return when everything has left."""
+        for (peer, sort), last in self._last_leaving.items():
+            self._wait(last, f"{sort} to pipeline stage {peer}")
+        self._last_leaving.clear()
+        for work, _ in self._on_device:
+            work.wait()
+        self._on_device.clear()
+
+    # -- receiving -----------------------------------------------------------------------------------------------
+
+    def expect(self, peer: int, sort: str) -> None:
+        """Let the next message travel. It must come, and be received, before ``finish``."""
+        key = peer, sort
+        if not self._channel.nccl and key not in self._expected:
+            self._expected[key] = self._make_room(key)
+
+    def receive(self, peer: int, sort: str) -> Any:
+        """The next message. Tensors whose gradient the sender wants require it. Raises PipelineError if it was broken."""
+        key = peer, sort
+        expected = self._expected.pop(key, None) or self._make_room(key)
+        number, length = self._arrived(expected.header, key).tolist()
+        if number == _SAME:
+            self._received_alike.add(key)
+        else:
+            self._received_alike.discard(key)
+            for place in expected.guess or ():
+                self._arrived(place, key)
+            expected.guess = None
+            content = bytes(self._arrived(self._place(torch.empty(length, dtype=torch.uint8), key), key).numpy())
+            if number == _BROKEN:
+                raise PipelineError(content.decode())
+            self._last_received[key] = read_description(content)
+        places = iter(self._places(key) if expected.guess is None else expected.guess)
+        described = self._last_received[key]
+        return _pytree.tree_unflatten([self._fill(leaf, places, key) for leaf in described.leaves], described.tree)
+
+    def _make_room(self, key: Key) -> _Expected:
+        header = self._place(torch.empty(2, dtype=torch.int64), key)
+        guesses = key in self._received_alike and not self._channel.nccl
+        return _Expected(header, self._places(key) if guesses else None)
+
+    def _places(self, key: Key) -> list[_TensorPlace]:
+        """For the tensors of a message like the last one."""
+        device, tensors = self._channel.device, self._last_received[key].tensors()
+        return [self._place(torch.empty(like.shape, dtype=like.dtype, device=device), key) for like in tensors]
+
+    def _place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:
+        """``tensor`` for what comes next of this sort."""
+        assert self._channel.group is not None
+        through_host = tensor.is_cuda and not self._channel.nccl
+        landing = torch.empty_like(tensor, device="cpu") if through_host else tensor
+        if not tensor.numel():
+            return _TensorPlace(tensor, landing, None)
+        work = self._channel.group.recv([landing.view(-1)], key[0], self._tags[key[1]])
+        if landing.is_cuda:  # what follows on this stream waits, not the program
+            work.wait()
+            return _TensorPlace(tensor, landing, None)
+        return _TensorPlace(tensor, landing, self._arriving[key].begin(work, landing))
+
+    def _arrived(self, place: _TensorPlace, key: Key) -> torch.Tensor:
+        if place.arrival is not None:
+            self._wait(place.arrival, f"{key[1]} from pipeline stage {key[0]}")
+        return place.tensor if place.landing is place.tensor else place.tensor.copy_(place.landing)
+
+    def _fill(self, leaf: Any, places: Iterator[_TensorPlace], key: Key) -> Any:
+        if not isinstance(leaf, _Described):
+            return leaf
+        return self._arrived(next(places), key).requires_grad_(leaf.wants_gradient)
+
+
+def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """(description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent."""
+    leaves, tree = _pytree.tree_flatten(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(map(_objection, leaves)):
+        raise _unsendable(value)
+    # a list is a tensor: among leaves there are no others
+    described = [[t.dtype, *t.shape, t.requires_grad] if isinstance(t, torch.Tensor) else t for t in leaves]
+    try:
+        return encode([_told(tree), described]), tensors
+    except MessageError as error:
+        raise PipelineError(f"a layer gives the next stage what cannot be sent: {error}") from error
+
+
+def read_description(content: bytes) -> _Description:
+    """The description that ``describe`` gave. Raises PipelineError if it is none, or needs a class that is not loaded."""
+    try:
+        tree, leaves = decode(content)
+        described = [_Described(torch.Size(e[1:-1]), e[0], e[-1]) if isinstance(e, list) else e for e in leaves]
+        found = _Description(_tree(tree), described)
+    except (MessageError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise PipelineError(f"a message from another pipeline stage cannot be read: {error}") from error
+    if found.tree.num_leaves != len(leaves):
+        raise PipelineError("a message from another pipeline stage cannot be read: it has too few or too many values.")
+    return found
+
+
+def _told(tree: _pytree.TreeSpec) -> list[Any]:
+    """[module and name of a container's class, what pytree needs besides its elements to make it, its elements]; [] for
+    a leaf. All classes of named tuples are one kind of container, and which of them it is is what pytree needs."""
+    if tree.type is None:
+        return []
+    given = list(path_of(tree.context)) if tree.type is namedtuple else tree.context
+    return [tree.type.__module__, tree.type.__qualname__, given, [_told(element) for element in tree.children()]]
+
+
+def _tree(told: list[Any]) -> _pytree.TreeSpec:
+    if not told:
+        return _LEAF
+    module, name, given, elements = told
+    kind = _known_container(module, name)
+    if kind is namedtuple:
+        given = loaded_class(*given)
+        if not is_namedtuple(given):
+            raise ValueError(f"{given} is no class of named tuples")
+    return _pytree.TreeSpec(kind, given, [_tree(element) for element in elements])
+
+
+def _known_container(module: str, name: str) -> Any:
+    """The class of this module and name among those that pytree makes."""
+    for kind in _pytree.SUPPORTED_NODES:
+        if kind.__qualname__ == name and kind.__module__ == module:
+            return kind
+    raise ValueError(
+        f"it holds a {module}.{name}, which this rank has not imported, or not registered with torch.utils._pytree. "
+        "Remedy: import the same modules on all ranks."
+    )
+
+
+def _objection(leaf: Any) -> tuple[str, str] | None:
+    """(what cannot be sent, the remedy); None for what can."""
+    if isinstance(leaf, torch.Tensor):
+        return None if leaf.layout == torch.strided else (f"a tensor of layout {leaf.layout}", "send it dense.")
+    if isinstance(leaf, _PLAIN):
+        return None
+    remedy = "send tensors, numbers, strings and None, in dicts, lists and tuples"
+    if is_dataclass(leaf):
+        remedy += ", or let torch.export.register_dataclass() know the class on all ranks"
+    return f"a {type(leaf).__module__}.{type(leaf).__qualname__}", f"{remedy}."
+
+
+def _unsendable(value: Any) -> PipelineError:
+    """Names the first part of ``value`` that cannot be sent, and where it is."""
+    path, leaf = next((path, leaf) for path, leaf in _pytree.tree_leaves_with_path(value) if _objection(leaf))
+    what, remedy = _objection(leaf) or ("", "")
+    where = _pytree.keystr(path) or "the value itself"
+    return PipelineError(f"a layer gives the next stage {what} (at {where}), which cannot be sent. Remedy: {remedy}")
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value in the order in which they are sent."""
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

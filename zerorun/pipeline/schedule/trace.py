@@ -1,0 +1,198 @@
+"""Traces: what a run really did, as a JSON file. Read with all that can be wrong with it, and written.
+
+    {"stages": 2, "micro_batches": 4, "kind": "1f1b", "chunks": 1,
+     "ranks": [[{"kind": "F", "micro_batch": 0, "chunk": 0, "start": 0.012, "end": 0.031}, ...], ...]}
+
+``ranks`` has one list for each stage, in the order in which the rank computed. Times are seconds, from one zero for all.
+Kinds are F (forward), B (backward), I and W (input and weight gradient of a split backward). One optimizer step makes a
+trace: each micro-batch and chunk has one F and, unless the kind is "forward_only", one B or one I and one W.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zerorun.errors import ScheduleError
+
+from .actions import FORWARD_ONLY, Action, ActionKind, PipelineSchedule, encode
+from .schedules import SCHEDULES
+from .simulate import Report, Span
+from .times import Times
+
+LETTERS = {
+    "F": ActionKind.FORWARD,
+    "B": ActionKind.BACKWARD,
+    "I": ActionKind.INPUT_GRADIENT,
+    "W": ActionKind.WEIGHT_GRADIENT,
+}
+_LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
+_REMEDY = "Remedy: record one whole optimizer step on all ranks, with clocks that have one zero."
+_OVERLAP_SECONDS = 1e-6  # a clock's resolution: a span may begin this much before the one before it ends
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One measured optimizer step. Times in ``spans`` are seconds; ``spans[rank]`` is in the order of time."""
+
+    kind: str
+    stages: int
+    micro_batches: int
+    chunks: int
+    spans: tuple[tuple[Span, ...], ...]
+
+    def report(self) -> Report:
+        """The numbers of the run, from the first start to the last end on any rank.
+
+        Raises ScheduleError if it took no time.
+        """
+        begin = min(spans[0].start for spans in self.spans)
+        makespan = max(spans[-1].end for spans in self.spans) - begin
+        if makespan <= 0:
+            raise ScheduleError(f"the trace takes {makespan} s in all. {_REMEDY}")
+        moved = tuple(
+            tuple(Span(span.action, span.start - begin, span.end - begin) for span in spans) for spans in self.spans
+        )
+        busy = tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+        peaks = [_peaks(spans, self.kind != FORWARD_ONLY) for spans in self.spans]
+        return Report(makespan, busy, tuple(kept for kept, _ in peaks), tuple(whole for _, whole in peaks), moved)
+
+    def times(self, transfer: float | Sequence[float] = 0.0) -> Times:
+        """Medians over the micro-batches, summed over the chunks, for each stage.
+
+        A backward that is not split counts as an input gradient with a weight gradient of 0 s.
+        """
+
+        def medians(kind: ActionKind) -> list[float]:
+            return [sum(_median(spans, kind, chunk) for chunk in range(self.chunks)) for spans in self.spans]
+
+        parts = medians(ActionKind.FORWARD), medians(ActionKind.INPUT_GRADIENT), medians(ActionKind.WEIGHT_GRADIENT)
+        return Times.make(self.stages, *parts, transfer)
+
+    def schedule(self) -> PipelineSchedule:
+        """The lists that were run: the computations in their measured order, with messages."""
+        lists = [tuple(encode(span.action, self.chunks) for span in spans) for spans in self.spans]
+        return PipelineSchedule.from_computation(self.kind, self.stages, self.micro_batches, self.chunks, lists.__getitem__)
+
+
+def _median(spans: Sequence[Span], kind: ActionKind, chunk: int) -> float:
+    kinds = (kind, ActionKind.BACKWARD) if kind == ActionKind.INPUT_GRADIENT else (kind,)
+    found = [span.end - span.start for span in spans if span.action.kind in kinds and span.action.chunk == chunk]
+    return median(found) if found else 0.0
+
+
+def _peaks(spans: Sequence[Span], trains: bool) -> tuple[int, int]:
+    """Most micro-batches kept until the weight gradient, and until the input gradient."""
+    kept = whole = most_kept = most_whole = 0
+    for action, _, _ in spans if trains else ():
+        kept += {ActionKind.FORWARD: 1, ActionKind.INPUT_GRADIENT: 0}.get(action.kind, -1)
+        whole += {ActionKind.FORWARD: 1, ActionKind.WEIGHT_GRADIENT: 0}.get(action.kind, -1)
+        most_kept, most_whole = max(most_kept, kept), max(most_whole, whole)
+    return most_kept, most_whole
+
+
+def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
+    """Write ``trace`` as JSON. Raises OSError."""
+    ranks = [
+        [
+            {
+                "kind": _LETTER_OF[span.action.kind],
+                "micro_batch": span.action.micro_batch,
+                "chunk": span.action.chunk,
+                "start": span.start,
+                "end": span.end,
+            }
+            for span in spans
+        ]
+        for spans in trace.spans
+    ]
+    head = {"stages": trace.stages, "micro_batches": trace.micro_batches, "kind": trace.kind, "chunks": trace.chunks}
+    Path(path).write_text(json.dumps({**head, "ranks": ranks}), encoding="utf-8")
+
+
+def read_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read and check a trace. Raises ScheduleError for the first thing that is wrong with it, with the place."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ScheduleError(f"trace {path} cannot be read: {error}. Remedy: name a JSON file of a measured run.") from error
+    try:
+        return _trace(found)
+    except ScheduleError as error:
+        raise ScheduleError(f"trace {path}: {error} {_REMEDY}") from None
+
+
+def _trace(found: Any) -> Trace:
+    head = _fields(found, ("stages", "micro_batches", "kind", "chunks", "ranks"), "the file")
+    counts = {name: _whole(head[name], name, 1) for name in ("stages", "micro_batches", "chunks")}
+    kind, ranks = head["kind"], head["ranks"]
+    if kind not in SCHEDULES:
+        raise ScheduleError(f"kind is {kind!r}, and not one of {', '.join(SCHEDULES)}.")
+    if not isinstance(ranks, list) or len(ranks) != counts["stages"]:
+        size = f"{len(ranks)} lists" if isinstance(ranks, list) else "no list"
+        raise ScheduleError(f"ranks has {size} for {counts['stages']} stages.")
+    spans = []
+    for rank, entries in enumerate(ranks):
+        if not isinstance(entries, list):
+            raise ScheduleError(f"ranks[{rank}] is no list.")
+        spans.append(tuple(_span(entry, f"ranks[{rank}][{place}]", counts) for place, entry in enumerate(entries)))
+        _check_rank(spans[-1], rank, kind, counts)
+    return Trace(kind, counts["stages"], counts["micro_batches"], counts["chunks"], tuple(spans))
+
+
+def _fields(found: Any, names: tuple[str, ...], place: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ScheduleError(f"{place} is no object with {', '.join(names)}.")
+    for name in names:
+        if name not in found:
+            raise ScheduleError(f"{place} lacks {name!r}.")
+    return found
+
+
+def _whole(value: Any, place: str, least: int, below: float = math.inf) -> int:
+    if type(value) is not int or not least <= value < below:
+        bound = "" if below == math.inf else f" and below {below}"
+        raise ScheduleError(f"{place} is {value!r}, and no whole number from {least} on{bound}.")
+    return value
+
+
+def _span(entry: Any, place: str, counts: dict[str, int]) -> Span:
+    entry = _fields(entry, ("kind", "micro_batch", "chunk", "start", "end"), place)
+    if entry["kind"] not in LETTERS:
+        raise ScheduleError(f"{place}: kind is {entry['kind']!r}, and not one of {', '.join(LETTERS)}.")
+    micro_batch = _whole(entry["micro_batch"], f"{place}: micro_batch", 0, counts["micro_batches"])
+    chunk = _whole(entry["chunk"], f"{place}: chunk", 0, counts["chunks"])
+    for name in ("start", "end"):
+        if type(entry[name]) not in (int, float) or not math.isfinite(entry[name]):
+            raise ScheduleError(f"{place}: {name} is {entry[name]!r}, and no time in seconds.")
+    if entry["end"] < entry["start"]:
+        raise ScheduleError(f"{place} ends at {entry['end']} s, before it starts at {entry['start']} s.")
+    return Span(Action(LETTERS[entry["kind"]], micro_batch, chunk), float(entry["start"]), float(entry["end"]))
+
+
+def _check_rank(spans: Sequence[Span], rank: int, kind: str, counts: dict[str, int]) -> None:
+    """One computation at a time, and each as often as it must come."""
+    end = -math.inf
+    done: dict[tuple[int, int], list[str]] = {}
+    for place, span in enumerate(spans):
+        if span.start < end - _OVERLAP_SECONDS:
+            raise ScheduleError(
+                f"ranks[{rank}][{place}] starts at {span.start} s, while another action runs until {end} s."
+            )
+        end = span.end
+        done.setdefault((span.action.micro_batch, span.action.chunk), []).append(_LETTER_OF[span.action.kind])
+    expected = ["F"] if kind == FORWARD_ONLY else ["BF", "FIW"]
+    for micro_batch in range(counts["micro_batches"]):
+        for chunk in range(counts["chunks"]):
+            letters = "".join(sorted(done.get((micro_batch, chunk), [])))
+            if letters not in expected:
+                need = "one F" if kind == FORWARD_ONLY else "one F and one B, or one F, I and W"
+                raise ScheduleError(
+                    f"rank {rank} has {letters or 'nothing'} of micro-batch {micro_batch}, chunk {chunk}, and not {need}."
+                )

@@ -1,0 +1,1 @@
+"""What initialize() is given, checked and divided before any engine exists."""

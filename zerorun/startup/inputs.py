@@ -1,0 +1,307 @@
+"""Intake: what initialize() and estimate_memory() are given, checked before anything is made of it.
+
+The configuration with all its values, and the optimizer: its parameter groups, and whether it can work on pieces.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
+from ..distributed.topology import Topology
+from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
+from ..optim.lr_schedules import build_schedule
+from ..optim.optimizers import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer
+from ..optim.requested import RawOptimizer
+from ..pipeline.pipelined import Pipelined
+from ..zero.weights import refuse_unusable_weights
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def take_in(
+    model: nn.Module,
+    config: str | Path | dict[str, Any] | None,
+    args: Any,
+    optimizer: OptimizerLike | None,
+    model_parameters: Iterable[Any] | None,
+    world_size: int,
+    topology: Topology | None = None,
+    scheduler_given: bool = False,
+) -> tuple[Config, RawOptimizer]:
+    """The resolved configuration, and which parameters are optimized by what. Raises ConfigError or ModelError."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
+    model_parameters = _listed(model_parameters)
+    source = _config_of(config, args)
+    loaded = load_config(source, optimizer_given=optimizer is not None, scheduler_given=scheduler_given)
+    if topology is not None:
+        loaded = _with_degrees(loaded, {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe})
+    if isinstance(model, Pipelined):
+        loaded = _with_degrees(loaded, {"pipeline.stages": model.num_pipeline_stages(), "pipeline.chunks": model.chunks})
+    client = _client_optimizer(model, optimizer, model_parameters)
+    wanted = resolve(
+        loaded,
+        data_parallel_size=data_parallel_degree(loaded, world_size),
+        model_facts=ModelFacts(_hidden_size(model), isinstance(model, Pipelined)),
+        optimizer_given=client is not None,
+        scheduler_given=scheduler_given,
+        learning_rate=client.param_groups[0]["lr"] if client else None,
+    )
+    raw = _raw_optimizer(model, wanted, client, model_parameters)
+    refuse_unusable_weights(model, trains=bool(raw.groups))
+    if raw.groups and wanted.scheduler is not None and not scheduler_given:
+        build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
+    return wanted, raw
+
+
+def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
+    """The configuration with the degrees of what initialize() was given. Raises ConfigError."""
+    written = {
+        "tensor_parallel.size": config.tensor_parallel.size,
+        "pipeline.stages": config.pipeline.stages,
+        "pipeline.chunks": config.pipeline.chunks,
+    }
+    for key, degree in degrees.items():
+        if written[key] not in (1, degree):
+            reason = f"the topology or model given to initialize() has {degree}."
+            remedy = "Remove the key, or make them agree."
+            if key == "pipeline.chunks":
+                remedy = f"Remove the key, or give PipelineModule(..., chunks={written[key]})."
+            raise ConfigError([ConfigProblem(key, written[key], reason, remedy)])
+    return with_values(config, degrees)
+
+
+def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
+    """The optimizer with one number in each group: what a schedule would refuse is known before units are made."""
+    own = ("params", "param_names")
+    settings = [{key: value for key, value in group.items() if key not in own} for group in raw.groups]
+    groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
+    if raw.optimizer is None:
+        return build_optimizer(raw.name, raw.params, groups)
+    return torch.optim.Optimizer(groups, copy.deepcopy(raw.optimizer.defaults))
+
+
+def _config_of(config: Any, args: Any) -> Any:
+    """The one configuration that is given, or ConfigError.
+
+    Beside the others, ``args.config`` may be of something else: many scripts have such an argument of their own.
+    """
+    found = {f"args.{name}": getattr(args, name, None) for name in ("zerorun_config", "deepspeed_config")}
+    for name, value in found.items():
+        if config is not None and value is not None and not _same_source(config, value):
+            reason = f"initialize() was given another configuration as config=, {config!r:.60}."
+            raise ConfigError([ConfigProblem(name, value, reason, "Pass one of the two.")])
+    for value in (config, *found.values(), getattr(args, "config", None)):
+        if value is not None:
+            return value
+    raise ConfigError(
+        [
+            ConfigProblem(
+                "config",
+                None,
+                "no configuration was given.",
+                "pass config='ds.json' or a dict to initialize(), or --config ds.json to the script (args=...).",
+            )
+        ]
+    )
+
+
+def _same_source(one: Any, other: Any) -> bool:
+    """True for the same object, equal dicts, and two spellings of one path."""
+    if isinstance(one, (str, os.PathLike)) and isinstance(other, (str, os.PathLike)):
+        return os.path.abspath(one) == os.path.abspath(other)
+    return one is other or (isinstance(one, dict) and isinstance(other, dict) and one == other)
+
+
+def _client_optimizer(
+    model: nn.Module, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
+) -> torch.optim.Optimizer | None:
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if callable(optimizer):
+        chosen = list(model_parameters) if model_parameters is not None else list(model.parameters())
+        return _made_by(optimizer, [p for p in chosen if not isinstance(p, torch.Tensor) or p.requires_grad])
+    raise ModelError(f"optimizer must be a torch.optim.Optimizer or make one, got {type(optimizer).__name__}.")
+
+
+def _made_by(maker: Callable[[list[nn.Parameter]], Any], params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    made = _called("optimizer", maker, params)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer={_name(maker)} returned {type(made).__name__}, and not a torch.optim.Optimizer. Remedy: return one "
+            "that is made of the parameters it is given, such as lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
+    return made
+
+
+def scheduler_made_by(maker: Callable[[Any], Any], optimizer: torch.optim.Optimizer | None) -> Any:
+    made = _called("lr_scheduler", maker, optimizer)
+    if not hasattr(made, "step"):
+        raise ModelError(
+            f"lr_scheduler={_name(maker)} returned {type(made).__name__}, which has no step(). Remedy: return a scheduler, "
+            "such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10)."
+        )
+    return made
+
+
+def _called(option: str, maker: Callable[[Any], Any], given: Any) -> Any:
+    try:
+        return maker(given)
+    except ZerorunError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"{option}={_name(maker)}, which initialize() called, raised {type(error).__name__}: {error}. Remedy: correct "
+            "it, or pass an instance that is made already."
+        ) from error
+
+
+def _name(given: Any) -> str:
+    return str(getattr(given, "__name__", type(given).__name__))
+
+
+def _raw_optimizer(
+    model: nn.Module, config: Config, client: torch.optim.Optimizer | None, model_parameters: Iterable[Any] | None
+) -> RawOptimizer:
+    """Which parameters are optimized, in which groups, and by what."""
+    name, params = "", {}
+    if client is not None:
+        refuse_unusable(client)
+        _refuse_used(client)
+        groups, whole = client.param_groups, not is_elementwise(client)
+    elif config.optimizer is not None:
+        name, params = config.optimizer.type, dict(config.optimizer.params)
+        whole = not is_elementwise(resolve_optimizer(name, params)[0])
+        groups = _groups(model, model_parameters)
+    else:
+        return RawOptimizer(None, [], {}, "", {}, False)
+    if whole and config.tensor_parallel.size > 1:
+        chosen = type(client).__name__ if client is not None else name
+        raise ModelError(
+            f"{chosen} looks at whole parameters, of which tensor-parallel ranks have parts (tensor_parallel.size = "
+            f"{config.tensor_parallel.size}). Remedy: use an optimizer that works element by element, such as AdamW, or "
+            "pipeline stages and ZeRO in place of tensor ranks."
+        )
+    known = {id(param): label for label, param in model.named_parameters()}
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ModelError(
+                    f"parameter {position} of the optimizer's group {index}, of shape {tuple(param.shape)}, is not a "
+                    "parameter of the model. Remedy: make the optimizer from model.parameters() of this very model, "
+                    "after any change of its layers."
+                )
+            if id(param) in group_of:
+                raise ModelError(f"parameter {known[id(param)]!r} is in the optimizer twice. Remedy: list it once.")
+            group_of[id(param)] = index
+    trained = any(param.requires_grad and id(param) in group_of for param in model.parameters())
+    if not trained and not isinstance(model, Pipelined):  # one stage may well have none
+        raise ModelError(
+            "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
+            "the optimizer out to use the engine for inference only."
+        )
+    return RawOptimizer(client, groups, group_of, name, params, whole)
+
+
+def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
+    chosen: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if chosen and all(isinstance(item, dict) for item in chosen):
+        return [{**group, "params": _as_list(group.get("params", []))} for group in chosen]
+    return [{"params": [param for param in chosen if param.requires_grad]}]
+
+
+def _listed(params: Any) -> list[Any] | None:
+    """``model_parameters`` as a list of parameters, without the names they may have, or of groups with such lists."""
+    if params is None:
+        return None
+    single = isinstance(params, (torch.Tensor, str, dict)) or not isinstance(params, Iterable)
+    items = [params] if single else list(params)
+    if not single and all(isinstance(item, dict) for item in items):
+        return [{**group, "params": _listed(_as_list(group.get("params", [])))} for group in items]
+    items = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
+    wrong = next((item for item in items if not isinstance(item, torch.Tensor)), None)
+    if single or wrong is not None:
+        found = type(params).__name__ if single else f"{type(wrong).__name__} among others"
+        raise ModelError(
+            f"model_parameters must be parameters, (name, parameter) pairs, or groups that are all dicts; got {found}. "
+            "Remedy: pass model.parameters(), model.named_parameters(), or [{'params': [...], 'lr': ...}, ...]."
+        )
+    return items
+
+
+def refuse_unusable_extras(raw: RawOptimizer, lr_scheduler: Any, training_data: Any) -> None:
+    """Raise ModelError for a scheduler or training data that could not be used in the end."""
+    if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        raise ModelError(
+            f"lr_scheduler must have step() or be a callable on the optimizer, got {type(lr_scheduler).__name__}. Remedy: "
+            "pass one of torch.optim.lr_scheduler, or lambda optimizer: StepLR(optimizer, 10)."
+        )
+    if lr_scheduler is not None and not is_scheduler(lr_scheduler) and not raw.groups:
+        raise ModelError(
+            f"lr_scheduler={_name(lr_scheduler)} is to be called on the optimizer, but there is none. Remedy: give "
+            "optimizer=..., or the section optimizer in the configuration."
+        )
+    _refuse_unusable_data(training_data)
+
+
+def is_scheduler(given: Any) -> bool:
+    """True for an instance, which is used as it is; False for what makes one, such as a class."""
+    return hasattr(given, "step") and not isinstance(given, type)
+
+
+def has_position(data: Any) -> bool:
+    """True for a loader that knows its own position, such as torchdata's StatefulDataLoader."""
+    return hasattr(data, "load_state_dict") and not isinstance(data, Dataset)
+
+
+def _refuse_unusable_data(data: Any) -> None:
+    if isinstance(data, DataLoader) and not has_position(data):
+        raise ModelError(
+            "training_data is a DataLoader, whose position cannot be saved. Remedy: pass its dataset (and collate_fn), or "
+            "torchdata's StatefulDataLoader, or use the DataLoader in the loop without passing it."
+        )
+    usable = isinstance(data, IterableDataset) or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+    if data is not None and not usable and not has_position(data):
+        raise ModelError(
+            "training_data must be a dataset with __len__ and __getitem__, or an IterableDataset; got "
+            f"{type(data).__name__}. Remedy: pass such a dataset, or iterate over the data in the loop without passing it."
+        )
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """The width of a Hugging Face model, for "auto" sizes."""
+    described = getattr(model, "config", None)
+    for holder in (described, getattr(described, "text_config", None)):
+        size = getattr(holder, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+    sizes = getattr(described, "hidden_sizes", None)
+    return max(sizes) if sizes else None
+
+
+def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.Adagrad):  # which has state from the start
+        raise ModelError(
+            "torch.optim.Adagrad makes its state for whole parameters when it is constructed, but is to work on pieces of "
+            'them. Remedy: leave it out, and set "optimizer": {"type": "Adagrad", "params": {"lr": ...}} in the '
+            "configuration."
+        )
+    if optimizer.state:
+        raise ModelError(
+            "the optimizer has been used before: it has state for whole parameters, but now works on pieces of them. "
+            "Remedy: pass a fresh optimizer to initialize()."
+        )

@@ -1,0 +1,199 @@
+"""Proof by numbers that a block which a plan divides computes what it did: outputs and all gradients.
+
+A copy of the block gets random values for every parameter, so that no bias is zero and no norm is one. It is run once as it
+is, and once divided, with threads as ranks, on the same input: batch 2, an odd number of tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..distributed.share import partial_of, shares_of
+from .axis import Axis
+from .collectives import Region
+from .convert import convert
+from .layers import whole_of
+from .styles import ParallelPlan
+from .threads import ThreadAxis, on_threads
+
+BATCH, TOKENS = 2, 5
+NOT_ALONE = "cannot be run on"
+# Of the largest element, and of the largest of all gradients: some are nothing but rounding, such as those of key biases.
+# fp32 rounds at 1e-6; a wrong layout differs in the first digit.
+_TOLERANCE, _TOLERANCE_OF_ALL = 1e-3, 1e-4
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Outcome = dict[str, torch.Tensor]
+
+
+class _Stop(Exception):
+    """The block's inputs are known."""
+
+
+def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
+    """What ``block`` is called with when ``model`` gets token ids; None if it cannot be found out.
+
+    The model runs up to the block. If it does not take token ids, the block's inputs are hidden states of ``width``, if it
+    needs nothing else.
+    """
+    caught: list[Call] = []
+
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught.append((args, kwargs))
+        raise _Stop
+
+    device = next(model.parameters()).device
+    ids = (torch.arange(BATCH * TOKENS, device=device) % 3).view(BATCH, TOKENS)
+    extra = {"use_cache": False} if hasattr(model, "config") and hasattr(model, "get_input_embeddings") else {}
+    modes = [(module, module.training) for module in model.modules()]
+    handle = block.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            model.eval()(ids, **extra)
+    except Exception:  # whatever the model says to token ids that it does not take
+        if not (caught and _takes_floats(caught[0])):
+            caught.clear()
+            try:
+                with torch.no_grad():
+                    block(torch.zeros(BATCH, TOKENS, width, device=device))
+            except _Stop:
+                pass
+    finally:
+        handle.remove()
+        for module, training in modes:
+            module.training = training
+    return caught[0] if caught else None
+
+
+def _takes_floats(call: Call) -> bool:
+    """False if token ids went straight into the block: the model takes no token ids."""
+    found = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    return not found or found[0].is_floating_point()
+
+
+def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> str | None:
+    """How ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
+    pattern = _randomized(block)
+    args, kwargs, weight = _randomized_call(call, width)
+    with torch.enable_grad():
+        try:
+            expected = _run(_copy(pattern), args, kwargs, weight)
+        except Exception as error:
+            return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({_short(error)})"
+
+        def work(axis: ThreadAxis) -> Outcome:
+            mine = _copy(pattern)
+            convert(mine, plan, Region(axis))
+            return _whole(mine, _run(mine, args, kwargs, weight), axis)
+
+        try:
+            outcomes = on_threads(plan.size, work)
+        except Exception as error:
+            return f"cannot be run when it is divided ({_short(error)})"
+    largest = max(value.abs().max().item() for value in expected.values() if value.numel())
+    for found in outcomes:
+        for name, value in expected.items():
+            if not _same(found[name], value, _TOLERANCE_OF_ALL * largest):
+                return f"differs in {name}"
+    return None
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:160]
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    return found.shape == expected.shape and bool((found - expected).abs().le(_TOLERANCE * scale + rounding).all())
+
+
+def _randomized(block: nn.Module) -> nn.Module:
+    """A copy of ``block`` in fp32 on the CPU with random values. Tied parameters stay tied."""
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for module in block.modules():
+        for param in module._parameters.values():
+            if param is not None and id(param) not in memo:
+                value = torch.randn(param.shape, generator=generator)
+                value = value / param.shape[-1] ** 0.5 if param.dim() > 1 else 1 + value / 4
+                memo[id(param)] = nn.Parameter(value)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                memo[id(buffer)] = _plain(buffer, generator)
+        config = vars(module).get("config")
+        if config is not None:
+            memo[id(config)] = config
+    return copy.deepcopy(block, memo).eval()
+
+
+def _copy(block: nn.Module) -> nn.Module:
+    """A copy whose parameters have the same memory, until they are divided, and gradients of their own."""
+    memo: dict[int, Any] = {id(param): nn.Parameter(param.data) for param in block.parameters()}
+    return copy.deepcopy(block, memo)
+
+
+def _plain(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """``tensor`` on the CPU, in fp32 if it is floating. For the meta device, which has no values: random, zero or true."""
+    if tensor.is_meta:
+        if tensor.is_floating_point():
+            return torch.randn(tensor.shape, generator=generator)
+        return (
+            torch.ones(tensor.shape, dtype=tensor.dtype)
+            if tensor.dtype == torch.bool
+            else torch.zeros_like(tensor, device="cpu")
+        )
+    tensor = tensor.detach().cpu().clone()
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _randomized_call(call: Call, width: int) -> tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]:
+    """Arguments with random hidden states, and the weights [batch, tokens, width] of the outputs in the loss."""
+    generator = torch.Generator().manual_seed(1)
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.is_floating_point() and value.shape[-1:] == (width,) and value.shape[:2] == (BATCH, TOKENS):
+            return torch.randn(value.shape, generator=generator).requires_grad_()
+        return _plain(value, generator)
+
+    args, kwargs = tree_map(plain, call)
+    return args, kwargs, torch.randn(BATCH, TOKENS, width, generator=generator)
+
+
+def _run(block: nn.Module, args: Any, kwargs: Any, weight: torch.Tensor) -> Outcome:
+    """Output, gradients of the inputs and of all parameters, by what they are."""
+    fresh_args, fresh_kwargs = copy.deepcopy((args, kwargs))
+    output = block(*fresh_args, **fresh_kwargs)
+    output = output if isinstance(output, torch.Tensor) else output[0]
+    (output * weight).sum().backward()
+    outcome = {"the output": output.detach()}
+    for index, value in enumerate(_tensors(fresh_args) + _tensors(fresh_kwargs)):
+        if value.grad is not None:
+            outcome[f"the gradient of input {index}"] = value.grad
+    for name, param in block.named_parameters():
+        outcome[f"the gradient of {name}"] = torch.zeros_like(param) if param.grad is None else param.grad
+    return outcome
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    values = tree.values() if isinstance(tree, Mapping) else tree
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _whole(block: nn.Module, outcome: Outcome, axis: Axis) -> Outcome:
+    """``outcome`` with the gradients of divided parameters put together."""
+    shares, partial = shares_of(block), partial_of(block)
+    for name, param in block.named_parameters():
+        key = f"the gradient of {name}"
+        if id(param) in shares:
+            outcome[key] = whole_of(outcome[key], shares[id(param)], axis)
+        elif id(param) in partial:
+            outcome[key] = axis.all_reduce(outcome[key], "probe")
+    return outcome

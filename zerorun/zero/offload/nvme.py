@@ -1,0 +1,433 @@
+"""Swap: master weights and moments of units in a file on a disk, and in memory only while they are updated.
+
+[Note: two ways to the same bytes]
+The file is mapped, and masters and moments are tensors over the mapping, from beginning to end: whoever reads or writes
+some of them now and then (checkpoints, access by name) does so through the page cache, and need not know. An update needs
+every byte of a unit, in every step, and goes past the page cache: the unit's extent is read into a buffer, updated there,
+and written back. Kernels keep both ways coherent as long as they are not taken at the same time: a direct read flushes what
+the mapping changed, a direct write drops what the page cache held. ``begin`` flushes on top of that.
+
+[Note: three buffers]
+One unit is read while another is worked on and a third is written: with three buffers the disk is never idle, with two it
+is while an update runs, and a fourth finds no work.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ...distributed.layout import aligned_bytes
+from ...distributed.waits import waiting
+from ...errors import SwapError
+from ...ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
+
+_ITEM = torch.float32.itemsize
+BUFFERS = 3
+
+
+class _Phase(enum.Enum):
+    IDLE = enum.auto()  # may be given to another unit
+    READING = enum.auto()  # prefetched: somebody is about to open it
+    OPEN = enum.auto()
+    WRITING = enum.auto()
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """``memory`` holds, or is about to hold, the bytes of unit ``key``."""
+
+    memory: torch.Tensor  # [largest extent] uint8
+    key: int | None = None
+    phase: _Phase = _Phase.IDLE
+    ticket: Ticket | None = None  # of READING or WRITING
+
+
+@dataclass(frozen=True)
+class _Array:
+    """A master [numel] and its states, each of which takes ``stride`` bytes; ``start`` is in bytes into the file."""
+
+    start: int
+    numel: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """The bytes of one unit in the file, multiples of BLOCK_BYTES."""
+
+    offset: int
+    room: int
+    masters: tuple[_Array, ...]
+
+
+def require_room(folder: Path, node_bytes: int) -> None:
+    """Raise :class:`SwapError` if the disk of ``folder`` has less free than ``node_bytes``, which all ranks here need.
+
+    For before anything is allocated: no rank may make its :class:`StateFile` until all have asked.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    if free < node_bytes:
+        raise _too_small(folder, node_bytes, free)
+
+
+def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
+    """[nbytes] uint8, zeros, over a file without a name on the disk of ``folder``, which must have the room."""
+    file = _open_without_name(folder)
+    try:
+        return torch.frombuffer(_map(folder, file, nbytes, 0), dtype=torch.uint8)
+    finally:
+        file.close()
+
+
+def file_bytes(units: Mapping[int, Sequence[int]], states: int) -> int:
+    """Bytes of the :class:`StateFile` with these arguments."""
+    return sum(extent.room for extent in _extents(units, states).values())
+
+
+def buffer_bytes(units: Mapping[int, Sequence[int]], states: int, buffer_count: int = BUFFERS) -> int:
+    """Bytes of memory that its buffers take."""
+    return buffer_count * max((extent.room for extent in _extents(units, states).values()), default=0)
+
+
+def _extents(units: Mapping[int, Sequence[int]], states: int) -> dict[int, _Extent]:
+    extents, offset = {}, 0
+    for key, numels in units.items():
+        masters, start = [], offset
+        for numel in numels:
+            stride = aligned_bytes(numel * _ITEM)
+            masters.append(_Array(start, numel, stride))
+            start += (1 + states) * stride
+        room = _blocks(start - offset)
+        extents[key] = _Extent(offset, room, tuple(masters))
+        offset += room
+    return extents
+
+
+class StateFile:
+    """Masters and states of one rank's units on a disk, fp32, all zero at first.
+
+    The file has no name once it is open, so nothing stays behind, however the process ends. ``begin``, ``prefetch``,
+    ``open``, ``release`` and ``settle`` raise :class:`SwapError` if the disk does not give or take what it should, and
+    then always again. One thread at a time; while a unit is open, nobody else may use its tensors.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        units: Mapping[int, Sequence[int]],
+        states: int,
+        *,
+        node_bytes: int = 0,
+        buffer_count: int = BUFFERS,
+    ) -> None:
+        """``units``: unit -> elements of its masters, each of which has ``states`` states. ``buffer_count``: from 2.
+
+        ``node_bytes``: what all ranks of this machine take together, for the message that a full disk gets.
+        """
+        if buffer_count < 2:
+            raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
+        self._folder, self._failure = folder, None
+        self._extents = _extents(units, states)
+        self.file_bytes = sum(extent.room for extent in self._extents.values())
+        self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
+        self._starts = [array.start for array in self._arrays]
+        self._given: set[tuple[int, int]] = set()  # (array, state) that may not be zero any more
+        self._wanted: int | None = None  # prefetched while no buffer was to be had
+        self._file = _open_without_name(folder)
+        try:
+            self._map = self._allocate(node_bytes)
+        except BaseException:
+            self._file.close()
+            raise
+        largest = max((extent.room for extent in self._extents.values()), default=0)
+        self._buffers = [_Buffer(aligned_empty(largest)) for _ in range(buffer_count)]  # least recently used first
+
+    _failure: SwapError | None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of memory that all buffers take together, once used."""
+        return sum(buffer.memory.nbytes for buffer in self._buffers)
+
+    def _allocate(self, node_bytes: int) -> mmap.mmap | None:
+        if not self.file_bytes:
+            return None
+        mapped = _map(self._folder, self._file, self.file_bytes, node_bytes)
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        return mapped
+
+    # -- tensors over the mapping --------------------------------------------------------------------------------
+
+    def master(self, key: int, index: int) -> torch.Tensor:
+        """The ``index``-th master of unit ``key``: [numel] fp32."""
+        array = self._extents[key].masters[index]
+        if not array.numel:
+            return torch.empty(0)
+        return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
+
+    def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
+        """A state of zeros for ``param``: in the file if ``param`` is, else in memory. As optimizers want it."""
+        if not self.holds(param):
+            return torch.zeros_like(param, memory_format=torch.contiguous_format)
+        state = self.state(param, number)
+        whole = bisect_right(self._starts, self._offset(param)), number
+        if whole in self._given:
+            state.zero_()
+        self._given.add(whole)
+        return state
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies over the mapping: states that somebody replaced do not."""
+        return tensor.numel() > 0 and self._map is not None and 0 <= self._offset(tensor) < self.file_bytes
+
+    def state(self, master: torch.Tensor, number: int) -> torch.Tensor:
+        """The ``number``-th state of ``master``, which may be any contiguous part of a master; in its shape."""
+        if not master.numel():
+            return torch.empty_like(master)
+        low = self._offset(master)
+        array = self._arrays[bisect_right(self._starts, low) - 1]
+        start = low + (1 + number) * array.stride
+        return self._bytes[start : start + master.nbytes].view(torch.float32).view(master.shape)
+
+    def _offset(self, tensor: torch.Tensor) -> int:
+        """Of ``tensor``, in bytes into the file."""
+        return tensor.data_ptr() - self._bytes.data_ptr()
+
+    def let_go(self, key: int) -> None:
+        """What was written to unit ``key`` through the mapping goes to the disk, and takes no memory any more."""
+        extent = self._extents[key]
+        if self._map is None or not extent.room:
+            return
+        try:
+            self._map.flush(extent.offset, extent.room)
+            self._map.madvise(mmap.MADV_DONTNEED, extent.offset, extent.room)
+            os.posix_fadvise(self._file.descriptor, extent.offset, extent.room, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._fail(key, error, writing=True) from error
+
+    # -- units in buffers ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before the first of a series of updates: what was changed through the mapping goes to the file."""
+        self.settle()
+        for buffer in self._buffers:
+            if buffer.phase is _Phase.READING:  # announced before, and not opened
+                self._land(buffer)
+        if self._map is not None:
+            try:
+                self._map.flush()
+            except OSError as error:
+                raise self._fail(None, error, writing=True) from error
+
+    def prefetch(self, key: int) -> None:
+        """Begin to read unit ``key``, which is opened next, as soon as there is a buffer. Does not wait."""
+        self._check()
+        self._wanted = key
+        self._read_wanted()
+
+    def open(self, key: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What is returned gives, for a tensor over the mapping, the one in the buffer, and others as they are.
+
+        ``release`` must follow.
+        """
+        self._check()
+        buffer = self._holding(key)
+        if buffer is None:
+            buffer = self._take(patient=True)
+            assert buffer is not None
+            self._begin_read(buffer, key)
+        elif buffer.phase is _Phase.OPEN:
+            raise RuntimeError(f"unit {key} is open already")
+        self._land(buffer)
+        buffer.key, buffer.phase = key, _Phase.OPEN
+        self._read_wanted()
+        memory, start = buffer.memory, self._extents[key].offset
+
+        def in_buffer(tensor: torch.Tensor) -> torch.Tensor:
+            if not self.holds(tensor):
+                return tensor
+            low = self._offset(tensor) - start
+            return memory[low : low + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+        return in_buffer
+
+    def release(self, key: int) -> None:
+        """Begin to write unit ``key``."""
+        self._check()
+        buffer, extent = self._holding(key), self._extents[key]
+        if buffer is None or buffer.phase is not _Phase.OPEN:
+            raise RuntimeError(f"unit {key} is not open")
+        self._used_last(buffer)
+        buffer.ticket = self._file.write(buffer.memory[: extent.room], extent.offset)
+        buffer.phase = _Phase.WRITING
+        self._read_wanted()
+
+    def settle(self) -> None:
+        """Wait for everything that is being written."""
+        self._check()
+        for buffer in self._buffers:
+            if buffer.phase is _Phase.WRITING:
+                self._land(buffer)
+
+    def close(self) -> None:
+        """Wait, and give the disk's room back once no tensor lies there. A second call does nothing.
+
+        Raises :class:`SwapError` for a failure that nobody has been told of yet.
+        """
+        try:
+            if self._failure is None:
+                self.settle()
+        finally:
+            self._file.close()
+
+    # -- buffers -------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _holding(self, key: int) -> _Buffer | None:
+        """The buffer in which unit ``key`` is, or is about to be, up to date."""
+        return next((b for b in self._buffers if b.key == key and b.phase in (_Phase.READING, _Phase.OPEN)), None)
+
+    def _take(self, *, patient: bool) -> _Buffer | None:
+        """A buffer for another unit. Without ``patient`` only one that is free now, else None."""
+        for buffer in self._buffers:
+            if buffer.phase is _Phase.WRITING and buffer.ticket is not None and buffer.ticket.done():
+                self._land(buffer)
+        # Prefetched ones last: if all others are open, then something else came than was announced.
+        for phase in (_Phase.IDLE, *((_Phase.WRITING, _Phase.READING) if patient else ())):
+            for buffer in self._buffers:
+                if buffer.phase is phase:
+                    self._land(buffer)
+                    self._used_last(buffer)
+                    return buffer
+        if patient:
+            raise RuntimeError(f"{len(self._buffers)} units are open, and there are no more buffers")
+        return None
+
+    def _used_last(self, buffer: _Buffer) -> None:
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
+
+    def _read_wanted(self) -> None:
+        key = self._wanted
+        if key is None:
+            return
+        if self._holding(key) is None:
+            buffer = self._take(patient=False)
+            if buffer is None:
+                return
+            self._begin_read(buffer, key)
+        self._wanted = None
+
+    def _begin_read(self, buffer: _Buffer, key: int) -> None:
+        for other in self._buffers:
+            if other.key == key:  # what is being written must be there before it is read
+                self._land(other)
+        extent = self._extents[key]
+        buffer.key, buffer.phase = key, _Phase.READING
+        buffer.ticket = self._file.read(buffer.memory[: extent.room], extent.offset)
+
+    def _land(self, buffer: _Buffer) -> None:
+        """Wait for what is under way; the buffer is idle then."""
+        ticket, key, writing = buffer.ticket, buffer.key, buffer.phase is _Phase.WRITING
+        buffer.ticket, buffer.key, buffer.phase = None, None, _Phase.IDLE
+        if ticket is not None:
+            try:
+                with waiting(f"{'writing' if writing else 'reading'} optimizer states of unit {key} on disk"):
+                    ticket.wait()
+            except OSError as error:
+                raise self._fail(key, error, writing=writing) from error
+
+    def _fail(self, key: int | None, error: OSError, *, writing: bool) -> SwapError:
+        self._failure = _failed(self._folder, key, error, writing=writing)
+        return self._failure
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+# -- files and errors --------------------------------------------------------------------------------------------------
+
+
+def _open_without_name(folder: Path) -> AsyncFile:
+    try:
+        folder.mkdir(exist_ok=True)
+        descriptor, name = tempfile.mkstemp(prefix=f"zerorun-rank-{os.environ.get('RANK', '0')}-", dir=folder)
+        os.unlink(name)
+        return AsyncFile(Path(name), descriptor)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _map(folder: Path, file: AsyncFile, nbytes: int, node_bytes: int) -> mmap.mmap:
+    """Allocate ``nbytes`` for ``file``, and map them."""
+    free = _free(folder)
+    try:
+        file.allocate(nbytes)
+        return mmap.mmap(file.descriptor, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise _too_small(folder, max(node_bytes, nbytes), free, nbytes) from error
+        raise _unusable(folder, error) from error
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def _unusable(folder: Path, error: OSError) -> SwapError:
+    if isinstance(error, FileNotFoundError) and not folder.parent.exists():
+        reason = f"there is no folder {str(folder.parent)!r}. Is the disk mounted?"
+    else:
+        reason = f"a file cannot be made there: {'it is no folder' if folder.is_file() else error.strerror}."
+    return SwapError(
+        f"nvme_path = {str(folder)!r}: {reason} Remedy: a folder on a local disk that all ranks of this machine can write "
+        "to; its last part is made if it is not there."
+    )
+
+
+def _too_small(folder: Path, node_bytes: int, free: int, rank_bytes: int | None = None) -> SwapError:
+    own = "" if rank_bytes is None else f", {_size(rank_bytes)} of them for this one"
+    return SwapError(
+        f"nvme_path = {str(folder)!r}: the disk is too small. All ranks of this machine together take {_size(node_bytes)} "
+        f"({node_bytes} bytes){own}; {_size(free)} ({free} bytes) are free. Remedy: nvme_path on a larger disk, more ranks "
+        "on more machines, or less on it: offload_param to the CPU, or a smaller offload_optimizer.ratio."
+    )
+
+
+def _failed(folder: Path, key: int | None, error: OSError, *, writing: bool) -> SwapError:
+    what, verb = ("written to", "writing") if writing else ("read from", "reading")
+    which = "all units" if key is None else f"unit {key}"
+    name = errno.errorcode.get(error.errno or 0, error.errno)
+    return SwapError(
+        f"optimizer states could not be {what} {error.filename}, the file of this rank without a name in {str(folder)!r}: "
+        f"{error.strerror} ({name}) while {verb} {which}; {_size(_free(folder))} are free. The states are lost, and the "
+        "weights of some units may be a step further than others. Checkpoints are not touched: the last one is as it was. "
+        "Remedy: make room there, or set zero_optimization.offload_optimizer.nvme_path to another disk, and resume from "
+        "the last checkpoint."
+    )
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0

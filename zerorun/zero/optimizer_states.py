@@ -1,0 +1,169 @@
+"""Moments: what an optimizer keeps for its parameters, found by one step on tiny tensors.
+
+A parameter of the trial has prime numbers as dimensions, so that the shape of a state tells which dimensions it follows:
+(3, 5) for the moments of Adam, (3, 1) and (1, 5) for the factors of Adafactor. Step counts (0-dim) are left out, as the
+ledger leaves them out.
+
+Optimizers of other packages may keep other states for large tensors than for small ones, such as 8-bit codes for those of
+4096 elements and more. So theirs are also tried on a tensor of each number of elements that the model has, or of a smaller
+one that looks alike: the same remainder, and more than any threshold. What they keep for more grows evenly from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..optim.optimizers import build_optimizer
+from ..optim.requested import RawOptimizer
+from .flat_group import FlatGroup
+from .pieces import OptimizerPiece
+from .weights import stored_bytes
+
+_PRIMES = (3, 5, 7, 11, 13, 17)  # dimensions of a parameter in the trial; 255,255 elements for one with all six
+_TRIED_AS_IT_IS = 1 << 14  # elements, up to which a number of them is tried
+_EVEN = 1 << 12  # elements: a multiple of all blocks in use, and the usual threshold
+
+_Trial = tuple[int, tuple[int, ...]]  # group, shape
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One state of a parameter. ``axes``: for each dimension, the parameter's that it follows; or its size, negated."""
+
+    dtype: torch.dtype
+    axes: tuple[int, ...]
+    flat: bool  # one dimension, of all the parameter's elements
+
+    def shape(self, parameter: torch.Size) -> tuple[int, ...]:
+        """The shape for a parameter of this shape."""
+        if self.flat:
+            return (parameter.numel(),)
+        return tuple(parameter[axis] if axis >= 0 else -axis for axis in self.axes)
+
+
+class Moments:
+    """The states of ``raw`` for ``pieces``, on the meta device. ``unknown`` says why there are none, if it cannot be found.
+
+    The optimizer itself is not touched: a copy of it, or another of its kind, takes the step, on ``device``.
+    """
+
+    def __init__(self, raw: RawOptimizer, pieces: Iterable[OptimizerPiece], device: torch.device) -> None:
+        self._pieces = list(pieces)
+        self.unknown: str | None = None
+        kinds = _kinds(raw)
+        trials = [(group, _PRIMES[:dims]) for group, dims in kinds]
+        if raw.whole and raw.optimizer is not None:
+            trials += sorted({trial for group, shape in _shapes(raw) for trial in _alike(group, shape)})
+        try:
+            kept = _take_step(raw, trials, device) if kinds else {}
+        except Exception as error:  # an optimizer of the user's, which may want anything
+            kept = {}
+            self.unknown = f"the optimizer's states are not counted: a trial step failed with {error!r}"
+        self._states = {
+            (group, dims): list(_states(kept[group, _PRIMES[:dims]], _PRIMES[:dims])) for group, dims in kinds if kept
+        }
+        self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
+
+    def sizes(self) -> Iterator[tuple[FlatGroup, int]]:
+        """(segment, bytes of the states) of every piece."""
+        for piece in self._pieces:
+            yield piece.segment, self._bytes(piece.group, piece.tensor.shape)
+
+    def _bytes(self, group: int, shape: torch.Size) -> int:
+        first, *more = _alike(group, tuple(shape))
+        found = self._tried.get(first)
+        if found is None or found == self._as_small(group, first[1]):
+            return self._as_small(group, shape)
+        return found + sum(self._tried[trial] - found for trial in more) * ((shape.numel() - prod(first[1])) // _EVEN)
+
+    def _as_small(self, group: int, shape: Iterable[int]) -> int:
+        """The bytes for a tensor of this shape if its states are what a small one has."""
+        parameter = torch.Size(shape)
+        states = self._states.get((group, len(parameter)), ())
+        return sum(prod(state.shape(parameter)) * state.dtype.itemsize for state in states)
+
+
+def _kinds(raw: RawOptimizer) -> list[tuple[int, int]]:
+    """(group, number of dimensions) of all that any rank's optimizer may see: ranks take the same trial step."""
+    groups = enumerate(raw.groups)
+    return sorted({(index, p.dim() if raw.whole else 1) for index, group in groups for p in group["params"]})
+
+
+def _shapes(raw: RawOptimizer) -> set[_Trial]:
+    return {(index, tuple(p.shape)) for index, group in enumerate(raw.groups) for p in group["params"]}
+
+
+def _alike(group: int, shape: tuple[int, ...]) -> list[_Trial]:
+    """The trial for a tensor of ``shape``, and if it is large, one with ``_EVEN`` elements more."""
+    ones, numel = (1,) * (len(shape) - 1), prod(shape)
+    if not shape or numel <= _TRIED_AS_IT_IS:
+        return [(group, (*ones, numel) if shape else ())]
+    tried = 2 * _EVEN + numel % _EVEN
+    return [(group, (*ones, tried)), (group, (*ones, tried + _EVEN))]
+
+
+def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) -> dict[_Trial, dict[str, Any]]:
+    """The states after one step on tensors of these shapes."""
+    members: list[list[torch.Tensor]] = [[] for _ in raw.groups]
+    tried = {}
+    for group, shape in trials:
+        tried[group, shape] = torch.zeros(shape, device=device)
+        tried[group, shape].grad = torch.ones_like(tried[group, shape])
+        members[group].append(tried[group, shape])
+    if raw.optimizer is not None:
+        optimizer = _copy_over(raw.optimizer, members)
+    else:
+        groups = [{**group, "params": params} for group, params in zip(raw.groups, members, strict=True)]
+        optimizer = build_optimizer(raw.name, raw.params, groups)
+    _step_once(optimizer)
+    return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}
+
+
+def _step_once(optimizer: torch.optim.Optimizer) -> None:
+    """A step that is compiled by nobody: one would take longer than what it is for."""
+    compiles = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
+        optimizer.step()
+
+
+def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor) -> dict[str, Any]:
+    """What ``optimizer`` keeps for a parameter like ``tensor`` in its ``group``, after a step of a copy of it on zeros."""
+    members: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
+    members[group].append(torch.zeros_like(tensor))
+    members[group][0].grad = torch.zeros_like(tensor)
+    stepped = _copy_over(optimizer, members)
+    _step_once(stepped)
+    return stepped.state[members[group][0]]
+
+
+def _copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
+    """A copy of ``optimizer`` with its settings, over other parameters, without its hooks and what schedulers put on it."""
+    made: Any = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        if not (callable(value) and hasattr(type(optimizer), key)):
+            made.__dict__[key] = copy(value) if isinstance(value, (dict, list, set)) else value
+    made.param_groups = [{**g, "params": params} for g, params in zip(optimizer.param_groups, members, strict=True)]
+    made.state = defaultdict(dict)
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    found: torch.optim.Optimizer = made
+    return found
+
+
+def _tensors(kept: dict[str, Any]) -> Iterator[torch.Tensor]:
+    return (value for value in kept.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+
+
+def _states(kept: dict[str, Any], parameter: tuple[int, ...]) -> Iterator[StateTensor]:
+    axis_of = {size: axis for axis, size in enumerate(parameter)}
+    for value in _tensors(kept):
+        flat = value.dim() == 1 != len(parameter) and value.numel() == prod(parameter)
+        yield StateTensor(value.dtype, tuple(axis_of.get(size, -size) for size in value.shape), flat)

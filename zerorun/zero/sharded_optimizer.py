@@ -1,0 +1,246 @@
+"""Stepping: what ranks agree on before an update, the update of the pieces, and the way of new values to the slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ..distributed.transport.communicator import Communicator
+from ..distributed.waits import waiting
+from ..errors import StepError
+from ..log import warn_once
+from ..ops.adam import FusedAdam
+from ..ops.single_pass import SinglePassOptimizer
+from .flat_group import FlatGroup
+from .host_updates import begin_updates, beside_master, weight_of
+from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
+from .runtime import Runtime
+from .unit import Unit, links_of
+
+# Steps after which parameters that never had a gradient are named.
+WATCHED_STEPS = 10
+
+Splitter = Callable[[torch.optim.Optimizer, torch.Tensor, list[int]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all ranks know, alike, about the gradients of a step. Sums over all data-parallel ranks."""
+
+    square_sum: float  # of all gradient elements, each once, before unscaling and averaging
+    bad_losses: int  # losses that were NaN or infinite
+    weight: float  # of the losses that came with one
+    unused: bool  # some parameter had no gradient on some rank
+    apart: float = 0.0  # how much the losses of ranks differ that should have the same; relative
+    wishes: tuple[int, ...] = ()  # how many ranks wish each of the things that ``summarise`` was given
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.square_sum)
+
+
+class ShardedOptimizer:
+    """A torch optimizer over pieces of shards. ``split`` cuts one of its tensors and the state that belongs to it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        pieces: list[OptimizerPiece],
+        units: list[Unit],
+        comm: Communicator,
+        split: Splitter,
+    ) -> None:
+        self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
+        self._split = split
+        self.own_hooks = 0  # of the engine, on the optimizer's step
+        self.stepping = False  # the optimizer's step is running
+        self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
+        self._segments = [segment for unit in units for segment in unit.trainable]
+        self._updates = 0
+        self._never_used: set[tuple[int, int]] = set()  # (id of segment, entry): no gradient in any update so far
+        self.tell_overflow(False)
+
+    def tell_overflow(self, overflow: bool) -> None:
+        """Set ``optimizer.overflow``, by which training loops decide whether their own schedules advance.
+
+        True after a step that was skipped. It is there from the start: accelerate looks for it once, before any step.
+        """
+        self.optimizer.overflow = overflow  # type: ignore[attr-defined]
+
+    def summarise(
+        self, runtime: Runtime, bad_losses: int, weight: float, loss: float = 0.0, wishes: Sequence[bool] = ()
+    ) -> Summary:
+        """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late.
+
+        ``loss``: the sum of this rank's, which must be that of all ranks of its tensor group. ``wishes``: what else ranks
+        want to know of each other; as many on every rank.
+        """
+        runtime.finish_reductions()
+        self.drain()
+        if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
+            self._sum_beyond(runtime)
+        unused = any(False in segment.used for segment in self._segments)
+        topology = self.comm.topology
+        first = topology.tensor_rank == 0  # of ranks with the same losses one counts
+        other = loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
+        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight if first else 0.0, other, abs(other)]
+        values += wishes
+        total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
+        if total[1]:
+            runtime.settle()
+            self.drain()
+            total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
+        square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
+        counts, apart = tuple(int(count) for count in wished), abs(others) / scale if scale else 0.0
+        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
+
+    def _sum_beyond(self, runtime: Runtime) -> None:
+        """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""
+        if self.comm.control_sum(torch.tensor([float(len(runtime.late))]))[0]:
+            runtime.settle()
+            self.drain()
+        for axis in self.comm.beyond:
+            members = [segment for segment in self._segments if axis in segment.spread.sums]
+            if members:
+                self.comm.sum_beyond([owned_gradient(segment) for segment in members], axis)
+            for segment in members:
+                segment.square_sum = None
+
+    def drain(self) -> None:
+        """Wait for the gradients that are on their way to host memory."""
+        for link in links_of(self.units):
+            link.drain()
+
+    def _square_sum(self) -> float:
+        """Of this rank's reduced gradient shards. NaN or inf if any element is.
+
+        The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all
+        stages add the same numbers in the same order.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for segment in self._segments:
+            if not segment.spread.counted:
+                continue
+            part = segment.local_square_sum()
+            total = part + total.to(part.device)
+        with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
+            return float(total)
+
+    def update(self, coefficient: float, *, unused: bool, order: Sequence[Unit]) -> None:
+        """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
+
+        ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for. Units in host memory are
+        updated in the background, in this ``order``: ``Unit.updated`` waits.
+        """
+        left_out = self._unused_everywhere() if unused else set()
+        for unit in self.units:
+            unit.updated()
+        self.comm.quiesce()
+        if unused and self.refuse_unused:
+            self._refuse_unused(left_out)
+        self._watch_unused(left_out)
+        if left_out:  # parameters that move must not share a piece with those that do not
+            self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
+        moving = [p for p in self.pieces if any((id(p.segment), run.entry) not in left_out for run in p.runs)]
+        once = isinstance(self.optimizer, SinglePassOptimizer)
+        alone = once and not self._has_hooks()  # which look at gradients before the step, or change masters after it
+        behind = [unit for unit in order if alone and unit.placement.optimizer and unit.trainable]
+        apart = {id(segment) for unit in behind for segment in unit.trainable}
+        self._update_now([piece for piece in moving if id(piece.segment) not in apart], coefficient)
+        unwritten = [s for s in self._segments if not (id(s) in apart or (alone and beside_master(s)))]
+        self.write_back(only=unwritten)
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            begin_updates(behind, [p for p in moving if id(p.segment) in apart], self.optimizer, coefficient)
+
+    def _has_hooks(self) -> bool:
+        """True if somebody besides the engine wants to know of the optimizer's steps."""
+        before = len(self.optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
+        after = len(self.optimizer._optimizer_step_post_hooks) + len(_global_optimizer_post_hooks)
+        return before + after > self.own_hooks
+
+    def _update_now(self, pieces: list[OptimizerPiece], coefficient: float) -> None:
+        for piece in pieces:
+            piece.tensor.grad = piece.gradient
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.outputs = {p.tensor: weight_of(p) for p in pieces if beside_master(p.segment)}
+        if isinstance(self.optimizer, (FusedAdam, SinglePassOptimizer)):
+            self.optimizer.coefficient = coefficient
+        elif coefficient != 1.0 and pieces:
+            torch._foreach_mul_([piece.gradient for piece in pieces], coefficient)
+        self.stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.stepping = False
+        for piece in pieces:
+            piece.tensor.grad = None
+
+    def write_back(self, only: Iterable[FlatGroup] | None = None) -> None:
+        """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
+        for segment in self._segments if only is None else only:
+            write_back(segment)
+
+    def _refuse_unused(self, left_out: set[tuple[int, int]]) -> None:
+        """Raise StepError on all ranks alike: other pipeline stages have other parameters."""
+        found = self.comm.control_objects(self._name_unused(left_out) if left_out else None)
+        first = next((text for text in found if text is not None), None)
+        if first is not None:
+            raise StepError(first)
+
+    def _unused_everywhere(self) -> set[tuple[int, int]]:
+        """(id of segment, entry) of the parameters without a gradient on any rank since the last step."""
+        flags = [torch.tensor([float(used) for used in segment.used]) for segment in self._segments]
+        summed = self.comm.data_sum(torch.cat([torch.zeros(1), *flags]))[1:].split([len(part) for part in flags])
+        for axis in self.comm.beyond:  # where another rank had a gradient, this one has it, too
+            members = [part for part, segment in zip(summed, self._segments, strict=True) if axis in segment.spread.sums]
+            if members:
+                self.comm.sum_beyond(members, axis)
+        totals = iter([value for part in summed for value in part.tolist()])
+        return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
+
+    def _watch_unused(self, left_out: set[tuple[int, int]]) -> None:
+        """Name once, after some steps, what has had no gradient on any rank: a part of the model that nothing reaches?"""
+        self._updates += 1
+        self._never_used = left_out if self._updates == 1 else self._never_used & left_out
+        if self._updates == WATCHED_STEPS and self._never_used:
+            names = self._names(self._never_used, lambda param: param.requires_grad)
+            if names:
+                warn_once(
+                    f"{len(names)} parameters got no gradient on any rank in the first {WATCHED_STEPS} steps, and stay as "
+                    f"they are: {', '.join(names[:10])}{', ...' if len(names) > 10 else ''}. If that is meant, "
+                    "requires_grad_(False) before initialize() saves their gradients and optimizer states."
+                )
+
+    def _name_unused(self, left_out: set[tuple[int, int]]) -> str:
+        names = self._names(left_out)
+        return (
+            f"{len(names)} parameters got no gradient on any rank in this step: {', '.join(names[:10])}. "
+            "Remedy: freeze them, or set zero_optimization.ignore_unused_parameters to true to leave them as they are."
+        )
+
+    def _names(self, places: set[tuple[int, int]], where: Callable[[nn.Parameter], bool] = lambda _: True) -> list[str]:
+        """Of the parameters at ``places`` (id of segment, entry), in the order of the model, for which ``where`` holds."""
+        members = [(s, i, name) for s in self._segments for i, name in enumerate(s.names) if (id(s), i) in places]
+        return [name for segment, index, name in members if where(segment.params[index])]
+
+    def cut(self, mixed: Callable[[OptimizerPiece], bool]) -> None:
+        """Replace every ``mixed`` piece by one piece for each parameter in it, with its state."""
+        pieces: list[OptimizerPiece] = []
+        for piece in self.pieces:
+            if mixed(piece):
+                tensors = self._split(self.optimizer, piece.tensor, split_lengths(piece))
+                pieces += split_piece(piece, tensors)
+            else:
+                pieces.append(piece)
+        self.pieces = pieces
+
+
+def write_back(segment: FlatGroup) -> None:
+    """Let the compute-dtype values be the master's, rounded."""
+    if segment.master is not None and not segment.master_is_weight:
+        segment.weight.copy_(segment.master)
