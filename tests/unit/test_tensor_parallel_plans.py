@@ -19,8 +19,8 @@ from zerorun.tensor_parallel import infer_plan, make_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.describe import bytes_per_rank, describe
 from zerorun.tensor_parallel.heads import Heads
-from zerorun.tensor_parallel.make_plan import own_plan
 from zerorun.tensor_parallel.parallelized import plan_of
+from zerorun.tensor_parallel.planning import own_plan
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

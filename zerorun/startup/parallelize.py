@@ -25,8 +25,8 @@ from ..tensor_parallel.axis import ChannelAxis, make_axis
 from ..tensor_parallel.causal_loss import has_head
 from ..tensor_parallel.collectives import Region, make_region
 from ..tensor_parallel.layers import whole_of
-from ..tensor_parallel.make_plan import make_plan, matches, matches_names
 from ..tensor_parallel.parallelized import Parallelized, carry_out, plan_of
+from ..tensor_parallel.planning import make_plan, matches, matches_names
 from ..tensor_parallel.sequence import blocks_of, has_blocks
 from ..tensor_parallel.styles import HOOKED, ParallelPlan
 from ..zero.init import part_of, refuse_partitioned

@@ -10,7 +10,7 @@ _EXPORTS = {
     "RowParallelLinear": "layers",
     "VocabParallelEmbedding": "layers",
     "infer_plan": "infer",
-    "make_plan": "plan",
+    "make_plan": "planning",
     "make_region": "collectives",
     "parallelize": "parallelized",
     "vocab_parallel_cross_entropy": "loss",

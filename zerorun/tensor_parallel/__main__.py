@@ -11,7 +11,7 @@ from torch import nn
 from ..errors import ModelError, ZerorunError
 from .describe import bytes_per_rank, describe
 from .infer import infer_plan
-from .make_plan import make_plan, own_plan
+from .planning import make_plan, own_plan
 
 
 def load_model(name: str) -> nn.Module:

@@ -20,8 +20,8 @@ from torch import nn
 from ..errors import ModelError
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
 from .layers import computes_by_itself, is_transposed
-from .make_plan import linear_sizes, make_plan
 from .pairs import norms_of_heads
+from .planning import linear_sizes, make_plan
 from .proof import NOT_ALONE, capture, difference
 from .styles import COLUMN, ParallelPlan, Style
 

@@ -15,7 +15,7 @@ from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
 from .infer import infer_plan, prove_given
-from .make_plan import make_plan, own_plan
+from .planning import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
 from .styles import ParallelPlan, Style
 

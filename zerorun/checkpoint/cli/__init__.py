@@ -1,4 +1,4 @@
-"""The ``zerorun-checkpoint`` command: its arguments, and how it ends. Each subcommand is a module ``cli_*``."""
+"""The ``zerorun-checkpoint`` command: its arguments, and how it ends. Each subcommand is a module."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ exit status: 0 done; good (verify); equal (diff). 1 damaged (verify, diff);
 different (diff). 2 the command could not be understood or carried out. What
 the command writes appears as a whole or not at all.
 """
+_MODULES = {"import": "importing"}  # of a subcommand that cannot be a name in Python
 _NAMES_HELP = (
     "JSON: for each group of the optimizer the names of its parameters, in order; needed only if the optimizer's state is "
     "stored by number, and fits the parameters in several ways"
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _leave)
     try:
-        module: Any = importlib.import_module(f"zerorun.checkpoint.{args.module}")  # here: it imports torch
+        module: Any = importlib.import_module(f".{args.module}", __name__)  # here: it imports torch
         status, lines = module.run(args)
         _print(lines)
     except CheckpointError as error:
@@ -112,10 +113,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, summary: str, more: str = "") -> Any:
-    """The parser of one subcommand, which the module ``cli_<first word of name>`` carries out."""
+    """The parser of one subcommand, which the module of the first word of ``name`` carries out."""
     text = f"{summary[0].upper()}{summary[1:]}. {more}".strip()
+    verb = name.partition("-")[0]
     parser = commands.add_parser(name, help=summary, description=text, allow_abbrev=False)
-    parser.set_defaults(command=name, module=f"cli_{name.partition('-')[0]}")
+    parser.set_defaults(command=name, module=_MODULES.get(verb, verb))
     return parser
 
 
@@ -220,7 +222,3 @@ def names_file(text: str) -> list[list[str]]:
     if not isinstance(names, list) or not all(isinstance(group, list) for group in names):
         raise argparse.ArgumentTypeError(f"{text} is no list of lists of names")
     return [[str(name) for name in group] for group in names]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
