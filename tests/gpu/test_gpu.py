@@ -15,7 +15,7 @@ import torch
 from updates import DTYPES, RULES, Rule, Work, random_bits, same, training
 
 from zerorun.ops import on_cuda, single_pass
-from zerorun.optim.optimizers import optimizers as optim
+from zerorun.optim import optimizers as optim
 
 pytestmark = [
     pytest.mark.gpu,

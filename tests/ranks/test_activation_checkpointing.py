@@ -20,7 +20,8 @@ from torch import nn
 from training import make_config, make_engine, run_steps, shared_topology, train
 
 import zerorun
-from zerorun.activations import blocks, host, region
+from zerorun.activations import blocks, region
+from zerorun.activations import host_pool as host
 from zerorun.activations.blocks import BlockForward
 
 POLICIES: dict[str, dict[str, Any]] = {

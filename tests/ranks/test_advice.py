@@ -13,9 +13,9 @@ from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
-from zerorun.engine.engine import engine as engine_module
-from zerorun.engine.engine import label_counts
-from zerorun.zero import stepping
+from zerorun.engine import engine as engine_module
+from zerorun.engine import label_counts
+from zerorun.zero import sharded_optimizer as stepping
 
 STEPS = stepping.WATCHED_STEPS
 

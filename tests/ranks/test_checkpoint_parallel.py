@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import zerorun
 from zerorun.distributed.share import even_range, fused_ranges
-from zerorun.engine.engine import initialize as assemble
+from zerorun.engine import initialize as assemble
 from zerorun.errors import CheckpointError
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import make_column_parallel, make_row_parallel, make_vocab_parallel, use_columns

@@ -19,7 +19,7 @@ from test_equivalence import assert_identical, by_world
 from training import make_config, make_engine, train
 
 import zerorun
-from zerorun.zero import partition
+from zerorun.zero import unit_builder as partition
 from zerorun.zero.offload.placement import HostLink, Placement, Staging, place_units
 
 STEPS = 3

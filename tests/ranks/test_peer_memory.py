@@ -26,7 +26,7 @@ from zerorun.distributed.transport import peer_memory
 from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
 from zerorun.distributed.transport.communicator import Communicator
 from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError
-from zerorun.zero import partition
+from zerorun.zero import unit_builder as partition
 
 STEPS = 3
 every_stage = pytest.mark.parametrize("stage", range(4))

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerorun
-from zerorun.activations import blocks, host, selective
+from zerorun.activations import blocks, selective
+from zerorun.activations import host_pool as host
 from zerorun.activations.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
 from zerorun.activations.host_pool import HostPool
 from zerorun.activations.region import Selection, run

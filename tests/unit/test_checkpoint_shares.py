@@ -17,7 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zerorun.checkpoint import collect, cuts
+from zerorun.checkpoint import cuts
+from zerorun.checkpoint import gather as collect
 from zerorun.checkpoint.cuts import blocks, in_stretches, put, span, take
 from zerorun.checkpoint.gather import Collector
 from zerorun.checkpoint.inventory import Contents, TensorPart, together

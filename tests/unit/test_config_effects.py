@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic.fields import FieldInfo
 
-import zerorun.optim.lr_schedules
+import zerorun
 from zerorun.config.fields import Inert, OnlyStages, Refused, Section, section_of
 from zerorun.config.params import OPTIMIZERS, SCHEDULERS, TORCH_SCHEDULERS, find_kind, wrong_name
 from zerorun.config.parse import Config, ModelFacts, load_config, resolve
@@ -20,7 +20,7 @@ from zerorun.config.schema import Optimizer, Scheduler
 from zerorun.errors import ConfigError
 from zerorun.optim.optimizers import resolve_optimizer
 
-PACKAGE = Path(zerorun.optim.lr_schedules.__file__).parent
+PACKAGE = Path(zerorun.__file__).parent
 
 # What the engine reads, by the names of the attributes.
 READ_BY_THE_ENGINE = {

@@ -14,7 +14,8 @@ import pytest
 
 import zerorun
 from zerorun.errors import ConfigError, ConfigProblem, LaunchError
-from zerorun.launcher import cli, facts, report, screen
+from zerorun.launcher import cli, facts, screen
+from zerorun.launcher import failures as report
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job_plan import (
     JobPlan,

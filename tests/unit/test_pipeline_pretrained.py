@@ -11,7 +11,7 @@ from pipelining import gathered, run
 from torch import Tensor, nn
 
 from zerorun.errors import ModelError, PipelineError
-from zerorun.pipeline import probe
+from zerorun.pipeline import pretrained_proof as probe
 from zerorun.pipeline.split_pretrained import PretrainedPipeline, split_pretrained
 
 transformers = pytest.importorskip("transformers")

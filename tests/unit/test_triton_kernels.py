@@ -20,7 +20,7 @@ import torch
 from updates import DTYPES, RULES, UNITS, Rule, Work, assert_close_to_float64, random_bits, same, training
 
 from zerorun.ops import native, on_cuda, single_pass
-from zerorun.optim.optimizers import optimizers as optim
+from zerorun.optim import optimizers as optim
 from zerorun.report import software
 
 triton = pytest.importorskip("triton")
