@@ -633,7 +633,7 @@ def check_config(script_args: Sequence[str]) -> None:
         return
     if not os.path.isfile(path):
         raise LaunchError(f"configuration file not found: {path}")
-    from zerorun.config.parse import load_config  # here, so that --help does not pay for it
+    from zerorun.config import load_config  # here, so that --help does not pay for it
 
     load_config(path)
 

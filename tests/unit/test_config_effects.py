@@ -18,6 +18,7 @@ from zerorun.config.params import OPTIMIZERS, SCHEDULERS, TORCH_SCHEDULERS, find
 from zerorun.config.parse import Config, ModelFacts, load_config, resolve
 from zerorun.config.schema import Optimizer, Scheduler
 from zerorun.errors import ConfigError
+from zerorun.optim import lr_schedules
 from zerorun.optim.optimizers import resolve_optimizer
 
 PACKAGE = Path(zerorun.__file__).parent
@@ -68,8 +69,8 @@ def dotted(table: dict[str, str]) -> set[str]:
 
 
 def source_of(configuration: bool) -> str:
-    files = [*PACKAGE.glob("*.py"), *(PACKAGE / "zero").glob("*.py")]
-    return "\n".join(path.read_text() for path in files if path.name.startswith("config") == configuration)
+    folders = ("config",) if configuration else ("distributed", "optim", "zero", "activations", "startup", "memory", "engine")
+    return "\n".join(path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py"))
 
 
 def noted_by_its_switch(section: type[Section]) -> bool:
@@ -231,7 +232,7 @@ def test_every_optimizer_keyword_is_taken_or_marked(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_every_schedule_keyword_is_taken(kind: str) -> None:
-    formula = inspect.signature(getattr(zerorun.optim.lr_schedules, kind)).parameters
+    formula = inspect.signature(getattr(lr_schedules, kind)).parameters
     assert SCHEDULERS[kind].model_fields.keys() - {"last_batch_iteration"} == formula.keys()
 
 
