@@ -143,7 +143,7 @@ class Slate:
             gc.collect()
         alive, opened = len(comm._live), len(open_shards._open)
         for communicator in list(comm._live):
-            for pending in list(communicator.books.in_flight):
+            for pending in list(communicator.statistics.in_flight):
                 pending.wait(1.0)
         comm._live.clear()
         assert not alive, f"{alive} engine(s) are still alive after the function has returned: destroy() does not free them"

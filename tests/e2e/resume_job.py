@@ -105,7 +105,7 @@ def held(engine: zerorun.Engine) -> dict[str, torch.Tensor]:
     assert engine.sharded is not None
     for piece in engine.sharded.pieces:
         for run in piece.runs:
-            name = f"{piece.segment.names[run.entry]}@{run.start}"
+            name = f"{piece.flat_group.names[run.entry]}@{run.start}"
             found[f"{name} master"] = piece.tensor[run.offset : run.offset + run.numel].clone()
             for key, value in engine.sharded.optimizer.state.get(piece.tensor, {}).items():
                 part = value if value.dim() == 0 else value[run.offset : run.offset + run.numel]

@@ -154,7 +154,7 @@ class Training:
             if self.store:
                 self.store.release(key)
         if self.store:
-            self.store.settle()
+            self.store.flush()
         return time.perf_counter() - began
 
 
@@ -165,7 +165,7 @@ def disk_seconds(folder: Path, nbytes: int) -> float:
         began = time.perf_counter()
         store.open(0)
         store.release(0)
-        store.settle()
+        store.flush()
         total = time.perf_counter() - began
     store.close()
     return total

@@ -20,7 +20,7 @@ from training import make_config, shared_topology
 from transformers.pytorch_utils import Conv1D
 
 import zerorun
-from zerorun.distributed.share import even_range, fused_ranges
+from zerorun.distributed.tensor_shard import even_range, fused_ranges
 from zerorun.engine import initialize as assemble
 from zerorun.errors import CheckpointError
 from zerorun.tensor_parallel.collectives import make_region
@@ -119,7 +119,7 @@ def make_engine(cell: Cell, seed: int, *, frozen: bool = False, model: nn.Module
     with different_models():
         engine = zerorun.initialize(made, config, topology=topology)
     if pipe > 1 and topology.pipe_rank > 0:
-        engine.divided.copies = {"head.weight": "embed.weight"}
+        engine.parallelized.copies = {"head.weight": "embed.weight"}
         engine._checkpointer = None  # it had been made without
     return engine
 
@@ -141,7 +141,7 @@ def whole_of(engine: zerorun.Engine) -> Whole:
     """Weights, masters and moments of all stages, under the names of the whole model."""
     found: Whole = {}
     for name, param in engine.module.named_parameters():
-        name = engine.divided.copies.get(name, name)
+        name = engine.parallelized.copies.get(name, name)
         states = [("master", zerorun.zero.safe_get_full_fp32_param(param))]
         states += [(k, zerorun.zero.safe_get_full_optimizer_state(param, k)) for k in ("exp_avg", "exp_avg_sq")]
         found |= {f"{name}/{key}": value.clone() for key, value in states if value is not None}

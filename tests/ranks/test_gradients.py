@@ -80,8 +80,8 @@ def test_gradients_are_those_of_one_process(model: str, stage: int) -> None:
             assert torch.equal(found["single"][name], gradient)
             assert torch.equal(joined(together, "parts", name, stage), gradient.view(-1))
             assert torch.equal(joined(together, "masters", name, stage), found["values"][name])
-        sent, segments = found["gathers"]
-        assert sent == (0 if stage == 0 or world == 1 else segments)
+        sent, flat_groups = found["gathers"]
+        assert sent == (0 if stage == 0 or world == 1 else flat_groups)
 
 
 def joined(ranks: list[dict[str, Any]], kind: str, name: str, stage: int) -> torch.Tensor:

@@ -311,7 +311,7 @@ def broadcast_bytes() -> list[int]:
     found = []
     for source in range(dist.get_world_size()):
         channel.broadcast(torch.zeros(5), f"from {source}", source)
-        found.append(channel.books.traffic[f"from {source}"].bytes)
+        found.append(channel.statistics.traffic[f"from {source}"].bytes)
     return found
 
 
@@ -326,8 +326,8 @@ def addresses(engine: zerorun.Engine) -> list[int]:
     """Of every buffer that the engine keeps."""
     tensors = [*engine.runtime.param_slots.buffers, *engine.runtime.grad_slots.buffers]
     for unit in engine.units:
-        for segment in unit.segments:
-            kept = (segment.full, segment.shard, segment.master, segment.grad_full, segment.grad_shard)
+        for flat_group in unit.flat_groups:
+            kept = (flat_group.full, flat_group.shard, flat_group.master, flat_group.grad_full, flat_group.grad_shard)
             tensors += [tensor for tensor in kept if tensor is not None]
     return [tensor.data_ptr() for tensor in tensors]
 
@@ -347,7 +347,7 @@ def watch(name: str, config: dict[str, Any]) -> list[tuple[Any, ...]]:
     found = []
     for step in range(5):
         run_step(engine, case, step)
-        engine.comm.quiesce()  # what others may still read is alive until they have
+        engine.comm.fence()  # what others may still read is alive until they have
         found.append((addresses(engine), engine.memory_report(), engine.comm.pool.bytes, live_tensors()))
     engine.destroy()
     return found
@@ -404,11 +404,11 @@ def python_calls(stage: int, precision: str, count: int) -> int:
 
     for step in range(4):
         if step == 3:
-            engine.comm.quiesce()
+            engine.comm.fence()
             sys.setprofile(profile)
         engine.backward(engine(torch.ones(2, 8)).float().mean())
         engine.step()
-    engine.comm.quiesce()
+    engine.comm.fence()
     sys.setprofile(None)
     engine.destroy()
     return calls

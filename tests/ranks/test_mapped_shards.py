@@ -46,8 +46,8 @@ def train_mapped(model: str, config: dict[str, Any]) -> Result:
         return train(CASES[model], config, STEPS)
 
 
-def segments(engine: zerorun.Engine) -> list[Any]:
-    return [segment for unit in engine.units if not unit.resident for segment in unit.segments]
+def flat_groups(engine: zerorun.Engine) -> list[Any]:
+    return [flat_group for unit in engine.units if not unit.resident for flat_group in unit.flat_groups]
 
 
 def mappings() -> int:
@@ -90,17 +90,17 @@ def count_memory() -> dict[str, Any]:
     before = mappings(), open_files()
     with whole_pages():
         engine = make_engine(CASE, make_config(3))
-    own = sum(segment.shard.nbytes for segment in segments(engine))
+    own = sum(flat_group.shard.nbytes for flat_group in flat_groups(engine))
     sent = []
     for _ in range(2):  # in the first, ranks ask one another for the order
         sent.append(bytes_of_gathers(engine))
         with torch.no_grad():
             CASE.loss(engine, Place(0, 0, 0))
     found = {
-        "mapped": all(segment.mapped for segment in segments(engine)),
-        "ranges of one segment": (mappings() - before[0]) / len(segments(engine)),
+        "mapped": all(flat_group.mapped for flat_group in flat_groups(engine)),
+        "ranges of one segment": (mappings() - before[0]) / len(flat_groups(engine)),
         "bytes of parameter slots": engine.runtime.param_slots.bytes,
-        "shards are in place": all(s.shard.data_ptr() == s.full[s.low :].data_ptr() for s in segments(engine)),
+        "shards are in place": all(s.shard.data_ptr() == s.full[s.low :].data_ptr() for s in flat_groups(engine)),
         "gathered per own byte": (bytes_of_gathers(engine) - sent[1]) / own,
     }
     engine.destroy()
@@ -129,11 +129,11 @@ def test_nothing_is_held_twice_and_nothing_stays(world: int) -> None:
 
 
 def large_shards(width: int) -> tuple[list[bool], int]:
-    """(which segments are mapped, bytes of slots) of blocks with ``width`` ** 2 parameters, as they are by default."""
+    """(which flat groups are mapped, bytes of slots) of blocks with ``width`` ** 2 parameters, as they are by default."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))))
     engine = make_engine(Case("large", lambda: model, lambda model, place: model(torch.ones(1, 8)).sum()), make_config(3))
-    found = [segment.mapped for segment in segments(engine)], engine.runtime.param_slots.bytes
+    found = [flat_group.mapped for flat_group in flat_groups(engine)], engine.runtime.param_slots.bytes
     engine.destroy()
     return found
 
@@ -186,7 +186,7 @@ def resident_bytes(kept: float) -> dict[str, Any]:
         engine.backward(case.loss(engine, Place(0, 0, 0)))
         engine.step()
         found.append((len(seen), max(seen), others_resident() / block))
-    return {"mapped": sum(s.mapped for s in segments(engine)), "steps": found, "slots": engine.runtime.param_slots.count}
+    return {"mapped": sum(s.mapped for s in flat_groups(engine)), "steps": found, "slots": engine.runtime.param_slots.count}
 
 
 @pytest.mark.each_value
@@ -295,7 +295,7 @@ def many_segments() -> list[bool]:
     finally:
         partition.MOST_RANGES = usual
     forward_loss = float(CASE.loss(engine, Place(0, 0, 0)))
-    found = [segment.mapped for segment in segments(engine)]
+    found = [flat_group.mapped for flat_group in flat_groups(engine)]
     engine.destroy()
     return [*found, forward_loss > 0]
 
@@ -376,7 +376,7 @@ def without_files() -> tuple[Result, bool, Result, bool]:
             found.append(train_mapped("plain", make_config(3)))
             with whole_pages():
                 engine = make_engine(CASE, make_config(3))
-            found.append(any(segment.mapped for segment in segments(engine)))
+            found.append(any(flat_group.mapped for flat_group in flat_groups(engine)))
             engine.destroy()
         finally:
             setattr(os, name, usual)

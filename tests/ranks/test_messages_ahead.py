@@ -16,7 +16,7 @@ from zerorun.distributed.transport.communicator import init_distributed
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS, PointToPoint
 
 
-def courier() -> PointToPoint:
+def p2p() -> PointToPoint:
     init_distributed(torch.device("cpu"))
     place = (dist.get_rank(), dist.get_world_size())
     channel = Channel("pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics(), reads_peers=False)
@@ -25,7 +25,7 @@ def courier() -> PointToPoint:
 
 def travel_ahead() -> list[bool]:
     """Whether a message is there before it is asked for: of the first of a kind, its header alone can be."""
-    carried, found, value = courier(), [], torch.arange(6.0)
+    carried, found, value = p2p(), [], torch.arange(6.0)
     for number in range(4):
         if dist.get_rank() == 0:
             carried.send(value + number, 1, ACTIVATIONS)
@@ -55,7 +55,7 @@ def alone_before() -> bool:
                 Channel("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics(), reads_peers=False),
                 lambda *unused: None,
             )
-    carried, value = courier(), torch.arange(6.0)
+    carried, value = p2p(), torch.arange(6.0)
     carried.send(value, 1 - dist.get_rank(), ACTIVATIONS)
     found = torch.equal(carried.receive(1 - dist.get_rank(), ACTIVATIONS), value)
     carried.finish()
@@ -79,7 +79,7 @@ VALUES: list[Any] = [
 
 def exchange(seed: int) -> dict[str, int]:
     """Both ranks send the same random row of values to each other, in both sorts. Returns the bytes that were sent."""
-    carried, rng, peer = courier(), random.Random(seed), 1 - dist.get_rank()
+    carried, rng, peer = p2p(), random.Random(seed), 1 - dist.get_rank()
     for _ in range(60):
         sort, expects = rng.choice((ACTIVATIONS, GRADIENTS)), rng.random() < 0.7
         value = VALUES[rng.choice((0, 0, 0, rng.randrange(len(VALUES))))]
@@ -94,7 +94,7 @@ def exchange(seed: int) -> dict[str, int]:
                 assert torch.equal(mine, theirs)
         assert _pytree.tree_structure(found) == _pytree.tree_structure(value)
     carried.finish()
-    return {label: traffic.bytes for label, traffic in carried._channel.books.traffic.items()}
+    return {label: traffic.bytes for label, traffic in carried._channel.statistics.traffic.items()}
 
 
 def bytes_of(value: Any) -> int:

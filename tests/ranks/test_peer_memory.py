@@ -95,9 +95,9 @@ def overwrite_at_once(how: str) -> list[float]:
     else:
         full = torch.empty(64 * world)
         channel.all_gather(full, range(0, 64 * world + 1, 64), "test", buffer).wait()
-        channel.quiesce()
+        channel.fence()
     buffer.fill_(-1.0)
-    channel.quiesce()
+    channel.fence()
     return found if how == "sum" else sorted(set(full.tolist()))
 
 

@@ -260,9 +260,9 @@ def left_behind() -> list[int]:
     found = []
     for _ in range(2):
         engine.train_batch(iter([(torch.ones(2, 4), None)] * 2))
-        courier = engine._executor._courier
-        assert courier is not None
-        found.append(len(courier._last_leaving))
+        p2p = engine._executor._p2p
+        assert p2p is not None
+        found.append(len(p2p._last_leaving))
     engine.destroy()
     return found
 

@@ -139,11 +139,11 @@ def dtypes_held(stage: int, precision: str) -> dict[str, Any]:
     model = WithTable()
     table = model.table.clone()
     engine = zerorun.initialize(model, make_config(stage, precision=precision), topology=shared_topology())
-    segments = [segment for unit in engine.units for segment in unit.segments]
+    flat_groups = [flat_group for unit in engine.units for flat_group in unit.flat_groups]
     found = {
-        "parameters": {segment.shard.dtype for segment in segments} | {p.dtype for p in model.parameters()},
-        "masters": {segment.master.dtype for segment in segments if segment.master is not None},
-        "gradients": {segment.grad_shard.dtype for segment in segments if segment.grad_shard is not None},
+        "parameters": {flat_group.shard.dtype for flat_group in flat_groups} | {p.dtype for p in model.parameters()},
+        "masters": {flat_group.master.dtype for flat_group in flat_groups if flat_group.master is not None},
+        "gradients": {flat_group.grad_shard.dtype for flat_group in flat_groups if flat_group.grad_shard is not None},
         "wire": engine.comm.wire_dtype,
         "buffers": torch.equal(model.table, table) and model.unsaved.dtype == torch.float32,
     }

@@ -14,7 +14,7 @@ from training import make_config
 
 import zerorun
 from zerorun.activations.checkpointing import checkpoint
-from zerorun.distributed.share import even_range
+from zerorun.distributed.tensor_shard import even_range
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, make_region, split_sequence
 from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy

@@ -83,7 +83,7 @@ def be_attacked(trace: str) -> list[str]:
     topology = Topology.create(2, rank, device_type="cpu")
     comm, ranks = Communicator(topology, cpu), Ranks(topology)
     channel = Channel("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics(), reads_peers=False)
-    courier = PointToPoint(channel, lambda message, label: message.result(60))
+    p2p = PointToPoint(channel, lambda message, label: message.result(60))
     content, found = pickle.dumps(Evil(Path(trace))), []
     for way, tell in ((comm._world, comm.control_objects), (ranks._group, ranks.gather), (None, channel._objects)):
         if rank == 1:
@@ -96,12 +96,12 @@ def be_attacked(trace: str) -> list[str]:
         except (MessageError, CheckpointError) as error:
             found.append(str(error))
     if rank == 1:
-        tag = courier._tags[ACTIVATIONS]
+        tag = p2p._tags[ACTIVATIONS]
         for part in (torch.tensor([len(content)] * 2), torch.frombuffer(bytearray(content), dtype=torch.uint8)):
             dist.group.WORLD.send([part], 0, tag).wait()
     else:
         with pytest.raises(PipelineError) as error:
-            courier.receive(1, ACTIVATIONS)
+            p2p.receive(1, ACTIVATIONS)
         found.append(str(error.value))
     dist.barrier()
     ranks.close()

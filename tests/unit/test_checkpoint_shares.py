@@ -26,7 +26,7 @@ from zerorun.checkpoint.manifest import Manifest
 from zerorun.checkpoint.read import Read, Reader
 from zerorun.checkpoint.write_plan import MASTER, MODEL, WritePlan, make_plan
 from zerorun.distributed.layout import build_layout
-from zerorun.distributed.share import TensorShard, fused_ranges
+from zerorun.distributed.shard import TensorShard, fused_ranges
 from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
 
@@ -52,7 +52,7 @@ class Divided:
     lengths: tuple[int, ...] = ()
     alike: int = 1
 
-    def share(self, rank: int, size: int) -> TensorShard | None:
+    def shard(self, rank: int, size: int) -> TensorShard | None:
         if self.dim < 0 or size == 1:
             return None
         groups = -(-size // self.alike)
@@ -79,20 +79,20 @@ def runs(draw: st.DrawFn) -> tuple[TensorShard, int, int]:
     """A share, and a run of it: (share, start, numel)."""
     divided = draw(division().filter(lambda found: found.dim >= 0))
     size = draw(st.integers(2, 4))
-    share = divided.share(draw(st.integers(0, size - 1)), size)
-    assert share is not None
-    local = prod(share.local_shape)
+    shard = divided.shard(draw(st.integers(0, size - 1)), size)
+    assert shard is not None
+    local = prod(shard.local_shape)
     start = draw(st.integers(0, local))
-    return share, start, draw(st.integers(0, local - start))
+    return shard, start, draw(st.integers(0, local - start))
 
 
 @quick
 @given(runs())
 def test_a_run_is_where_its_blocks_say(found: tuple[TensorShard, int, int]) -> None:
-    share, start, numel = found
-    whole = numbered(share.shape)
-    expected = share.cut(whole).reshape(-1)[start : start + numel]
-    made = list(blocks(share, start, numel))
+    shard, start, numel = found
+    whole = numbered(shard.shape)
+    expected = shard.cut(whole).reshape(-1)[start : start + numel]
+    made = list(blocks(shard, start, numel))
     assert len(made) <= 3
     elements: dict[int, int] = {}
     for block in made:
@@ -103,20 +103,20 @@ def test_a_run_is_where_its_blocks_say(found: tuple[TensorShard, int, int]) -> N
                     assert here not in elements
                     elements[here] = cut.there + row * block.step_there + index
     assert [elements[index] for index in range(numel)] == expected.tolist()
-    low, high = span(share, start, numel)
+    low, high = span(shard, start, numel)
     assert (low, high) == ((int(expected.min()), int(expected.max()) + 1) if numel else (0, 0))
-    if in_stretches(share):
-        assert sum(len(block.cuts) for block in made) <= len(share.ranges)
+    if in_stretches(shard):
+        assert sum(len(block.cuts) for block in made) <= len(shard.ranges)
 
 
 @quick
 @given(runs())
 def test_a_run_is_put_and_taken(found: tuple[TensorShard, int, int]) -> None:
-    share, start, numel = found
-    whole = numbered(share.shape).reshape(-1)
-    run = share.cut(whole.view(share.shape)).reshape(-1)[start : start + numel]
+    shard, start, numel = found
+    whole = numbered(shard.shape).reshape(-1)
+    run = shard.cut(whole.view(shard.shape)).reshape(-1)[start : start + numel]
     target = torch.full_like(whole, -1)
-    put(share, start, run, target)
+    put(shard, start, run, target)
     assert sorted(target[target >= 0].tolist()) == sorted(run.tolist())
     assert torch.equal(target[target >= 0], whole[target >= 0])
     most = 0
@@ -130,9 +130,9 @@ def test_a_run_is_put_and_taken(found: tuple[TensorShard, int, int]) -> None:
         to.copy_(whole[begin : begin + to.numel()])
 
     out = torch.full((numel,), -1)
-    take(share, start, out, read)
+    take(shard, start, out, read)
     assert torch.equal(out, run)
-    assert most * 8 <= max(200, prod(share.shape[share.dim :]) * 8), "more rows than fit were read at a time"
+    assert most * 8 <= max(200, prod(shard.shape[shard.dim :]) * 8), "more rows than fit were read at a time"
 
 
 @quick
@@ -140,14 +140,14 @@ def test_a_run_is_put_and_taken(found: tuple[TensorShard, int, int]) -> None:
 def test_a_reader_gives_the_elements_of_a_share(
     tmp_path_factory: pytest.TempPathFactory, found: tuple[TensorShard, int, int], dtype: torch.dtype
 ) -> None:
-    share, start, numel = found
+    shard, start, numel = found
     folder = tmp_path_factory.mktemp("model")
-    before, whole = torch.ones(5), numbered(share.shape).float()
+    before, whole = torch.ones(5), numbered(shard.shape).float()
     safetensors.torch.save_file({"a": before, "x": whole}, folder / "model.safetensors")
     out = torch.full((numel,), -1, dtype=dtype)
     with Reader(folder, None) as reader:
-        reader.read(Read(MODEL, "x", start, out, share))
-    assert torch.equal(out, share.cut(whole).reshape(-1)[start : start + numel].to(dtype))
+        reader.read(Read(MODEL, "x", start, out, shard))
+    assert torch.equal(out, shard.cut(whole).reshape(-1)[start : start + numel].to(dtype))
 
 
 # -- plans -------------------------------------------------------------------------------------------------------
@@ -192,19 +192,19 @@ def models(draw: st.DrawFn) -> Model:
 def _hold(model: Model, rank: int, divided: dict[str, Divided], kind: str) -> None:
     """What ``rank`` has of its stage's parameters and of one state of theirs."""
     topology, place = model.topology, model.topology.coordinate(rank)
-    shares = {name: found.share(place.tensor, topology.tensor) for name, found in divided.items()}
-    shapes = [share.local_shape if (share := shares[name]) else found.shape for name, found in divided.items()]
+    shards = {name: found.shard(place.tensor, topology.tensor) for name, found in divided.items()}
+    shapes = [shard.local_shape if (shard := shards[name]) else found.shape for name, found in divided.items()]
     layout = build_layout(list(divided), shapes, topology.shard)
     sets = (MASTER if kind == "bf16" else MODEL, "optimizer.exp_avg")
     for entry, (name, found) in enumerate(divided.items()):
         for number, target in enumerate(sets):
             key = (MODEL if name == "tied" and number == 0 else target), name
             whole = model.whole.setdefault(key, numbered(found.shape, 10**6 * (len(model.whole) + 1)))
-            share = shares[name]
-            local = (whole if share is None else share.cut(whole)).reshape(-1)
+            shard = shards[name]
+            local = (whole if shard is None else shard.cut(whole)).reshape(-1)
             pieces = [(p.start, p.start + p.numel) for p in layout.pieces(place.shard) if p.entry == entry]
             for start, end in [(0, local.numel())] if kind == "resident" else pieces:
-                model.parts[rank].append(TensorPart(*key, start, local[start:end].clone(), found.shape, share))
+                model.parts[rank].append(TensorPart(*key, start, local[start:end].clone(), found.shape, shard))
 
 
 class Post:
@@ -277,9 +277,9 @@ def test_a_tensor_is_written_where_it_is(model: Model) -> None:
         assert place(task.writer).pipe == first
         assert len({place(source.rank).replicate for source in task.sources}) == 1
         columns = {(place(s.rank).pipe, place(s.rank).tensor) for s in task.sources}
-        if all(part.share is None for parts in holders.values() for part in parts):
+        if all(part.shard is None for parts in holders.values() for part in parts):
             assert len(columns) == 1, "what columns have alike comes from one"
-        if any(part.share is None and part.tensor.numel() == task.tensor.numel for part in holders[task.writer]):
+        if any(part.shard is None and part.tensor.numel() == task.tensor.numel for part in holders[task.writer]):
             assert [source.rank for source in task.sources] == [task.writer]
 
 
@@ -287,23 +287,23 @@ def test_a_tensor_is_written_where_it_is(model: Model) -> None:
 @given(models(), st.data())
 def test_what_no_rank_has_is_noticed(model: Model, data: st.DataObject) -> None:
     """A column's run, or all that a column has, is gone, and no other column has the same."""
-    divided = [part for parts in model.parts for part in parts if part.share is not None and part.tensor.numel()]
+    divided = [part for parts in model.parts for part in parts if part.shard is not None and part.tensor.numel()]
     if not divided:
         return
     gone = data.draw(st.sampled_from(divided))
     for parts in model.parts:
-        parts[:] = [p for p in parts if (p.set, p.name, p.share) != (gone.set, gone.name, gone.share)]
+        parts[:] = [p for p in parts if (p.set, p.name, p.shard) != (gone.set, gone.name, gone.shard)]
     if any((part.set, part.name) == (gone.set, gone.name) for parts in model.parts for part in parts):
         with pytest.raises(CheckpointError, match="is an error in zerorun"):
             model.plan()
 
 
 def test_a_run_that_is_missing_is_noticed() -> None:
-    share = [TensorShard((4, 6), 1, fused_ranges((6,), rank, 2)) for rank in range(2)]
+    shard = [TensorShard((4, 6), 1, fused_ranges((6,), rank, 2)) for rank in range(2)]
     model = Model(Topology.plan(4, tensor=2), [[] for _ in range(4)], ["x"])
     for rank in range(3):  # rank 3 has the second half of the right columns
         run = torch.zeros(6)
-        model.parts[rank].append(TensorPart(MODEL, "x", 6 * (rank // 2), run, (4, 6), share[rank % 2]))
+        model.parts[rank].append(TensorPart(MODEL, "x", 6 * (rank // 2), run, (4, 6), shard[rank % 2]))
     with pytest.raises(CheckpointError, match=r"has 12 elements, but ranks hold only the first 6.*error in zerorun"):
         model.plan()
 

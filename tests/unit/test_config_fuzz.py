@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zerorun.config.parse import Config, ModelFacts, load_config, resolve
-from zerorun.config.walk import is_comment
+from zerorun.config.reader import is_comment
 from zerorun.errors import ConfigError
 
 MUTATIONS = 10_000

@@ -459,9 +459,9 @@ def test_a_stage_that_failed_takes_no_other_batch(stages: int) -> None:
         raise ValueError("a mistake in the data")
 
     module: Any = SimpleNamespace(stage=0, is_first=lambda chunk: True, inputs_of=fail)
-    courier: Any = SimpleNamespace(expect=lambda *key: None) if stages > 1 else None
+    p2p: Any = SimpleNamespace(expect=lambda *key: None) if stages > 1 else None
     nothing: Any = None
-    executor = Executor(module, nothing, courier, [], nothing, nothing, lambda value: value, nothing, nothing)
+    executor = Executor(module, nothing, p2p, [], nothing, nothing, lambda value: value, nothing, nothing)
     schedule = make_schedule("gpipe", stages, 2)
     with pytest.raises(ValueError, match="a mistake in the data"):
         executor.run(schedule, [1, 2])

@@ -63,7 +63,7 @@ def test_both_ways_see_the_same_bits(backend: str, tmp_path: Path, monkeypatch: 
             assert torch.equal(bits, patterns[key::3] + turn)
             bits.add_(1)
             store.release(key)
-        store.settle()
+        store.flush()
         for key, master in enumerate(masters):
             assert torch.equal(master.view(torch.int32), patterns[key::3] + turn + 1)
         if turn % 2:  # as loading a checkpoint does, and a single page of it
@@ -91,7 +91,7 @@ def test_states_follow_every_part_of_their_master(tmp_path: Path) -> None:
     assert (in_buffer(part) == 1).all() and (in_buffer(states[1][0]) == 6).all() and in_buffer(masters[1][7:]).numel() == 0
     in_buffer(store.state(part, 0)).fill_(20)
     store.release(4)
-    store.settle()
+    store.flush()
     assert float(states[0][0].sum()) == 600 * 4 + 400 * 20
     store.close()
 
@@ -367,10 +367,10 @@ try:
         in_buffer(store.master(key, 0)).fill_(key)
         store.release(key)
         done += 1
-    store.settle()
+    store.flush()
 except SwapError as error:
     print(error)
-for call in (store.settle, store.begin, lambda: store.open(0), lambda: store.prefetch(0), lambda: store.release(0)):
+for call in (store.flush, store.begin, lambda: store.open(0), lambda: store.prefetch(0), lambda: store.release(0)):
     try:
         call()
         print("nothing raised")
@@ -416,11 +416,11 @@ def test_who_waits_for_the_disk_hears_of_its_failure(tmp_path: Path) -> None:
     link = HostLink(torch.device("cpu"), store=store)
     store.open(0)
     store.release(0)
-    link.settle()
+    link.flush()
     store._fail(0, OSError(errno.EIO, "Input/output error"), writing=True)
     for _ in range(2):
         with pytest.raises(SwapError, match="Input/output error"):
-            link.settle()
+            link.flush()
     link.close()
 
 

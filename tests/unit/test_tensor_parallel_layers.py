@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from zerorun.distributed.share import TensorShard, even_range, fused_ranges, partial_of, shares_of
+from zerorun.distributed.shard import TensorShard, even_range, fused_ranges, partial_of, shards_of
 from zerorun.errors import ModelError
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, split_sequence
 from zerorun.tensor_parallel.layers import (
@@ -68,13 +68,13 @@ def gradients(module: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def whole(module: nn.Module, found: dict[str, torch.Tensor], axis: ThreadAxis) -> dict[str, torch.Tensor]:
-    shares, params = shares_of(module), dict(module.named_parameters())
+    shards, params = shards_of(module), dict(module.named_parameters())
     partial = partial_of(module)
     made = {}
     for name, value in found.items():
-        share = shares.get(id(params[name]))
-        if share is not None:
-            value = whole_of(value, share, axis)
+        shard = shards.get(id(params[name]))
+        if shard is not None:
+            value = whole_of(value, shard, axis)
         elif id(params[name]) in partial:
             value = axis.all_reduce(value, "partial")
         made[name] = value
@@ -276,12 +276,12 @@ def test_every_tensor_rank_has_a_random_stream_of_its_own() -> None:
 
 def test_shares() -> None:
     whole_tensor = torch.arange(24).view(4, 6)
-    share = TensorShard((4, 6), 1, fused_ranges((2, 4), 1, 2))
-    assert share.ranges == ((1, 2), (4, 6))
-    part = share.cut(whole_tensor)
-    assert part.shape == share.local_shape == (4, 3)
+    shard = TensorShard((4, 6), 1, fused_ranges((2, 4), 1, 2))
+    assert shard.ranges == ((1, 2), (4, 6))
+    part = shard.cut(whole_tensor)
+    assert part.shape == shard.local_shape == (4, 3)
     back = torch.zeros_like(whole_tensor)
-    share.put(part, back)
+    shard.put(part, back)
     assert torch.equal(back != 0, torch.isin(torch.arange(6), torch.tensor([1, 4, 5])).expand(4, 6) & (whole_tensor != 0))
 
 

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 
-from zerorun.distributed.share import partial_of, shares_of
+from zerorun.distributed.tensor_shard import partial_of, shards_of
 from zerorun.tensor_parallel import infer_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
@@ -107,12 +107,12 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole_gradients(model: nn.Module, axis: ThreadAxis) -> dict[str, torch.Tensor]:
-    shares, partial, found = shares_of(model), partial_of(model), gradients(model)
+    shards, partial, found = shards_of(model), partial_of(model), gradients(model)
     for name, param in model.named_parameters():
         if not param.requires_grad:
             continue
-        if id(param) in shares:
-            found[name] = whole_of(found[name], shares[id(param)], axis)
+        if id(param) in shards:
+            found[name] = whole_of(found[name], shards[id(param)], axis)
         elif id(param) in partial:
             found[name] = axis.all_reduce(found[name], "test: partial")
     return found

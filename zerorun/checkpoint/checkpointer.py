@@ -100,7 +100,7 @@ class Checkpointer:
 
         target = self._meet("save_checkpoint()", look)
         if not asynchronous:
-            self.subject.comm.quiesce()
+            self.subject.comm.fence()
         captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
         captured.manifest.becomes_latest = latest
         captured.small |= self._adapters_file()
@@ -114,7 +114,7 @@ class Checkpointer:
         self.wait()
         path, dtype = self._meet("export()", lambda: (directory_of(directory), dtype_of(asked)))
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
-        self.subject.comm.quiesce()
+        self.subject.comm.fence()
         captured = self._capture(path.name, {}, trainable_only=False)
         captured.weights_only = True
         captured.parts = [part for part in captured.parts if part.set in (MODEL, MASTER)]

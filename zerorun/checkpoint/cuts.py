@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from ..distributed.share import TensorShard
+from ..distributed.shard import TensorShard
 
 _MOST_BYTES = 4 << 20  # of enclosing rows that are read at a time
 
@@ -55,29 +55,29 @@ class Block:
         return self.row_end + (self.rows - 1) * self.step_there
 
 
-def in_stretches(share: TensorShard) -> bool:
+def in_stretches(shard: TensorShard) -> bool:
     """True if a rank's part is one row: then runs are stretches of the whole tensor, as many as there are ranges."""
-    return prod(share.shape[: share.dim]) == 1
+    return prod(shard.shape[: shard.dim]) == 1
 
 
-def blocks(share: TensorShard, start: int, numel: int) -> Iterator[Block]:
-    """Where elements ``start .. start + numel`` of the flattened part ``share`` lie in the whole tensor."""
-    inner = prod(share.shape[share.dim + 1 :])
-    step_here, step_there = share.length * inner, share.shape[share.dim] * inner
+def blocks(shard: TensorShard, start: int, numel: int) -> Iterator[Block]:
+    """Where elements ``start .. start + numel`` of the flattened part ``shard`` lie in the whole tensor."""
+    inner = prod(shard.shape[shard.dim + 1 :])
+    step_here, step_there = shard.length * inner, shard.shape[shard.dim] * inner
     position, end = start, start + numel
     while position < end:
         row, column = divmod(position, step_here)
         rows = (end - position) // step_here if column == 0 else 0
         width = step_here if rows else min(step_here - column, end - position)
-        cuts = _cuts(share, inner, column, width, position - start, row * step_there)
+        cuts = _cuts(shard, inner, column, width, position - start, row * step_there)
         yield Block(max(rows, 1), step_here, step_there, tuple(cuts))
         position += max(rows, 1) * width
 
 
-def _cuts(share: TensorShard, inner: int, column: int, width: int, here: int, there: int) -> Iterator[Stretch]:
+def _cuts(shard: TensorShard, inner: int, column: int, width: int, here: int, there: int) -> Iterator[Stretch]:
     """Of ``width`` elements from ``column`` of a row of the part: ``here`` in the run. The whole's row begins ``there``."""
     begin = 0  # of a range, in the row of the part
-    for low, high in share.ranges:
+    for low, high in shard.ranges:
         end = begin + (high - low) * inner
         left, right = max(begin, column), min(end, column + width)
         if left < right:
@@ -85,28 +85,28 @@ def _cuts(share: TensorShard, inner: int, column: int, width: int, here: int, th
         begin = end
 
 
-def span(share: TensorShard, start: int, numel: int) -> tuple[int, int]:
+def span(shard: TensorShard, start: int, numel: int) -> tuple[int, int]:
     """The (begin, end) in the flattened whole tensor that encloses a run."""
-    found = list(blocks(share, start, numel))
+    found = list(blocks(shard, start, numel))
     return min((block.begin for block in found), default=0), max((block.end for block in found), default=0)
 
 
-def put(share: TensorShard, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
+def put(shard: TensorShard, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
     """Write ``run``, elements from ``start`` of the flattened part, to where they belong in the flattened ``whole``."""
-    for block in blocks(share, start, run.numel()):
+    for block in blocks(shard, start, run.numel()):
         for cut in block.cuts:
             found = _rows(run, cut.here, block.rows, cut.width, block.step_here)
             _rows(whole, cut.there, block.rows, cut.width, block.step_there).copy_(found)
 
 
-def take(share: TensorShard, start: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
+def take(shard: TensorShard, start: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
     """Fill ``out``, contiguous, with the elements from ``start`` of the flattened part.
 
     ``read(begin, to)`` fills the contiguous 1-D ``to`` from element ``begin`` of the flattened whole tensor. Of whole rows
     the enclosing elements are read, some rows at a time, and the own columns picked from them: checksums are over blocks
     of files, so that bytes between short columns are read in any case. Single rows, and long ones, are read by column.
     """
-    for block in blocks(share, start, out.numel()):
+    for block in blocks(shard, start, out.numel()):
         fitting = _MOST_BYTES // (block.step_there * out.element_size())
         if block.rows == 1 or fitting < 2:
             for row in range(block.rows):

@@ -47,7 +47,7 @@ class Collector:
 
     def stretches(self, task: Task) -> Iterator[torch.Tensor]:
         """The flattened tensor of ``task``, whose writer this rank is, in 1-D pieces that are valid until the next."""
-        if all(source.share is None for source in task.sources):
+        if all(source.shard is None for source in task.sources):
             for source in task.sources:
                 yield from self._pieces(task, source)
             return
@@ -56,8 +56,8 @@ class Collector:
         for source in task.sources:
             start = source.start
             for piece in self._pieces(task, source):
-                assert source.share is not None  # a plan does not mix them
-                put(source.share, start, piece, whole)
+                assert source.shard is not None  # a plan does not mix them
+                put(source.shard, start, piece, whole)
                 start += piece.numel()
         yield from whole.split(_STRETCH // dtype.itemsize)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.share import TensorShard
+from ..distributed.shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
@@ -55,23 +55,23 @@ class SavedParameter:
     """Where a parameter lives, and what of it the ranks that shard with this one have (None: all)."""
 
     unit: Unit
-    segment: FlatGroup
+    flat_group: FlatGroup
     entry: int
-    share: TensorShard | None
+    shard: TensorShard | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole."""
-        return tuple(self.segment.layout.entries[self.entry].shape) if self.share is None else self.share.shape
+        return tuple(self.flat_group.layout.entries[self.entry].shape) if self.shard is None else self.shard.shape
 
     @property
     def numel(self) -> int:
         """Of what is in the unit."""
-        return self.segment.layout.entries[self.entry].numel
+        return self.flat_group.layout.entries[self.entry].numel
 
     def part_of_full(self, full: torch.Tensor) -> torch.Tensor:
-        """This parameter's elements of a flat buffer [numel of the segment]."""
-        place = self.segment.layout.entries[self.entry]
+        """This parameter's elements of a flat buffer [numel of the flat group]."""
+        place = self.flat_group.layout.entries[self.entry]
         return full[place.offset : place.end]
 
 
@@ -79,7 +79,7 @@ class SavedParameter:
 class TensorPart:
     """Elements from ``start`` of the flattened tensor ``name`` of ``set``, as a 1-D view of where they live.
 
-    With a ``share``, of that part of the tensor, flattened.
+    With a ``shard``, of that part of the tensor, flattened.
     """
 
     set: str
@@ -87,14 +87,14 @@ class TensorPart:
     start: int
     tensor: torch.Tensor  # [n]
     shape: tuple[int, ...]  # of the whole
-    share: TensorShard | None = None
+    shard: TensorShard | None = None
     rounded: torch.dtype | None = None  # the set "model" has it in this dtype
 
     def row(self) -> Row:
         code = dtype_code(self.tensor.dtype, self.name)
         rounded = dtype_code(self.rounded, self.name) if self.rounded is not None else ""
         address = self.tensor.data_ptr() if self.tensor.device.type == "cpu" else 0
-        return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded, self.share)
+        return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded, self.shard)
 
 
 @dataclass
@@ -129,12 +129,12 @@ class Inventory:
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
         made = cls(subject)
-        shares, copies = subject.parts.shares, subject.parts.copies
+        shards, copies = subject.parts.shards, subject.parts.copies
         by_id = {
-            id(param): SavedParameter(unit, segment, entry, shares.get(id(param)))
+            id(param): SavedParameter(unit, flat_group, entry, shards.get(id(param)))
             for unit in subject.units
-            for segment in unit.segments
-            for entry, param in enumerate(segment.params)
+            for flat_group in unit.flat_groups
+            for entry, param in enumerate(flat_group.params)
         }
         names: dict[int, str] = {}
         for name, param in subject.module.named_parameters(remove_duplicate=False):
@@ -196,8 +196,8 @@ class Inventory:
         found: dict[str, dict[str, Any]] = {
             name: {
                 "shape": list(home.shape),
-                "dtype": dtype_code(home.segment.dtype, name),
-                "trainable": home.segment.trainable,
+                "dtype": dtype_code(home.flat_group.dtype, name),
+                "trainable": home.flat_group.trainable,
                 "group": None,
             }
             for name, home in self.homes.items()
@@ -206,14 +206,14 @@ class Inventory:
             shape, code = list(inner.shape), dtype_code(inner.dtype, name)
             found[name] = {"shape": shape, "dtype": code, "trainable": False, "group": None, "packed": True}
         for name, home in self.homes.items():
-            if home.segment.packed:
+            if home.flat_group.packed:
                 found[name]["packed"] = True
         return found
 
     def groups(self) -> dict[str, int]:
         """name -> optimizer group, of the parameters that this rank updates."""
-        names = {(id(home.segment), home.entry): name for name, home in self.homes.items()}
-        return {names[id(piece.segment), run.entry]: piece.group for piece in self._pieces() for run in piece.runs}
+        names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
+        return {names[id(piece.flat_group), run.entry]: piece.group for piece in self._pieces() for run in piece.runs}
 
     def _pieces(self) -> list[OptimizerPiece]:
         return self.subject.sharded.pieces if self.subject.sharded is not None else []
@@ -225,15 +225,15 @@ class Inventory:
         self.subject.runtime.finish_updates()
         runs = {}
         for name, home in self.homes.items():
-            segment = home.segment
+            flat_group = home.flat_group
             if 0 in home.shape:  # no shard has a part of it
-                yield TensorPart(MODEL, name, 0, torch.empty(0, dtype=segment.dtype), home.shape)
+                yield TensorPart(MODEL, name, 0, torch.empty(0, dtype=flat_group.dtype), home.shape)
             elif home.numel == 0:  # other tensor ranks have it all between them
                 continue
-            elif segment.trainable:
-                if id(segment) not in runs:
-                    runs[id(segment)] = {run.entry: run for run in owned_runs(segment)}
-                yield from _trainable_parts(name, home, runs[id(segment)].get(home.entry))
+            elif flat_group.trainable:
+                if id(flat_group) not in runs:
+                    runs[id(flat_group)] = {run.entry: run for run in owned_runs(flat_group)}
+                yield from _trainable_parts(name, home, runs[id(flat_group)].get(home.entry))
             elif frozen:
                 yield from frozen_parts(name, home)
         if frozen:
@@ -253,11 +253,11 @@ class Inventory:
         self.subject.runtime.finish_updates()
         parts: list[TensorPart] = []
         scalars: dict[str, dict[str, Any]] = {}
-        names = {(id(home.segment), home.entry): name for name, home in self.homes.items()}
+        names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
         for piece in self._pieces():
             assert self.subject.sharded is not None
             state = self.subject.sharded.optimizer.state.get(piece.tensor, {})
-            members = [(names[id(piece.segment), run.entry], run) for run in piece.runs]
+            members = [(names[id(piece.flat_group), run.entry], run) for run in piece.runs]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     for path, inner in inner_tensors(value):
@@ -269,30 +269,30 @@ class Inventory:
 
 def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) -> Iterator[TensorPart]:
     """The master elements that this rank updates, and the weights where those cannot be told from the master."""
-    segment = home.segment
+    flat_group = home.flat_group
     if run is None:
         return
-    assert segment.master is not None
-    owned = segment.master[run.offset : run.offset + run.numel]
-    if segment.dtype == torch.float32:
-        yield TensorPart(MODEL, name, run.start, owned, home.shape, home.share)
-    elif segment.dtype.itemsize < owned.element_size():  # weights are masters, rounded
-        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.share, segment.dtype)
+    assert flat_group.master is not None
+    owned = flat_group.master[run.offset : run.offset + run.numel]
+    if flat_group.dtype == torch.float32:
+        yield TensorPart(MODEL, name, run.start, owned, home.shape, home.shard)
+    elif flat_group.dtype.itemsize < owned.element_size():  # weights are masters, rounded
+        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.shard, flat_group.dtype)
     else:
-        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.share)
+        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.shard)
         yield from frozen_parts(name, home)
 
 
 def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
     """The elements of the weight that this rank holds: all of them while its unit is resident."""
-    segment = home.segment
+    flat_group = home.flat_group
     if home.unit.resident:
-        yield TensorPart(MODEL, name, 0, home.part_of_full(segment.full), home.shape, home.share)
+        yield TensorPart(MODEL, name, 0, home.part_of_full(flat_group.full), home.shape, home.shard)
         return
-    for piece in segment.pieces:
+    for piece in flat_group.pieces:
         if piece.entry == home.entry:
-            part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
-            yield TensorPart(MODEL, name, piece.start, part, home.shape, home.share)
+            part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
+            yield TensorPart(MODEL, name, piece.start, part, home.shape, home.shard)
 
 
 def _state_parts(
@@ -306,8 +306,8 @@ def _state_parts(
     if value.shape == piece.tensor.shape:
         for name, run in members:
             part = flat[run.offset : run.offset + run.numel]
-            yield TensorPart(kind, name, run.start, part, homes[name].shape, homes[name].share)
-    elif len(members) == 1 and run.numel == home.numel and home.share is None:  # rows or columns of a whole parameter
+            yield TensorPart(kind, name, run.start, part, homes[name].shape, homes[name].shard)
+    elif len(members) == 1 and run.numel == home.numel and home.shard is None:  # rows or columns of a whole parameter
         yield TensorPart(kind, first, 0, flat, tuple(value.shape))
     else:
         raise CheckpointError(

@@ -122,7 +122,7 @@ class ModelLoader:
         self.subject = inventory.subject
         self._names = NameMap(reader, model.aliases, getattr(self.subject.module, "base_model_prefix", ""))
         self.find = self._names.find
-        self._entries = {(id(home.segment), home.entry): name for name, home in inventory.homes.items()}
+        self._entries = {(id(home.flat_group), home.entry): name for name, home in inventory.homes.items()}
 
     @classmethod
     def compared(cls, inventory: Inventory, reader: Reader, wanted: Wanted, ranks: Ranks) -> ModelLoader:
@@ -166,7 +166,7 @@ class ModelLoader:
         """Read weights, masters and buffers. Collective."""
         subject = self.subject
         subject.runtime.finish_updates()
-        subject.comm.quiesce()
+        subject.comm.fence()
         ranks.gather(None)  # from here on nobody reads another's shards
         for slot in range(subject.runtime.param_slots.count if subject.runtime.shares_params else 0):
             subject.runtime.evict(slot)
@@ -187,7 +187,7 @@ class ModelLoader:
             subject.sharded.write_back()
         wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
         self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
-        subject.runtime.publish()
+        subject.runtime.gather_updated()
 
     def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError if a layer does not take the scales of its packed weight, but makes them anew."""
@@ -202,23 +202,23 @@ class ModelLoader:
             )
 
     def _weight_reads(self, name: str, home: SavedParameter) -> Iterable[Read]:
-        stored, segment, share = self.find(name), home.segment, home.share
+        stored, flat_group, shard = self.find(name), home.flat_group, home.shard
         if stored is None:
             return
-        if segment.trainable:
-            assert segment.master is not None
+        if flat_group.trainable:
+            assert flat_group.master is not None
             source = MASTER if stored in self.reader.places(MASTER) else MODEL
-            for run in owned_runs(segment):
+            for run in owned_runs(flat_group):
                 if run.entry == home.entry:
-                    yield Read(source, stored, run.start, segment.master[run.offset : run.offset + run.numel], share)
-        if not segment.trainable or segment.dtype == torch.float64:
+                    yield Read(source, stored, run.start, flat_group.master[run.offset : run.offset + run.numel], shard)
+        if not flat_group.trainable or flat_group.dtype == torch.float64:
             if home.unit.resident:
-                yield Read(MODEL, stored, 0, home.part_of_full(segment.full), share)
+                yield Read(MODEL, stored, 0, home.part_of_full(flat_group.full), shard)
                 return
-            for piece in segment.pieces:
+            for piece in flat_group.pieces:
                 if piece.entry == home.entry:
-                    part = segment.shard[piece.shard_start : piece.shard_start + piece.numel]
-                    yield Read(MODEL, stored, piece.start, part, share)
+                    part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
+                    yield Read(MODEL, stored, piece.start, part, shard)
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
         """Give modules back what their get_extra_state had returned."""
@@ -286,10 +286,10 @@ class ModelLoader:
         return there, repr(scalars.get(stored))
 
     def _home(self, piece: OptimizerPiece, run: ParameterRun) -> SavedParameter:
-        return self.inventory.homes[self._entries[id(piece.segment), run.entry]]
+        return self.inventory.homes[self._entries[id(piece.flat_group), run.entry]]
 
     def _stored_name(self, piece: OptimizerPiece, run: ParameterRun) -> str:
-        name = self._entries[id(piece.segment), run.entry]
+        name = self._entries[id(piece.flat_group), run.entry]
         return self.find(name) or name
 
     def _make_states(self, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]) -> None:
@@ -330,7 +330,7 @@ class ModelLoader:
             there = self.reader.tensor(kind, first)
             home = self._home(piece, piece.runs[0])
             whole = there.shape == home.shape
-            if not whole and home.share is not None:
+            if not whole and home.shard is not None:
                 raise CheckpointError(
                     f"{self.reader.path} has {kind} of {first!r} in the shape {list(there.shape)}, not that of the "
                     "parameter, which cannot be divided over tensor-parallel ranks. Remedy: pass load_optimizer=False."
@@ -342,8 +342,8 @@ class ModelLoader:
                 made = torch.zeros(shape, dtype=dtype, device=piece.tensor.device)
             flat = made.view(-1)
             for run in piece.runs if whole else ():
-                part, share = flat[run.offset : run.offset + run.numel], self._home(piece, run).share
-                reads.append(Read(kind, self._stored_name(piece, run), run.start, part, share))
+                part, shard = flat[run.offset : run.offset + run.numel], self._home(piece, run).shard
+                reads.append(Read(kind, self._stored_name(piece, run), run.start, part, shard))
             if not whole:
                 reads.append(Read(kind, first, 0, flat))
             state[kind.removeprefix(OPTIMIZER)] = made

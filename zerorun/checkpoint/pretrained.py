@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.share import TensorShard, shares_of
+from ..distributed.shard import TensorShard, shards_of
 from ..distributed.transport.communicator import default_device, init_distributed
 from ..errors import CheckpointError
 from ..zero.access import registry_of
@@ -63,8 +63,8 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
         else:
             names[id(param)], params[stored_name(name)] = stored_name(name), param
     buffers = {stored_name(name): (module, key) for name, module, key in _persistent_buffers(model)}
-    known, shares = NameMap(reader, aliases, getattr(model, "base_model_prefix", "")), shares_of(model)
-    shapes = {name: shares[id(p)].shape if id(p) in shares else tuple(p.shape) for name, p in params.items()}
+    known, shards = NameMap(reader, aliases, getattr(model, "base_model_prefix", "")), shards_of(model)
+    shapes = {name: shards[id(p)].shape if id(p) in shards else tuple(p.shape) for name, p in params.items()}
     shapes |= {name: tuple(module._buffers[key].shape) for name, (module, key) in buffers.items()}  # type: ignore[union-attr]
     compare_tensors(reader, known, shapes, wanted)
     _refuse_unfillable(model, {name for name in shapes if known.find(name)})
@@ -72,7 +72,7 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
         stored = known.find(name)
         if stored is not None:
             source = MASTER if stored in reader.places(MASTER) else MODEL
-            for read in _reads(model, param, shares.get(id(param)), source, stored):
+            for read in _reads(model, param, shards.get(id(param)), source, stored):
                 reader.read(read)
     for name, (module, key) in buffers.items():
         stored, old = known.find(name), module._buffers[key]
@@ -82,10 +82,10 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
             module._buffers[key] = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
 
 
-def _reads(model: nn.Module, param: nn.Parameter, share: TensorShard | None, source: str, stored: str) -> Iterator[Read]:
+def _reads(model: nn.Module, param: nn.Parameter, shard: TensorShard | None, source: str, stored: str) -> Iterator[Read]:
     """What this rank reads of one parameter."""
     part = part_of(param)
-    if share is not None and (param.is_meta or part is not None):
+    if shard is not None and (param.is_meta or part is not None):
         raise CheckpointError(
             f"{stored!r} is divided over tensor-parallel ranks, and on the meta device or made inside zero.Init(), which "
             "gives all ranks parts of the same tensor. Remedy: build divided layers outside of both, or let initialize() "
@@ -94,7 +94,7 @@ def _reads(model: nn.Module, param: nn.Parameter, share: TensorShard | None, sou
     if param.is_meta:
         part = keep_part(model, param, default_device())
     if part is None:
-        yield Read(source, stored, 0, param.data.view(-1), share)
+        yield Read(source, stored, 0, param.data.view(-1), shard)
         return
     start = dist.get_rank() * part.numel()
     length = min(part.numel(), param.numel() - start)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..distributed.share import TensorShard
+from ..distributed.shard import TensorShard
 from ..errors import CheckpointError, DamagedError
 from . import directory as folder
 from .cuts import span, take
@@ -36,20 +36,20 @@ _MOST_SMALL = 256 << 20  # bytes of a file that is read as a whole
 class Read:
     """Elements from ``start`` of the flattened tensor ``name`` of ``set`` are to fill the 1-D ``out``, of any dtype.
 
-    With a ``share``, of that part of the tensor, flattened.
+    With a ``shard``, of that part of the tensor, flattened.
     """
 
     set: str
     name: str
     start: int
     out: torch.Tensor
-    share: TensorShard | None = None
+    shard: TensorShard | None = None
 
     @property
     def span(self) -> tuple[int, int]:
         """The (begin, end) in the flattened whole tensor that encloses the elements."""
         numel = self.out.numel()
-        return (self.start, self.start + numel) if self.share is None else span(self.share, self.start, numel)
+        return (self.start, self.start + numel) if self.shard is None else span(self.shard, self.start, numel)
 
 
 class Reader:
@@ -181,10 +181,10 @@ class Reader:
         dtype = dtype_of(self.tensor(request.set, request.name).dtype)
         in_place = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
         found = out if in_place else torch.empty(out.numel(), dtype=dtype)
-        if request.share is None:
+        if request.shard is None:
             self._open(file).read(request.name, request.start, found)
         else:
-            take(request.share, request.start, found, partial(self._open(file).read, request.name))
+            take(request.shard, request.start, found, partial(self._open(file).read, request.name))
         if not in_place:
             out.copy_(found)
 
@@ -228,7 +228,7 @@ class Reader:
 
     def _fetch_away(self, away: list[Read], ranks: Ranks) -> None:
         wanted = [
-            (r.set, r.name, r.start, r.share, r.out.numel(), self._dtype(r), self.missing[self.places(r.set)[r.name]])
+            (r.set, r.name, r.start, r.shard, r.out.numel(), self._dtype(r), self.missing[self.places(r.set)[r.name]])
             for r in away
         ]
         orders = ranks.gather(wanted)
@@ -238,11 +238,11 @@ class Reader:
 
         def serve() -> None:
             for rank, order in enumerate(orders):
-                for tag, (kind, name, start, share, numel, dtype, provider) in enumerate(order):
+                for tag, (kind, name, start, shard, numel, dtype, provider) in enumerate(order):
                     if provider != ranks.rank:
                         continue
                     part = torch.zeros(numel, dtype=dtype)
-                    problem = attempt(partial(self.read, Read(kind, name, start, part, share)))[1]
+                    problem = attempt(partial(self.read, Read(kind, name, start, part, shard)))[1]
                     problems.extend([problem] if problem else [])
                     ranks.send(part, rank, tag).wait()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..distributed.share import TensorShard
+from ..distributed.shard import TensorShard
 from ..distributed.topology import Coordinate, Topology
 from ..errors import CheckpointError
 from .cuts import blocks, in_stretches
@@ -36,7 +36,7 @@ class Row:
 
     ``dtype`` and ``shape`` are the whole tensor's. ``address``: where the part lies in the rank's memory.
     ``rounded``: the dtype in which the set ``model`` has the same tensor; empty if it has it on its own.
-    ``share``: what of the tensor the rank's column has, if not all; ``start`` counts in that, flattened.
+    ``shard``: what of the tensor the rank's column has, if not all; ``start`` counts in that, flattened.
     """
 
     set: str
@@ -47,12 +47,12 @@ class Row:
     shape: tuple[int, ...]
     address: int = 0
     rounded: str = ""
-    share: TensorShard | None = None
+    shard: TensorShard | None = None
 
     @property
     def whole_numel(self) -> int:
         """Of what the rank's column has of the tensor."""
-        return prod(self.shape if self.share is None else self.share.local_shape)
+        return prod(self.shape if self.shard is None else self.shard.local_shape)
 
 
 _Rows = dict[int, list[Row]]  # of one tensor of one set, by rank
@@ -62,7 +62,7 @@ _Rows = dict[int, list[Row]]  # of one tensor of one set, by rank
 class Source:
     """Elements ``start .. start + numel`` lie at ``address`` of ``rank``, where its part begins ``offset`` before.
 
-    With a ``share``, ``start`` counts in that, and the elements lie apart in the whole tensor.
+    With a ``shard``, ``start`` counts in that, and the elements lie apart in the whole tensor.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class Source:
     numel: int
     address: int
     offset: int = 0
-    share: TensorShard | None = None
+    shard: TensorShard | None = None
 
 
 @dataclass
@@ -166,16 +166,16 @@ def _sources(rows: _Rows, tensor: Described, writer: int, places: list[Coordinat
     for rank, found in rows.items():
         place = places[rank]
         for row in found if place.replicate == places[writer].replicate else ():
-            column = columns.setdefault(row.share, {}).setdefault((place.pipe, place.tensor), {})
+            column = columns.setdefault(row.shard, {}).setdefault((place.pipe, place.tensor), {})
             column.setdefault(rank, []).append(row)
-    shares = [share for share in columns if share is not None] if None not in columns else []
-    if shares:
-        _check_shares(shares, tensor)
+    shards = [shard for shard in columns if shard is not None] if None not in columns else []
+    if shards:
+        _check_shards(shards, tensor)
     sources: list[Source] = []
-    for share in shares or (None,):
-        choice: dict[tuple[int, int], _Rows] = columns.get(share) or {own: {}}
+    for shard in shards or (None,):
+        choice: dict[tuple[int, int], _Rows] = columns.get(shard) or {own: {}}
         sources += _of_column(choice[own if own in choice else min(choice)], tensor, writer)
-    if all(source.share is None for source in sources):
+    if all(source.shard is None for source in sources):
         sources.sort(key=lambda source: source.start)
     return sources
 
@@ -203,25 +203,25 @@ def _of_column(rows: _Rows, tensor: Described, writer: int) -> Iterator[Source]:
 
 def _of_row(rank: int, row: Row) -> Iterator[Source]:
     """One part; in stretches of the whole tensor if they are few."""
-    if row.share is None or not in_stretches(row.share):
-        yield Source(rank, row.start, row.numel, row.address, 0, row.share)
+    if row.shard is None or not in_stretches(row.shard):
+        yield Source(rank, row.start, row.numel, row.address, 0, row.shard)
         return
     itemsize = dtype_of(row.dtype).itemsize
-    for block in blocks(row.share, row.start, row.numel):
+    for block in blocks(row.shard, row.start, row.numel):
         for cut in block.cuts:
             yield Source(rank, cut.there, cut.width, row.address + cut.here * itemsize, cut.here)
 
 
-def _check_shares(shares: Sequence[TensorShard], tensor: Described) -> None:
-    """Raise CheckpointError unless every element of the tensor is in one of ``shares``, and in one only."""
-    dims, end = {share.dim for share in shares}, 0
-    for low, high in sorted(pair for share in shares for pair in share.ranges if pair[0] < pair[1]):
+def _check_shards(shards: Sequence[TensorShard], tensor: Described) -> None:
+    """Raise CheckpointError unless every element of the tensor is in one of ``shards``, and in one only."""
+    dims, end = {shard.dim for shard in shards}, 0
+    for low, high in sorted(pair for shard in shards for pair in shard.ranges if pair[0] < pair[1]):
         if low != end:
             break
         end = high
-    if len(dims) > 1 or end != tensor.shape[shares[0].dim]:
+    if len(dims) > 1 or end != tensor.shape[shards[0].dim]:
         raise CheckpointError(
-            f"{tensor.name!r} of shape {list(tensor.shape)} is divided into {[(s.dim, s.ranges) for s in shares]}, which "
+            f"{tensor.name!r} of shape {list(tensor.shape)} is divided into {[(s.dim, s.ranges) for s in shards]}, which "
             "do not make it up. This is an error in zerorun."
         )
 

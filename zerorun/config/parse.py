@@ -21,7 +21,7 @@ from zerorun.config.params import ScheduleParams, find_kind
 from zerorun.config.rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
 from zerorun.config.schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
 from zerorun.config.source import read_source
-from zerorun.config.walk import AUTO, ConfigReader
+from zerorun.config.reader import AUTO, ConfigReader
 from zerorun.errors import ConfigError, ConfigProblem
 
 __all__ = [
@@ -75,20 +75,20 @@ def load_config(source: object, *, optimizer_given: bool = False, scheduler_give
     if isinstance(source, Config):
         return source
     raw, name = read_source(source)
-    walk = ConfigReader()
-    config = walk.build(Config, raw)
-    config._off = tuple(walk.notes)
+    reader = ConfigReader()
+    config = reader.build(Config, raw)
+    config._off = tuple(reader.notes)
     # What is not used is not checked, but noted: a section that cannot be read at all could not be.
     given = {"optimizer": optimizer_given, "scheduler": scheduler_given}
     unused = tuple(
         f"{section}." for section, is_given in given.items() if is_given and getattr(config, section) is not None
     )
-    problems = [*walk.problems, *find_contradictions(config, walk.params)]
+    problems = [*reader.problems, *find_contradictions(config, reader.params)]
     _raise([problem for problem in problems if not problem.key.startswith(unused)], name)
     values = _shard_values(config, raw) | _tensor_size(config)
     from_file = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
-    from_file.update(dict.fromkeys(walk.auto, "file"))
-    return _with(config, values, from_file, tuple(walk.auto))
+    from_file.update(dict.fromkeys(reader.auto, "file"))
+    return _with(config, values, from_file, tuple(reader.auto))
 
 
 def _tensor_size(config: Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Spread: what of a parameter lies on other ranks than those that have the same part of the model. Pure data."""
+"""Replication: which ranks beyond the data-parallel ones hold the same parameter. Pure data."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Engine(LoopQueries):
         self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
         self.compute_dtype = compute_dtype
         self.device = comm.device
-        self.divided = ParallelizedModel()
+        self.parallelized = ParallelizedModel()
         self.owns_topology = False  # made by initialize(): its groups go with the engine
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._skips_in_a_row = 0
@@ -88,9 +88,9 @@ class Engine(LoopQueries):
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self._labels = LabelCounts(config.gradient_accumulation_steps * topology.data_parallel_size)
         self._begin_accumulation()
-        runtime.on_session_end = self._count_backward
+        runtime.on_backward_end = self._count_backward
         self.registry: Registry | None = None
-        self.routine: AutomaticSaves | None = None  # saves that the script does not ask for
+        self.automatic_saves: AutomaticSaves | None = None  # saves that the script does not ask for
         self._checkpointer: Checkpointer | None = None
         if sharded is not None:
             sharded.optimizer.register_step_pre_hook(self._refuse_direct_step)
@@ -132,7 +132,7 @@ class Engine(LoopQueries):
     forward = __call__
 
     def _compare_data(self, given: Any) -> None:
-        axis = self.divided.axis
+        axis = self.parallelized.axis
         if axis is None or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
             return
         mine = torch.tensor([checksum(given) or 0], device=axis.channel.device)
@@ -212,16 +212,16 @@ class Engine(LoopQueries):
         if self.device.type != "cpu" or math.isfinite(float(loss.detach())):
             return
         if ignore:
-            self._empty.append(self._sessions)
+            self._empty.append(self._backwards)
             return
         name = find_released_use(loss, self.units)
         if name is not None:
             raise released_parameter(*name)
         if not self.scaler.dynamic:
-            self._bad_losses.append(self._sessions)
+            self._bad_losses.append(self._backwards)
 
     def _count_backward(self) -> None:
-        self._sessions += 1
+        self._backwards += 1
         self._in_engine_backward = False
 
     # -- accumulation --------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Engine(LoopQueries):
         return self.config.managed_gradient_accumulation and self.is_gradient_accumulation_boundary()
 
     def _begin_accumulation(self) -> None:
-        self._sessions = 0  # backwards since the last update
+        self._backwards = 0  # backwards since the last update
         self._steps_seen = 0  # of them, followed by a step()
         self._loss_mode = None
         self._weight = 0.0
@@ -274,13 +274,13 @@ class Engine(LoopQueries):
         """
         if self._in_no_sync:
             raise StepError("step() inside no_sync(). Remedy: call it after the block.")
-        if self._sessions == self._steps_seen:
+        if self._backwards == self._steps_seen:
             raise StepError(
                 "step() without backward(): no gradients since the last step(). "
                 "Remedy: call engine.backward(loss) or loss.backward() first."
             )
         assert self.sharded is not None
-        backwards, self._steps_seen = self._sessions - self._steps_seen, self._sessions
+        backwards, self._steps_seen = self._backwards - self._steps_seen, self._backwards
         boundary = self.is_gradient_accumulation_boundary()
         if not boundary and self._boundary is None and backwards == self.config.gradient_accumulation_steps:
             warn_once(
@@ -292,21 +292,21 @@ class Engine(LoopQueries):
         if not boundary:
             self._applied = False
             return
-        if not self.runtime.reducing_session:
+        if not self.runtime.reduces_now:
             self.runtime.reduce_accumulated()
         self._step_now()
 
     def _step_now(self) -> None:
         """Update the weights from the reduced gradients of all micro-batches, and what else is due after a step."""
         assert self.sharded is not None
-        wishes = self.routine.wishes() if self.routine is not None else ()
+        wishes = self.automatic_saves.wishes() if self.automatic_saves is not None else ()
         summary = self.sharded.summarise(self.runtime, len(self._bad_losses), self._weight, self._compared, wishes)
         try:
             self._update(summary)
         finally:
             self._forget_gradients()
-        if self.routine is not None:
-            self._save_by_routine(self.routine, *summary.wishes)
+        if self.automatic_saves is not None:
+            self._save_if_due(self.automatic_saves, *summary.wishes)
 
     def _update(self, summary: Summary) -> None:
         assert self.sharded is not None
@@ -332,7 +332,7 @@ class Engine(LoopQueries):
             clip = min(1.0, limit / (self._grad_norm + 1e-6)) if limit else 1.0
             with self._stepping():
                 self.sharded.update(unscale * clip, unused=summary.unused, order=self.runtime.forward_order())
-            self.runtime.publish()
+            self.runtime.gather_updated()
             self._applied, self._skips_in_a_row = True, 0
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
@@ -412,11 +412,11 @@ class Engine(LoopQueries):
 
     def _inspect(self, unit: Unit) -> None:
         """Note non-finite gradients of one backward. On while the loss scale is at its minimum, before the last chance."""
-        for segment in unit.trainable:
-            for index, (name, param) in enumerate(zip(segment.names, segment.params, strict=True)):
-                for gradient in (param.grad, segment.late.get(index)):
+        for flat_group in unit.trainable:
+            for index, (name, param) in enumerate(zip(flat_group.names, flat_group.params, strict=True)):
+                for gradient in (param.grad, flat_group.late.get(index)):
                     if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                        self._culprits.append((self._sessions, name))
+                        self._culprits.append((self._backwards, name))
 
     def _explain(self, what: str, micro_batches: list[int], names: Sequence[str] = ()) -> str:
         """A message that is the same on all ranks: the first that saw it, and the parameters concerned, if that is known.
@@ -448,8 +448,8 @@ class Engine(LoopQueries):
 
     def _forget_gradients(self) -> None:
         for unit in self.units:
-            for segment in unit.segments:
-                segment.forget_gradients()
+            for flat_group in unit.flat_groups:
+                flat_group.forget_gradients()
         self.runtime.forget()
         self._begin_accumulation()
 
@@ -506,8 +506,8 @@ class Engine(LoopQueries):
             latest=save_latest,
             keep=self.config.checkpoint.keep_last,
         )
-        if self.routine is not None:
-            self.routine.saved()
+        if self.automatic_saves is not None:
+            self.automatic_saves.saved()
         return path
 
     def load_checkpoint(
@@ -570,7 +570,9 @@ class Engine(LoopQueries):
     def checkpointer(self) -> Checkpointer:
         """Made when it is first needed."""
         if self._checkpointer is None:
-            subject = Subject(self.module, self.units, self.runtime, self.sharded, self.comm, self.topology, self.divided)
+            subject = Subject(
+                self.module, self.units, self.runtime, self.sharded, self.comm, self.topology, self.parallelized
+            )
             self._checkpointer = Checkpointer(subject, self)
         return self._checkpointer
 
@@ -587,19 +589,19 @@ class Engine(LoopQueries):
             self.micro_steps = self.global_steps * each
 
     def _refuse_unfinished_step(self) -> None:
-        if self._sessions:
+        if self._backwards:
             raise StepError(
-                f"save_checkpoint() in the middle of a step: gradients of {self._sessions} micro-batches would be lost. "
+                f"save_checkpoint() in the middle of a step: gradients of {self._backwards} micro-batches would be lost. "
                 "Remedy: call it after a step() that updates the weights (is_gradient_accumulation_boundary() before it)."
             )
 
-    def _save_by_routine(self, routine: AutomaticSaves, told_to_end: int, due: int) -> None:
+    def _save_if_due(self, automatic_saves: AutomaticSaves, told_to_end: int, due: int) -> None:
         if told_to_end:
-            self.save_checkpoint(routine.directory)
-            self.routine = None
-            routine.end()
-        elif due or routine.due(self.global_steps):
-            self.save_checkpoint(routine.directory, asynchronous=routine.asynchronous)
+            self.save_checkpoint(automatic_saves.directory)
+            self.automatic_saves = None
+            automatic_saves.end()
+        elif due or automatic_saves.due(self.global_steps):
+            self.save_checkpoint(automatic_saves.directory, asynchronous=automatic_saves.asynchronous)
 
     # -- what a loop may ask -------------------------------------------------------------------------------------
 
@@ -640,7 +642,7 @@ class Engine(LoopQueries):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full weights under the model's own names, of all pipeline stages, in CPU memory. All ranks must call it."""
-        own = full_state_dict(self.module, self.units, self.runtime, self.divided)
+        own = full_state_dict(self.module, self.units, self.runtime, self.parallelized)
         return self.comm.of_all_stages(own)
 
     def memory_report(self) -> dict[str, int]:
@@ -658,8 +660,8 @@ class Engine(LoopQueries):
     def communication_report(self) -> dict[str, dict[str, int]]:
         """Calls and bytes sent by this rank so far, by label (unit and phase)."""
         found = dict(self.comm.traffic)
-        for channel in self.comm.beyond.values():
-            found.update(channel.books.traffic)
+        for channel in self.comm.model_axes.values():
+            found.update(channel.statistics.traffic)
         return {label: {"calls": t.calls, "bytes": t.bytes} for label, t in sorted(found.items())}
 
     def compile(self, **options: Any) -> None:
@@ -678,16 +680,16 @@ class Engine(LoopQueries):
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
         if self._checkpointer is not None:
             self._checkpointer.close()
-        if self.routine is not None:
-            self.routine.unwatch()
+        if self.automatic_saves is not None:
+            self.automatic_saves.unwatch()
         self.runtime.finish_reductions()
         try:
             restore_module(self.module, self.units, self.runtime)
-            self.divided.undo()
+            self.parallelized.undo()
         finally:  # a failed update must not keep memory, hooks and files
             self._let_go()
-        self.sharded = self._checkpointer = self.routine = None
-        self.divided = ParallelizedModel()
+        self.sharded = self._checkpointer = self.automatic_saves = None
+        self.parallelized = ParallelizedModel()
         self.units.clear()
         if self.owns_topology:
             self.topology.close()
@@ -705,9 +707,10 @@ class Engine(LoopQueries):
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
         stage, topology = self.config.zero_optimization.stage, self.topology
-        beyond = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
+        degrees = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
         return (
-            f"stage {stage}, {beyond}{topology.replicate} x {topology.shard} data-parallel ranks, {len(self.units)} units; "
+            f"stage {stage}, {degrees}{topology.replicate} x {topology.shard} data-parallel ranks, "
+            f"{len(self.units)} units; "
             f"compute {compute}, master, accumulation and sums float32, gradients on the wire {wire}; "
             f"per rank, before optimizer states: {kinds}"
         )

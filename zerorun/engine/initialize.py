@@ -100,24 +100,24 @@ def initialize(
     model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
     topology = planned.open(device.type) if owns_topology else planned
-    divided = ParallelizedModel()
+    parallelized = ParallelizedModel()
     try:
-        divided = divide(model, layers, wanted, topology, device)
-        comm = Communicator(topology, device, wire_dtype(wanted), divided.beyond)
+        parallelized = divide(model, layers, wanted, topology, device)
+        comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes)
         _check_memory(model, wanted, raw, comm)
     except ZerorunError:
-        divided.undo()
+        parallelized.undo()
         if owns_topology:
             topology.close()
         raise
     if topology.pipe * topology.tensor > 1:
-        settle(unsettled, model, divided.part)
+        settle(unsettled, model, parallelized.part)
     _move_buffers(model, device, comm)
     if device.type == "cpu":
         keep_freed()
     exchange = TransportTraits(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
     plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
-    plan.builder.spread_of = divided.spread_of
+    plan.builder.replication_of = parallelized.replication_of
     plan.builder.disk = open_disk(plan, wanted, raw, _agree)
     units, param_slots, grad_slots = plan.builder.build(plan.specs)
     _settle_apart(model, units, comm)
@@ -127,8 +127,8 @@ def initialize(
     sharded = _shard_optimizer(raw, units, comm)
     if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
         runtime._handles.append(OutsideStep(sharded, runtime))
-    registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), divided)
-    runtime._handles += [*_guards(model, runtime, divided), adopt_loaded_weights(model, runtime)]
+    registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), parallelized)
+    runtime._handles += [*_guards(model, runtime, parallelized), adopt_loaded_weights(model, runtime)]
     runtime._handles += _recompute(model, wanted, device)
     kind = PipelineEngine if isinstance(model, Pipelined) else Engine
     engine = kind(
@@ -145,14 +145,14 @@ def initialize(
         compute_dtype(wanted),
     )
     engine.registry = registry
-    engine.owns_topology, engine.divided = owns_topology, divided
+    engine.owns_topology, engine.parallelized = owns_topology, parallelized
     engine.checkpointer  # noqa: B018  it remembers the model as it is now
     reduce_now.append(engine._reduce_in_this_backward)
     if sharded is not None:
         sharded.refuse_unused = not settings.ignore_unused_parameters
     if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
-    _begin_routine(engine)
+    _begin_automatic_saves(engine)
     engine.announce()
     _note_batch_norm(model, topology)
     for note in wanted.notes:
@@ -290,7 +290,7 @@ def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) ->
 
 def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> None:
     """Parameters that no unit has get rank 0's values in place: they keep their class, and whatever refers to them."""
-    taken = [param for unit in units for segment in unit.segments for param in segment.params]
+    taken = [param for unit in units for flat_group in unit.flat_groups for param in flat_group.params]
     for param in apart_from(model, taken).values():
         for _, inner in inner_tensors(param):
             memory = as_bytes(inner.contiguous())
@@ -330,10 +330,10 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
     return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
 
 
-def _guards(model: nn.Module, runtime: Runtime, divided: ParallelizedModel) -> list[Any]:
+def _guards(model: nn.Module, runtime: Runtime, parallelized: ParallelizedModel) -> list[Any]:
     """A PipelineModule is known to be a part; what else is cut or divided looks like the whole model."""
     guarded = [model, model.whole_model] if isinstance(model, PretrainedPipeline) else [model]
-    is_part = len(guarded) > 1 or bool(divided.shares)
+    is_part = len(guarded) > 1 or bool(parallelized.shards)
     return [guard_state_dict(module, runtime, is_part=is_part) for module in guarded]
 
 
@@ -360,17 +360,17 @@ def _recompute(model: nn.Module, config: Config, device: torch.device) -> list[A
     return handles
 
 
-def _begin_routine(engine: Engine) -> None:
+def _begin_automatic_saves(engine: Engine) -> None:
     """What the section ``checkpoint`` asks for: saves and signals from now on, and the newest checkpoint loaded."""
     section = engine.config.checkpoint
     if section.dir is None:
         return
     if section.every_steps or section.every_minutes or section.on_signal:
         first = engine.topology.rank == 0
-        engine.routine = AutomaticSaves(
+        engine.automatic_saves = AutomaticSaves(
             Path(section.dir), section.every_steps, section.every_minutes, section.on_signal, section.asynchronous, first
         )
-        engine.routine.watch()
+        engine.automatic_saves.watch()
     if section.auto_resume:
         engine.resume()
     elif engine.topology.rank == 0 and (newest := newest_first(Path(section.dir))[:1]):

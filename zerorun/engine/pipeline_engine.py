@@ -46,15 +46,15 @@ class PipelineEngine(Engine):
         self._undo_split: Callable[[], None] | None = None
         if section.schedule == ZERO_BUBBLE:
             self._undo_split = split_layers(self.module, self._later)
-        courier = None
+        p2p = None
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
-            channel = Channel("pipe", group, *place, self.device, self.comm.books, reads_peers=False)
-            courier = PointToPoint(channel, self.comm.finish)
+            channel = Channel("pipe", group, *place, self.device, self.comm.statistics, reads_peers=False)
+            p2p = PointToPoint(channel, self.comm.finish)
         self._executor = Executor(
             self.module,
             self.runtime,
-            courier,
+            p2p,
             units_of_chunks(self.module, self.units),
             self._later,
             self._root_of,
@@ -88,7 +88,7 @@ class PipelineEngine(Engine):
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
         self.runtime.reduce_accumulated()
-        self._sessions = self._steps_seen = count
+        self._backwards = self._steps_seen = count
         self.micro_steps += count
         loss = self._mean(self._executor.losses, count)
         self._step_now()
@@ -273,7 +273,7 @@ class PipelineEngine(Engine):
         return cast_floats(value, self.compute_dtype) if self.compute_dtype is not None else value
 
     def _root_of(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        self._sessions = micro_batch
+        self._backwards = micro_batch
         self._note_bad_loss(loss, ignore=False)
         return loss * self.scaler.scale if self.scaler.scale != 1.0 else loss
 

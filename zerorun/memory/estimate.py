@@ -187,11 +187,11 @@ def _estimate(
     activation_bytes: int,
 ) -> Estimate:
     topology = part.topology
-    sizing = Sizing(part.model, config, part.raw, topology, transport, device, part.spread_of)
+    sizing = Sizing(part.model, config, part.raw, topology, transport, device, part.replication_of)
     heaviest = heaviest_rank(sizing.units)
     if heaviest:
         there = replace(topology, rank=topology.rank_at(shard=heaviest))
-        sizing = Sizing(part.model, config, part.raw, there, transport, device, part.spread_of)
+        sizing = Sizing(part.model, config, part.raw, there, transport, device, part.replication_of)
     moments = Moments(part.raw, sizing.pieces, torch.device("cpu"))
     return Estimate(
         kinds=sizing.kinds(moments),

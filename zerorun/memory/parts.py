@@ -25,7 +25,7 @@ class PlannedPart:
     model: nn.Module
     raw: RawOptimizer
     topology: Topology
-    spread_of: Callable[[nn.Parameter], Replication]
+    replication_of: Callable[[nn.Parameter], Replication]
 
 
 def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:
@@ -42,8 +42,8 @@ def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology:
         here = replace(topology, rank=topology.rank_at(pipe=stage))
         copied, own = _of_shapes(model, raw)
         part = cut(copied, config, here)
-        spread_of = divide_shapes(part, layers, config, here)
-        yield PlannedPart(part, without_elsewhere(own, part), here, spread_of)
+        replication_of = divide_shapes(part, layers, config, here)
+        yield PlannedPart(part, without_elsewhere(own, part), here, replication_of)
 
 
 def _of_shapes(model: nn.Module, raw: RawOptimizer) -> tuple[nn.Module, RawOptimizer]:

@@ -24,7 +24,7 @@ _PEERS = 16  # buffers at most that stand for those of all peers, with as many b
 
 @dataclass
 class _Reduction:
-    """One segment's, on its way. ``own``: what is summed over replicas afterwards; ``received``: all else."""
+    """One flat group's, on its way. ``own``: what is summed over replicas afterwards; ``received``: all else."""
 
     own: torch.Tensor | None
     received: list[torch.Tensor]
@@ -57,7 +57,7 @@ class Receiving:
                 self._in_flight.remove((other, reductions))
         while len(self._in_flight) >= MAX_REDUCING:
             self._finish(self._in_flight.popleft()[1])
-        self._in_flight.append((unit, [self._start(segment) for segment in unit.trainable]))
+        self._in_flight.append((unit, [self._start(flat_group) for flat_group in unit.trainable]))
         if not self._overlap:
             self._finish(self._in_flight.popleft()[1])
 
@@ -69,14 +69,14 @@ class Receiving:
                 self._sum_over_replicas(reduction.own.numel())
                 self._pool.give(reduction.own)
 
-    def _start(self, segment: FlatGroup) -> _Reduction:
-        owned, ranks = segment.high - segment.low, self._topology.shard
+    def _start(self, flat_group: FlatGroup) -> _Reduction:
+        owned, ranks = flat_group.high - flat_group.low, self._topology.shard
         own = self._pool.take(owned, torch.float32) if self._topology.replicate > 1 else None
         reduction = _Reduction(own, [])
-        if segment.unpacked:
-            self._read_stretches(max((piece.numel for piece in segment.pieces), default=0), ranks, torch.float32)
+        if flat_group.unpacked:
+            self._read_stretches(max((piece.numel for piece in flat_group.pieces), default=0), ranks, torch.float32)
         elif ranks > 1:
-            reduction.received = self._sum(segment.layout.numel, owned, ranks)
+            reduction.received = self._sum(flat_group.layout.numel, owned, ranks)
         return reduction
 
     def _sum(self, sent: int, owned: int, ranks: int) -> list[torch.Tensor]:

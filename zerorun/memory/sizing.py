@@ -86,13 +86,13 @@ class Sizing:
         topology: Topology,
         transport: str,
         device_type: str,
-        spread_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE,
+        replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE,
     ) -> None:
         """``transport``: NCCL, GLOO or PEER_MEMORY of comm.py. ``device_type``: of the ranks' devices, "cpu" or "cuda"."""
         self._model, self._raw = model, raw
         self._topology, self._transport, self._wire = topology, transport, wire_dtype(config)
         plan = make_plan(model, config, raw, topology, self._exchange(device_type))
-        plan.builder.spread_of = spread_of
+        plan.builder.replication_of = replication_of
         self.units, *self._pools = plan.builder.build(plan.specs)
         self._staging = plan.builder.staging_bytes + _disk_buffers(plan, raw)
         self._policy, self._overlap = plan.builder.policy, plan.overlap
@@ -130,12 +130,12 @@ class Sizing:
         the backward is over, and of the largest other unit; unpacked ones stay until their reduction is over."""
         late, largest = 0, 0
         for unit in self.units:
-            made = sum(_numel(segment.layout) * segment.dtype.itemsize for segment in unit.trainable)
+            made = sum(_numel(flat_group.layout) * flat_group.dtype.itemsize for flat_group in unit.trainable)
             if unit.deferred:
                 late += made
                 continue
             kept = 0
-            if any(segment.unpacked for segment in unit.trainable):
+            if any(flat_group.unpacked for flat_group in unit.trainable):
                 slots = len(self._pools[1].buffers) if unit.placement.optimizer else 0
                 slots = slots or MAX_REDUCING
                 kept = min(slots, MAX_REDUCING) if self._overlap else 0
@@ -148,15 +148,15 @@ class Sizing:
         live += Bytes(sum(pool.bytes for pool in self._pools))
         steps = [live]
         for unit in self.units:
-            for segment in unit.segments:
-                values = Bytes(segment.layout.numel * segment.params[0].dtype.itemsize)
-                adopted = unit.resident and segment.params[0].dtype == segment.dtype
-                for holding in map(held, segment.params):  # parts go when they are put together
+            for flat_group in unit.flat_groups:
+                values = Bytes(flat_group.layout.numel * flat_group.params[0].dtype.itemsize)
+                adopted = unit.resident and flat_group.params[0].dtype == flat_group.dtype
+                for holding in map(held, flat_group.params):  # parts go when they are put together
                     steps.append(live + values + Bytes(holding.put_together))
                     live -= holding.now if holding.put_together else Bytes()
-                live += _kept(unit, segment)
+                live += _kept(unit, flat_group)
                 steps.append(live if adopted else live + values)
-                live -= sum((h.now for h in map(held, segment.params) if not h.put_together), Bytes())
+                live -= sum((h.now for h in map(held, flat_group.params) if not h.put_together), Bytes())
             live += _gradients(unit, apart=self._policy.share_grad_slots)
             steps.append(live)
         return Peak(*(max(getattr(step, place) for step in steps) for place in ("device", "host", "both")))
@@ -165,9 +165,11 @@ class Sizing:
         """Bytes of gradient slots that stay untouched as long as ranks sum gradients where autograd leaves them."""
         total, shared = 0, self._pools[1].bytes
         for unit in self.units:
-            for segment in unit.trainable:
-                if segment.unpacked and unit.grad_slot < 0 and segment.grad_full is not None:
-                    total += (segment.layout.numel - (segment.high - segment.low)) * segment.grad_full.element_size()
+            for flat_group in unit.trainable:
+                if flat_group.unpacked and unit.grad_slot < 0 and flat_group.grad_full is not None:
+                    total += (
+                        flat_group.layout.numel - (flat_group.high - flat_group.low)
+                    ) * flat_group.grad_full.element_size()
         return total + (shared if any(s.unpacked for unit in self.units for s in unit.trainable) else 0)
 
 
@@ -179,7 +181,7 @@ def _disk_buffers(plan: ShardingPlan, raw: RawOptimizer) -> int:
 
 def heaviest_rank(units: list[Unit]) -> int:
     """The shard that holds the most elements. Equal but for rounding, unless parameters are kept whole."""
-    layouts = [segment.layout for unit in units for segment in unit.segments]
+    layouts = [flat_group.layout for unit in units for flat_group in unit.flat_groups]
     if all(layout.even for layout in layouts):
         return 0
     totals = [sum(layout.shard_numel(rank) for layout in layouts) for rank in range(layouts[0].degree)]
@@ -194,14 +196,14 @@ def _nbytes(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
-def _kept(unit: Unit, segment: FlatGroup) -> Bytes:
+def _kept(unit: Unit, flat_group: FlatGroup) -> Bytes:
     """Parameters and masters, without shared slots."""
-    total = Bytes(_nbytes(segment.full) if unit.resident else 0)
-    if not segment.shard_is_in_place:
-        size = 0 if unit.placement.params_on_disk else _nbytes(segment.shard)
+    total = Bytes(_nbytes(flat_group.full) if unit.resident else 0)
+    if not flat_group.shard_is_in_place:
+        size = 0 if unit.placement.params_on_disk else _nbytes(flat_group.shard)
         total += Bytes(host=size) if unit.placement.params else Bytes(size)
-    if not (segment.master_is_weight or unit.placement.states_on_disk):
-        size = _nbytes(segment.master)
+    if not (flat_group.master_is_weight or unit.placement.states_on_disk):
+        size = _nbytes(flat_group.master)
         total += Bytes(host=size) if unit.placement.optimizer else Bytes(size)
     return total
 
@@ -209,11 +211,11 @@ def _kept(unit: Unit, segment: FlatGroup) -> Bytes:
 def _gradients(unit: Unit, *, apart: bool) -> Bytes:
     """Slots of the unit's own, and what it keeps of reduced gradients, if that lies ``apart`` or in host memory."""
     total = Bytes()
-    for segment in unit.trainable:
+    for flat_group in unit.trainable:
         if unit.grad_slot < 0:
-            total += Bytes(_nbytes(segment.grad_full))
-        if segment.host_grad is not None:
-            total += Bytes(host=_nbytes(segment.host_grad))
+            total += Bytes(_nbytes(flat_group.grad_full))
+        if flat_group.host_grad is not None:
+            total += Bytes(host=_nbytes(flat_group.host_grad))
         elif apart:
-            total += Bytes(_nbytes(segment.grad_shard))
+            total += Bytes(_nbytes(flat_group.grad_shard))
     return total

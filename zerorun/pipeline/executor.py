@@ -1,7 +1,7 @@
 """Executor: runs a rank's list of actions on its chunks of the model.
 
 Everything about the order is in the list. The executor keeps, for each micro-batch and chunk between its forward and its
-backward, what arrived, what was made of it, and which visits of units the runtime has to expect in the backward.
+backward, what arrived, what was made of it, and which units the runtime has to expect in the backward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Executor:
         self,
         module: Pipelined,
         runtime: Runtime,
-        courier: PointToPoint | None,
+        p2p: PointToPoint | None,
         parts: list[ModelPart],
         later: WeightGradients,
         root_of: Callable[[torch.Tensor, int], torch.Tensor],
@@ -62,7 +62,7 @@ class Executor:
         last_backward: Callable[[bool], None],
         around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        self._module, self._runtime, self._courier, self._parts, self._later = module, runtime, courier, parts, later
+        self._module, self._runtime, self._p2p, self._parts, self._later = module, runtime, p2p, parts, later
         self._root_of, self._begin, self._last_backward, self._around = root_of, begin, last_backward, around
         self._kept: dict[Key, _Kept] = {}
         self._failed = False  # in the midst of a batch
@@ -89,8 +89,8 @@ class Executor:
                     self._expect(coming, schedule.stages)
                 if action.kind.computes:
                     self.spans.append(Span(action, begun, time.perf_counter()))
-            if self._courier is not None:
-                self._courier.finish()
+            if self._p2p is not None:
+                self._p2p.finish()
             self._failed = False
         finally:
             self._kept = {}  # graphs whose hooks refer to the engine
@@ -98,7 +98,7 @@ class Executor:
     @property
     def is_stuck(self) -> bool:
         """True if a batch failed on this stage: others may wait for it."""
-        return self._failed and self._courier is not None
+        return self._failed and self._p2p is not None
 
     def _begin_run(self) -> None:
         if self.is_stuck:
@@ -127,25 +127,25 @@ class Executor:
     def _expect(self, coming: Counter[ActionKind], stages: int) -> None:
         """Let the next message of each sort travel while this stage computes."""
         for kind in +coming:
-            assert self._courier is not None
-            self._courier.expect(peer(kind, self._module.stage, stages), _RECEIVES[kind])
+            assert self._p2p is not None
+            self._p2p.expect(peer(kind, self._module.stage, stages), _RECEIVES[kind])
 
     def _exchange(self, kind: ActionKind, key: Key, other: int) -> None:
-        courier = self._courier
-        assert courier is not None
+        p2p = self._p2p
+        assert p2p is not None
         if kind is ActionKind.RECEIVE_ACTIVATION:
             arrived: list[list[torch.Tensor]] = []
-            value = _pytree.tree_map(lambda leaf: _arrive(leaf, arrived), courier.receive(other, ACTIVATIONS))
+            value = _pytree.tree_map(lambda leaf: _arrive(leaf, arrived), p2p.receive(other, ACTIVATIONS))
             self._kept[key] = _Kept(value, arrived)
         elif kind is ActionKind.SEND_ACTIVATION:
             kept = self._kept[key]
-            courier.send(kept.value, other, ACTIVATIONS)
+            p2p.send(kept.value, other, ACTIVATIONS)
             kept.value = None
         elif kind is ActionKind.RECEIVE_GRADIENT:
-            self._kept[key].gradients = courier.receive(other, GRADIENTS)
+            self._kept[key].gradients = p2p.receive(other, GRADIENTS)
         else:
             kept = self._kept[key]
-            courier.send([gradient[0] if gradient else None for gradient in kept.arrived], other, GRADIENTS)
+            p2p.send([gradient[0] if gradient else None for gradient in kept.arrived], other, GRADIENTS)
             kept.arrived = []
 
     # -- computation ---------------------------------------------------------------------------------------------
@@ -240,12 +240,12 @@ def _edge(tensor: torch.Tensor) -> GradientEdge | None:
 
 
 def units_of_chunks(module: Pipelined, units: Iterable[Any]) -> list[ModelPart]:
-    """The parts of the model that run by themselves, by chunk, with the units that each visits."""
+    """The parts of the model that run by themselves, by chunk, with the units that each needs."""
     if module.chunks == 1:
         return [ModelPart()]
     found = []
     for chunk in range(module.chunks):
         inside = {id(sub) for layer in module.modules_of(chunk) for sub in layer.modules()}
-        visited = {unit.index for unit in units if unit.index and any(id(part) in inside for part in unit.modules)}
-        found.append(ModelPart(chunk, frozenset({0, *visited})))
+        needed = {unit.index for unit in units if unit.index and any(id(part) in inside for part in unit.modules)}
+        found.append(ModelPart(chunk, frozenset({0, *needed})))
     return found

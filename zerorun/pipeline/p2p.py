@@ -38,7 +38,7 @@ from ..errors import MessageError, PipelineError
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Key = tuple[int, str]  # the rank at the other end, the sort
 # Of each process group: its ranks make them in the same order, whatever else each of them has made.
-_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+_p2ps: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, Enum)
 _LEAF = _pytree.tree_structure(None)
@@ -89,7 +89,7 @@ class PointToPoint:
         self._channel, self._wait = channel, wait
         assert channel.group is not None
         # Own ones: after an error, what is on its way is not for the next engine.
-        first = 2 * next(_couriers.setdefault(channel.group, itertools.count()))
+        first = 2 * next(_p2ps.setdefault(channel.group, itertools.count()))
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
         self._last_sent: dict[Key, bytes] = {}
         self._sent_alike: set[Key] = set()  # the last message was like the one before it
@@ -139,7 +139,7 @@ class PointToPoint:
         self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), key)
 
     def _count(self, flat: torch.Tensor, key: Key) -> None:
-        self._channel.books.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
+        self._channel.statistics.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
 
     def _post(self, flat: torch.Tensor, key: Key) -> None:
         assert self._channel.group is not None

@@ -234,7 +234,7 @@ def _gathered(communicator: Communicator, dtype: torch.dtype) -> Iterator[Outcom
         own = slice(bounds[topology.shard_rank], bounds[topology.shard_rank + 1])
         full[own] = want[own]
         communicator.all_gather(full, bounds, "report").wait()
-        communicator.quiesce()
+        communicator.fence()
         yield full, want
 
 
@@ -245,5 +245,5 @@ def _scattered(communicator: Communicator) -> Iterator[Outcome]:
         own = slice(bounds[topology.shard_rank], bounds[topology.shard_rank + 1])
         out = torch.full_like(full[own], 5.0)
         communicator.reduce_scatter(full, bounds, out, "report", accumulate=accumulate).wait()
-        communicator.quiesce()
+        communicator.fence()
         yield out, total(bounds[-1], torch.float32, device)[own] + (5.0 if accumulate else 0.0)

@@ -210,7 +210,7 @@ def sizes(reporter: Reporter, device: torch.device, wire: torch.device, *, quick
             if seconds * 8 > TOO_SLOW_SECONDS:
                 break
     with reporter.check("quiet after the sizes"):
-        communicator.quiesce()
+        communicator.fence()
 
 
 def _operation(name: str, communicator: Communicator, wire: torch.device, numel: int) -> Callable[[], object]:

@@ -12,7 +12,7 @@ from torch import nn
 from ..config.parse import Config
 from ..config.sections import TensorParallel
 from ..distributed.replication import ALONE, Replication
-from ..distributed.share import TensorShard, partial_of, shares_of
+from ..distributed.shard import TensorShard, partial_of, shards_of
 from ..distributed.topology import Topology
 from ..distributed.transport.channel import Channel, CommunicationStatistics
 from ..distributed.wire import gather_values
@@ -31,31 +31,31 @@ from ..tensor_parallel.sequence import blocks_of, has_blocks
 from ..tensor_parallel.styles import HOOKED, ParallelPlan
 from ..zero.init import part_of, refuse_partitioned
 
-Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``beyond``, whether it is the first copy
+Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``model_axes``, whether it is the first copy
 
 
 @dataclass
 class ParallelizedModel:
     """A model of which this rank has a part. ``undo`` makes it whole again; all ranks must call it."""
 
-    beyond: dict[str, Channel] = field(default_factory=dict)  # axes over which gradients may have to be summed
-    shares: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> what of it is here
-    spread_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
+    model_axes: dict[str, Channel] = field(default_factory=dict)  # axes over which gradients may have to be summed
+    shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> what of it is here
+    replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
     axis: ChannelAxis | None = None
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """The whole of what ``part`` of ``param`` is on this rank: a value, gradient or state. All tensor ranks call it."""
-        share = self.shares.get(id(param))
-        if share is None or self.axis is None:
+        shard = self.shards.get(id(param))
+        if shard is None or self.axis is None:
             return part
-        return whole_of(part.contiguous(), share, self.axis)
+        return whole_of(part.contiguous(), shard, self.axis)
 
     def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of ``whole``."""
-        share = self.shares.get(id(param))
-        return whole if share is None or tuple(whole.shape) == share.local_shape != share.shape else share.cut(whole)
+        shard = self.shards.get(id(param))
+        return whole if shard is None or tuple(whole.shape) == shard.local_shape != shard.shape else shard.cut(whole)
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
         """Let ``whole`` be that of another tensor rank, in place. All tensor ranks call it."""
@@ -65,7 +65,7 @@ class ParallelizedModel:
 
 def is_part(model: nn.Module) -> bool:
     """True if ranks have different parts of what ``model`` stands for: it is cut, or made of divided layers."""
-    return isinstance(model, Pipelined) or bool(shares_of(model))
+    return isinstance(model, Pipelined) or bool(shards_of(model))
 
 
 def cut(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
@@ -119,7 +119,7 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Paralle
     section = config.tensor_parallel
     if topology.tensor * topology.pipe > 1:
         refuse_partitioned(model.parameters() if is_part(model) else (), "a model that is cut or divided over ranks")
-    if topology.tensor == 1 or shares_of(model):
+    if topology.tensor == 1 or shards_of(model):
         return None
     if not isinstance(model, Pipelined):
         made = plan_of(model, section.plan or None, topology.tensor, vocab_parallel_loss=section.vocab_parallel_loss)
@@ -180,7 +180,7 @@ def divide_shapes(
     model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology
 ) -> Callable[[nn.Parameter], Replication]:
     """As ``divide``, of a model on the meta device: nobody is needed for it. Returns how gradients are spread."""
-    spread_of = ParallelizedModel().spread_of
+    replication_of = ParallelizedModel().replication_of
     if topology.tensor > 1:
         nobody = Channel(
             "tensor",
@@ -193,14 +193,14 @@ def divide_shapes(
         )
         if plan is not None:
             _convert(model, plan, config, Region(ChannelAxis(nobody)))
-        spread_of = _spread_in_layers(model, topology)
+        replication_of = _replication_in_layers(model, topology)
     if not isinstance(model, Pipelined) or topology.pipe == 1:
-        return spread_of
+        return replication_of
     copies: Copies = {}
     for tie, stages in _ties_of_stages(model, topology):
         for local in _names_here(tie, topology):
             copies[id(model.get_parameter(local))] = (_name_of(tie), stages[0] == topology.pipe_rank)
-    return _with_copies(spread_of, copies)
+    return _with_copies(replication_of, copies)
 
 
 def _divide_layers(
@@ -215,7 +215,9 @@ def _divide_layers(
     else:
         _take_rank_zeros(model, axis)
     _agree_on_random_numbers(axis)
-    return ParallelizedModel({"tensor": axis.channel}, shares_of(model), _spread_in_layers(model, topology), undo, axis)
+    return ParallelizedModel(
+        {"tensor": axis.channel}, shards_of(model), _replication_in_layers(model, topology), undo, axis
+    )
 
 
 def _convert(model: nn.Module, plan: ParallelPlan, config: Config, region: Region) -> Parallelized:
@@ -230,15 +232,15 @@ def _convert(model: nn.Module, plan: ParallelPlan, config: Config, region: Regio
     )
 
 
-def _spread_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.Parameter], Replication]:
-    shares, partial, first = shares_of(model), partial_of(model), topology.tensor_rank == 0
+def _replication_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.Parameter], Replication]:
+    shards, partial, first = shards_of(model), partial_of(model), topology.tensor_rank == 0
 
-    def spread_of(param: nn.Parameter) -> Replication:
-        if id(param) in shares:
+    def replication_of(param: nn.Parameter) -> Replication:
+        if id(param) in shards:
             return ALONE
         return Replication(("tensor",) if id(param) in partial else (), first)
 
-    return spread_of
+    return replication_of
 
 
 def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
@@ -252,7 +254,7 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
 def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device) -> None:
     """Give stages that have copies of one parameter a channel to sum its gradients, and the same values.
 
-    Each tie has a name of its own, and so a segment of its own, which lies alike on all its stages.
+    Each tie has a name of its own, and so a flat group of its own, which lies alike on all its stages.
     """
     copies: Copies = {}
     channels: dict[tuple[int, ...], Channel] = {}
@@ -263,7 +265,7 @@ def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: 
         if stages not in channels:
             place = (stages.index(topology.pipe_rank), len(stages))
             channels[stages] = Channel(f"stages {stages}", group, *place, device, CommunicationStatistics())
-        made.beyond[_name_of(tie)] = channels[stages]
+        made.model_axes[_name_of(tie)] = channels[stages]
         for local in _names_here(tie, topology):
             param = model.get_parameter(local)
             if id(param) not in copies and part_of(param) is None:  # a stage may use it in several parts
@@ -271,7 +273,7 @@ def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: 
             copies[id(param)] = (_name_of(tie), stages[0] == topology.pipe_rank)
             if local != tie.name:
                 made.copies[local] = tie.name
-    made.spread_of = _with_copies(made.spread_of, copies)
+    made.replication_of = _with_copies(made.replication_of, copies)
 
 
 def _ties_of_stages(model: Pipelined, topology: Topology) -> Iterator[tuple[Tie, tuple[int, ...]]]:
@@ -292,18 +294,18 @@ def _name_of(tie: Tie) -> str:
 
 
 def _with_copies(inner: Callable[[nn.Parameter], Replication], copies: Copies) -> Callable[[nn.Parameter], Replication]:
-    def spread_of(param: nn.Parameter) -> Replication:
-        spread, copy = inner(param), copies.get(id(param))
-        return spread if copy is None else Replication((*spread.sums, copy[0]), spread.counted and copy[1])
+    def replication_of(param: nn.Parameter) -> Replication:
+        replication, copy = inner(param), copies.get(id(param))
+        return replication if copy is None else Replication((*replication.sums, copy[0]), replication.counted and copy[1])
 
-    return spread_of
+    return replication_of
 
 
 def _take_rank_zeros(model: nn.Module, axis: ChannelAxis) -> None:
     """What every tensor rank of a model made of divided layers has whole is tensor rank 0's."""
-    shares = shares_of(model)
+    shards = shards_of(model)
     for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
-        if id(tensor) not in shares and not tensor.is_meta:
+        if id(tensor) not in shards and not tensor.is_meta:
             axis.broadcast(tensor.data, "tensor: whole weights")
 
 

@@ -26,7 +26,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..distributed.share import TensorShard, even_bounds
+from ..distributed.tensor_shard import TensorShard, even_bounds
 from ..distributed.topology import Topology
 from ..errors import ModelError
 from .axis import Axis, make_axis

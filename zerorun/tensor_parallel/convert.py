@@ -63,8 +63,8 @@ def _convert_parameter(model: nn.Module, entry: Assignment, plan: ParallelPlan, 
         return _mark_partial(owner, (entry.leaf,))
     if not entry.lengths:
         return lambda: None
-    share = divide(owner._parameters[entry.leaf], entry.dim, entry.own(region.axis.rank, plan.size), region)
-    owner.tensor_shares = {**getattr(owner, "tensor_shares", {}), entry.leaf: share}
+    shard = divide(owner._parameters[entry.leaf], entry.dim, entry.own(region.axis.rank, plan.size), region)
+    owner.tensor_shards = {**getattr(owner, "tensor_shares", {}), entry.leaf: shard}
 
     def undo() -> None:
         join(owner, region.axis)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..distributed.share import TensorShard
+from ..distributed.shard import TensorShard
 from .styles import Assignment, ParallelPlan
 
 
-def shares(model: nn.Module, plan: ParallelPlan, rank: int) -> dict[str, TensorShard]:
+def shards(model: nn.Module, plan: ParallelPlan, rank: int) -> dict[str, TensorShard]:
     """Parameter name -> what ``rank`` keeps of it, of those that ``plan`` divides. ``model`` is whole."""
     found: dict[str, TensorShard] = {}
     for entry in plan.entries:
@@ -40,10 +40,10 @@ def bytes_per_rank(model: nn.Module, plan: ParallelPlan) -> list[int]:
     result = []
     for rank in range(plan.size):
         saved = 0
-        for name, share in shares(model, plan, rank).items():
+        for name, shard in shards(model, plan, rank).items():
             if name in named:  # of tied parameters one name
                 whole = named[name].numel()
-                saved += (whole - whole * share.length // max(share.shape[share.dim], 1)) * named[name].element_size()
+                saved += (whole - whole * shard.length // max(shard.shape[shard.dim], 1)) * named[name].element_size()
         result.append(total - saved)
     return result
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..distributed.share import Ranges, TensorShard, even_bounds, even_range
+from ..distributed.shard import Ranges, TensorShard, even_bounds, even_range
 from ..errors import ModelError
 from ..zero.init import part_of, refuse_partitioned
 from ..zero.weights import PLAIN, kind_of
@@ -27,7 +27,7 @@ class Parallel:
     """What the layers of this file have in common. ``region``: of the axis; layers of one model share it."""
 
     region: Region
-    tensor_shares: dict[str, TensorShard]
+    tensor_shards: dict[str, TensorShard]
     partial_gradients: tuple[str, ...]
     ordinary: type[nn.Module]  # the class that a converted layer had
     whole_sizes: dict[str, int]  # attributes that were made smaller
@@ -128,7 +128,7 @@ class VocabParallelEmbedding(Parallel, nn.Embedding):
         make_vocab_parallel(self, region)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        low, high = self.tensor_shares["weight"].ranges[0]
+        low, high = self.tensor_shards["weight"].ranges[0]
         elsewhere = (indices < low) | (indices >= high)
         own = (indices - low).masked_fill(elsewhere, 0)
         padding = self.padding_idx - low if self.padding_idx is not None and low <= self.padding_idx < high else None
@@ -191,11 +191,11 @@ def join(module: nn.Module, axis: Axis) -> None:
 
     A parameter that two layers share has become whole with the first of them.
     """
-    for name, share in getattr(module, "tensor_shares", {}).items():
+    for name, shard in getattr(module, "tensor_shares", {}).items():
         param = module._parameters.get(name)
-        if param is None or tuple(param.shape) != share.local_shape:
+        if param is None or tuple(param.shape) != shard.local_shape:
             continue
-        _put(param, whole_of(param.data, share, axis) if part_of(param) is None else _unfilled(param, share.shape))
+        _put(param, whole_of(param.data, shard, axis) if part_of(param) is None else _unfilled(param, shard.shape))
 
 
 def _put(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -216,12 +216,12 @@ def _unfilled(param: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
     return param.data.flatten()[:1].view([1] * len(shape)).expand(shape)
 
 
-def whole_of(part: torch.Tensor, share: TensorShard, axis: Axis) -> torch.Tensor:
+def whole_of(part: torch.Tensor, shard: TensorShard, axis: Axis) -> torch.Tensor:
     """The whole tensor, of which each rank has a ``part``. All tensor ranks must call it."""
-    summand = torch.zeros(share.shape, dtype=part.dtype, device=part.device)
+    summand = torch.zeros(shard.shape, dtype=part.dtype, device=part.device)
     if part.is_meta:
         return summand
-    share.put(part, summand)
+    shard.put(part, summand)
     return axis.all_reduce(summand, "tensor: whole weights")
 
 
@@ -239,11 +239,11 @@ def _convert(
     converted: Any = layer
     converted.region, converted.partial_gradients = region, ()
     converted.whole_sizes = {name: getattr(layer, name) for name in sizes if hasattr(layer, name)}
-    converted.tensor_shares = {}
+    converted.tensor_shards = {}
     for name, (dim, own) in divided.items():
         param = layer._parameters.get(name)
         if param is not None:
-            converted.tensor_shares[name] = divide(param, dim, own, region)
+            converted.tensor_shards[name] = divide(param, dim, own, region)
     length = sum(high - low for low, high in next(iter(divided.values()), (0, ()))[1])
     for name in converted.whole_sizes:
         setattr(layer, name, length)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..distributed.share import even_range
+from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
 from .axis import Axis
 

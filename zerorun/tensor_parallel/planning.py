@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..distributed.share import shares_of
+from ..distributed.tensor_shard import shards_of
 from ..errors import ModelError
 from .heads import (
     FUSED_NAMES,
@@ -87,7 +87,7 @@ def matches_names(params: Iterable[str], pattern: str) -> bool:
 
 
 def _refuse_changed(model: nn.Module) -> None:
-    if shares_of(model):
+    if shards_of(model):
         raise ModelError(
             "the model is divided over tensor-parallel ranks already. Remedy: call parallelize() once, or undo() first."
         )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..distributed.share import partial_of, shares_of
+from ..distributed.tensor_shard import partial_of, shards_of
 from .axis import Axis
 from .collectives import Region
 from .convert import convert
@@ -189,11 +189,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _whole(block: nn.Module, outcome: Outcome, axis: Axis) -> Outcome:
     """``outcome`` with the gradients of divided parameters put together."""
-    shares, partial = shares_of(block), partial_of(block)
+    shards, partial = shards_of(block), partial_of(block)
     for name, param in block.named_parameters():
         key = f"the gradient of {name}"
-        if id(param) in shares:
-            outcome[key] = whole_of(outcome[key], shares[id(param)], axis)
+        if id(param) in shards:
+            outcome[key] = whole_of(outcome[key], shards[id(param)], axis)
         elif id(param) in partial:
             outcome[key] = axis.all_reduce(outcome[key], "probe")
     return outcome

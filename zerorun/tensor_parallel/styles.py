@@ -31,7 +31,7 @@ from typing import Any
 
 from torch import nn
 
-from ..distributed.share import Ranges, fused_ranges
+from ..distributed.tensor_shard import Ranges, fused_ranges
 from .heads import Attribute
 
 COLUMN = ("colwise", "colwise_gather_output", "packed_colwise", "fused_colwise")

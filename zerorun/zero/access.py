@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..distributed.same_request import compare
-from ..distributed.share import TensorShard
+from ..distributed.shard import TensorShard
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
@@ -32,27 +32,27 @@ class ParameterHome:
     """Where a parameter lives."""
 
     unit: Unit
-    segment: FlatGroup
+    flat_group: FlatGroup
     entry: int
 
     @property
     def name(self) -> str:
-        return self.segment.names[self.entry]
+        return self.flat_group.names[self.entry]
 
     @property
     def place(self) -> tuple[int, int, int]:
         """The same on all ranks that have this part of the model, and another for every parameter."""
-        return self.unit.index, self.unit.segments.index(self.segment), self.entry
+        return self.unit.index, self.unit.flat_groups.index(self.flat_group), self.entry
 
 
 class Parts(Protocol):
     """Between a parameter's part on this rank and the whole, where layers are divided. ``whole`` is collective.
 
-    ``shares``: id(parameter) -> what of it is here, of divided ones. ``copies``: this stage's name of a parameter that an
+    ``shards``: id(parameter) -> what of it is here, of divided ones. ``copies``: this stage's name of a parameter that an
     earlier pipeline stage has, too -> its name there.
     """
 
-    shares: dict[int, TensorShard]
+    shards: dict[int, TensorShard]
     copies: dict[str, str]
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor: ...
@@ -77,9 +77,9 @@ class Registry:
 
     def __post_init__(self) -> None:
         for unit in self.runtime.units:
-            for segment in unit.segments:
-                for entry, param in enumerate(segment.params):
-                    self.homes[id(param)] = ParameterHome(unit, segment, entry)
+            for flat_group in unit.flat_groups:
+                for entry, param in enumerate(flat_group.params):
+                    self.homes[id(param)] = ParameterHome(unit, flat_group, entry)
         _registries.add(self)
 
 
@@ -89,7 +89,7 @@ _registries: weakref.WeakSet[Registry] = weakref.WeakSet()
 def find(param: torch.Tensor) -> tuple[Registry, ParameterHome] | None:
     for registry in _registries:
         home = registry.homes.get(id(param))
-        if home is not None and home.segment.params[home.entry] is param:
+        if home is not None and home.flat_group.params[home.entry] is param:
             registry.runtime.finish_updates()
             return registry, home
     return None
@@ -107,31 +107,31 @@ def compare_request(registry: Registry, function: str, wanted: Sequence[str]) ->
     compare(problem, [f"a call of {function}", *wanted], comm.stage_gather, comm.data_objects)
 
 
-def gathered(registry: Registry, segment: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
+def gathered(registry: Registry, flat_group: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
     """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
     owned = owned.to(registry.runtime.comm.device)
-    if owned.numel() == segment.layout.numel:
+    if owned.numel() == flat_group.layout.numel:
         return owned
-    full = torch.empty(segment.layout.numel, dtype=owned.dtype, device=owned.device)
-    registry.runtime.comm.all_gather(full, segment.layout.bounds, f"{what}: all-gather on request", owned).wait()
-    registry.runtime.comm.quiesce()  # the script may write to parameters next, which others read
+    full = torch.empty(flat_group.layout.numel, dtype=owned.dtype, device=owned.device)
+    registry.runtime.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
+    registry.runtime.comm.fence()  # the script may write to parameters next, which others read
     return full
 
 
 def entry_view(home: ParameterHome, flat: torch.Tensor) -> torch.Tensor:
-    entry = home.segment.layout.entries[home.entry]
+    entry = home.flat_group.layout.entries[home.entry]
     return flat[entry.offset : entry.end].view(entry.shape)
 
 
-def _weights(runtime: Runtime, unit: Unit, segment: FlatGroup) -> torch.Tensor:
-    """The flat compute-dtype parameters [numel] of a segment. Collective for units that share slots."""
+def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tensor:
+    """The flat compute-dtype parameters [numel] of a flat group. Collective for units that share slots."""
     unit.updated()
     if unit.resident:
-        return segment.full
-    full = torch.empty(segment.layout.numel, dtype=segment.dtype, device=runtime.comm.device)
+        return flat_group.full
+    full = torch.empty(flat_group.layout.numel, dtype=flat_group.dtype, device=runtime.comm.device)
     label = f"{unit.name}: all-gather on request"
-    runtime.comm.all_gather(full, segment.layout.bounds, label, segment.shard).wait()
-    runtime.comm.quiesce()  # as above
+    runtime.comm.all_gather(full, flat_group.layout.bounds, label, flat_group.shard).wait()
+    runtime.comm.fence()  # as above
     return full
 
 
@@ -139,9 +139,9 @@ def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime, part
     """``module.state_dict()`` with full CPU tensors, one unit at a time. Collective at stage 3."""
     values: dict[int, torch.Tensor] = {}
     for unit in units:
-        for segment in unit.segments:
-            flat = _weights(runtime, unit, segment)
-            for entry, param in zip(segment.layout.entries, segment.params, strict=True):
+        for flat_group in unit.flat_groups:
+            flat = _weights(runtime, unit, flat_group)
+            for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 part = flat[entry.offset : entry.end].view(entry.shape)
                 values[id(param)] = parts.whole(param, part).to("cpu", copy=True)
     runtime.state_dict_allowed = True
@@ -176,9 +176,9 @@ def adopt_loaded_weights(module: nn.Module, runtime: Runtime) -> Any:
     def after(module: nn.Module, incompatible: Any) -> None:
         runtime.finish_updates()
         for unit in runtime.units:
-            for segment in unit.trainable if unit.resident else ():
-                if segment.master is not None and not segment.master_is_weight:
-                    segment.master.copy_(segment.weight)
+            for flat_group in unit.trainable if unit.resident else ():
+                if flat_group.master is not None and not flat_group.master_is_weight:
+                    flat_group.master.copy_(flat_group.weight)
 
     return module.register_load_state_dict_post_hook(after)
 
@@ -190,7 +190,7 @@ class WholeValues:
         registry = registry_of(module)
         assert registry is not None
         self._registry: Registry = registry
-        self._flats: dict[tuple[int, bool], torch.Tensor] = {}  # by segment: neighbours are in one
+        self._flats: dict[tuple[int, bool], torch.Tensor] = {}  # by flat group: neighbours are in one
 
     def value(self, param: torch.Tensor, *, master: bool = False) -> torch.Tensor:
         """``param`` in its shape, on the engine's device; with ``master`` what the optimizer has of it, if it has.
@@ -198,31 +198,31 @@ class WholeValues:
         Not to be written to. Valid until ``forget_all_but`` is called without it.
         """
         home = self._registry.homes[id(param)]
-        segment = home.segment
-        key = id(segment), master and segment.master is not None
-        if key not in self._flats and segment.master is not None and key[1]:
-            self._flats[key] = gathered(self._registry, segment, segment.master, home.unit.name)
+        flat_group = home.flat_group
+        key = id(flat_group), master and flat_group.master is not None
+        if key not in self._flats and flat_group.master is not None and key[1]:
+            self._flats[key] = gathered(self._registry, flat_group, flat_group.master, home.unit.name)
         elif key not in self._flats:
-            self._flats[key] = _weights(self._registry.runtime, home.unit, segment)
+            self._flats[key] = _weights(self._registry.runtime, home.unit, flat_group)
         return self._registry.parts.whole(param, entry_view(home, self._flats[key]))
 
     def forget_all_but(self, params: Iterable[torch.Tensor]) -> None:
         """Give the memory back of what is not together with any of ``params``."""
-        needed = {id(self._registry.homes[id(param)].segment) for param in params}
+        needed = {id(self._registry.homes[id(param)].flat_group) for param in params}
         self._flats = {key: flat for key, flat in self._flats.items() if key[0] in needed}
 
 
 def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> None:
     """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
     with contextlib.suppress(OrderError):  # that ranks went different ways is told before, or does no harm any more
-        runtime.comm.quiesce()
+        runtime.comm.fence()
     for unit in units:
-        for segment in unit.segments:
-            flat = _weights(runtime, unit, segment)
-            for entry, param in zip(segment.layout.entries, segment.params, strict=True):
+        for flat_group in unit.flat_groups:
+            flat = _weights(runtime, unit, flat_group)
+            for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
-    runtime.comm.quiesce()
+    runtime.comm.fence()
     runtime.comm.barrier()  # others may still be looking whether this rank has settled
     runtime.remove_hooks()
     for registry in list(_registries):
@@ -236,8 +236,8 @@ def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] 
         id(param): (name, unit)
         for unit in units
         if not unit.resident
-        for segment in unit.segments
-        for name, param in zip(segment.names, segment.params, strict=True)
+        for flat_group in unit.flat_groups
+        for name, param in zip(flat_group.names, flat_group.params, strict=True)
     }
     seen, stack = set(), [(loss.grad_fn, 0)]  # nodes, with the unit whose forward made them, as far as is known
     while stack and homes:
@@ -256,31 +256,31 @@ def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] 
 # -- editing -----------------------------------------------------------------------------------------------------
 
 
-def _store_owned(segment: FlatGroup, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
+def _store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
     """Write the part of ``value`` (a full parameter) that this rank keeps into ``owned``."""
     flat = value.reshape(-1)
-    if owned.numel() == segment.layout.numel:
-        place = segment.layout.entries[entry]
+    if owned.numel() == flat_group.layout.numel:
+        place = flat_group.layout.entries[entry]
         owned[place.offset : place.end].copy_(flat)
         return
-    for piece in segment.layout.pieces(segment.rank):
+    for piece in flat_group.layout.pieces(flat_group.rank):
         if piece.entry == entry:
             part = flat[piece.start : piece.start + piece.numel]
             owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
 
 
 def _store_weight(registry: Registry, home: ParameterHome, value: torch.Tensor) -> None:
-    segment = home.segment
-    registry.runtime.comm.quiesce()
+    flat_group = home.flat_group
+    registry.runtime.comm.fence()
     if home.unit.resident:
-        entry_view(home, segment.full).copy_(value)
+        entry_view(home, flat_group.full).copy_(value)
     else:
-        _store_owned(segment, home.entry, segment.shard, value)
+        _store_owned(flat_group, home.entry, flat_group.shard, value)
         slots = registry.runtime.param_slots
         if slots.occupant[home.unit.param_slot] == home.unit.index:
             registry.runtime.evict(home.unit.param_slot)
-    if segment.master is not None and not segment.master_is_weight:
-        _store_owned(segment, home.entry, segment.master, value)
+    if flat_group.master is not None and not flat_group.master_is_weight:
+        _store_owned(flat_group, home.entry, flat_group.master, value)
 
 
 class GatheredParameters:
@@ -316,15 +316,15 @@ class GatheredParameters:
                 _refuse_copies(home)
                 _refuse_other_stage(registry, home, self._modifier_rank)
         for registry, members in groupby(found, lambda pair: pair[0]):
-            exchanges = registry.runtime.shares_params or bool(registry.parts.shares) or self._modifier_rank is not None
+            exchanges = registry.runtime.shares_params or bool(registry.parts.shards) or self._modifier_rank is not None
             if exchanges:
                 compare_request(registry, "GatheredParameters", [repr(home.name) for _, home in members])
         flats: dict[int, torch.Tensor] = {}
         for registry, home in found:
-            managed = home.segment.params[home.entry]
-            key = id(home.segment)
+            managed = home.flat_group.params[home.entry]
+            key = id(home.flat_group)
             if key not in flats:
-                flats[key] = _weights(registry.runtime, home.unit, home.segment)
+                flats[key] = _weights(registry.runtime, home.unit, home.flat_group)
             view = entry_view(home, flats[key])
             value = registry.parts.whole(managed, view)
             if not home.unit.resident or value is not view:
@@ -351,7 +351,7 @@ class GatheredParameters:
                 _store_weight(registry, home, registry.parts.part(param, fresh))
             elif kind is None and _checksum(now) != checksum:
                 edited.append(name)
-            param.data = home.segment.views[home.entry] if home.unit.resident else home.segment.loud[home.entry]
+            param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
         self._held = []
         if reshaped:
             raise ModelError(
@@ -399,7 +399,7 @@ def _value_now(home: ParameterHome, param: nn.Parameter, value: torch.Tensor) ->
 
     Layers that ran inside the block have left their own.
     """
-    own = (home.segment.views[home.entry], *home.segment.loud[home.entry : home.entry + 1])
+    own = (home.flat_group.views[home.entry], *home.flat_group.loud[home.entry : home.entry + 1])
     return value if param.data_ptr() in [tensor.data_ptr() for tensor in own] else param.detach()
 
 
@@ -424,7 +424,7 @@ def _refuse_other_stage(registry: Registry, home: ParameterHome, rank: int) -> N
 
 def _refuse_copies(home: ParameterHome) -> None:
     """Raise ModelError for a parameter that several pipeline stages have: they would get different values."""
-    if any(axis != "tensor" for axis in home.segment.spread.sums):
+    if any(axis != "tensor" for axis in home.flat_group.replication.sums):
         raise ModelError(
             f"{home.name!r} is tied to a parameter of another pipeline stage, which would not change "
             "with it. Remedy: change it before initialize(), or in a checkpoint."
@@ -448,14 +448,14 @@ def _checksum(value: torch.Tensor) -> tuple[float, float]:
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
     found = find(param)
-    if found is None or found[1].segment.master is None:
+    if found is None or found[1].flat_group.master is None:
         return None
     registry, home = found
-    master = home.segment.master
+    master = home.flat_group.master
     assert master is not None
-    if master.numel() != home.segment.layout.numel or registry.parts.shares:
+    if master.numel() != home.flat_group.layout.numel or registry.parts.shards:
         compare_request(registry, "safe_get_full_fp32_param", [repr(home.name)])
-    part = entry_view(home, gathered(registry, home.segment, master, home.unit.name)).clone()
+    part = entry_view(home, gathered(registry, home.flat_group, master, home.unit.name)).clone()
     return registry.parts.whole(param, part)
 
 
@@ -472,14 +472,14 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
     None if no engine optimizes ``param`` or there is no state yet. Raises ModelError if the state has another shape.
     """
     found = find(param)
-    if found is None or found[0].sharded is None or found[1].segment.master is None:
+    if found is None or found[0].sharded is None or found[1].flat_group.master is None:
         return None
     registry, home = found
     compare_request(registry, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
-    flat, known = _owned_state(registry, home.segment, key)
+    flat, known = _owned_state(registry, home.flat_group, key)
     if not any(registry.runtime.comm.data_objects(known)):
         return None
-    part = entry_view(home, gathered(registry, home.segment, flat, home.unit.name)).clone()
+    part = entry_view(home, gathered(registry, home.flat_group, flat, home.unit.name)).clone()
     return registry.parts.whole(param, part)
 
 
@@ -487,13 +487,13 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
     """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks)."""
     registry, home = _managed(param)
     _refuse_copies(home)
-    flat, known = _owned_state(registry, home.segment, key)
+    flat, known = _owned_state(registry, home.flat_group, key)
     if not known:
         return
-    _store_owned(home.segment, home.entry, flat, registry.parts.part(param, value))
+    _store_owned(home.flat_group, home.entry, flat, registry.parts.part(param, value))
     assert registry.sharded is not None
     for piece in registry.sharded.pieces:
-        if piece.segment is home.segment:
+        if piece.flat_group is home.flat_group:
             state = registry.sharded.optimizer.state[piece.tensor][key]
             state.copy_(flat[piece.low : piece.low + state.numel()].view(state.shape))
 
@@ -501,9 +501,9 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of the fp32 master of ``param``, flat and maybe empty: a view. None if no engine optimizes it."""
     found = find(param)
-    if found is None or found[1].segment.master is None:
+    if found is None or found[1].flat_group.master is None:
         return None
-    return owned_part(found[1], found[1].segment.master)
+    return owned_part(found[1], found[1].flat_group.master)
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
@@ -512,28 +512,28 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
     None if no engine optimizes ``param`` or this rank has no state yet. Raises ModelError if the state has another shape.
     """
     found = find(param)
-    if found is None or found[0].sharded is None or found[1].segment.master is None:
+    if found is None or found[0].sharded is None or found[1].flat_group.master is None:
         return None
-    flat, known = _owned_state(found[0], found[1].segment, key)
+    flat, known = _owned_state(found[0], found[1].flat_group, key)
     return owned_part(found[1], flat) if known else None
 
 
 def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
-    """What ``owned`` [owned] of a segment has of the parameter at ``home``: flat, a view, maybe empty."""
-    for run in owned_runs(home.segment):
+    """What ``owned`` [owned] of a flat group has of the parameter at ``home``: flat, a view, maybe empty."""
+    for run in owned_runs(home.flat_group):
         if run.entry == home.entry:
             return owned[run.offset : run.offset + run.numel]
     return owned[:0]
 
 
-def _owned_state(registry: Registry, segment: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
-    """(state ``key`` of what this rank owns of ``segment`` [owned], whether there is any)."""
+def _owned_state(registry: Registry, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
+    """(state ``key`` of what this rank owns of ``flat_group`` [owned], whether there is any)."""
     assert registry.sharded is not None
-    assert segment.master is not None
-    flat = torch.zeros_like(segment.master, dtype=torch.float32)
+    assert flat_group.master is not None
+    flat = torch.zeros_like(flat_group.master, dtype=torch.float32)
     known = False
     for piece in registry.sharded.pieces:
-        state = registry.sharded.optimizer.state.get(piece.tensor, {}).get(key) if piece.segment is segment else None
+        state = registry.sharded.optimizer.state.get(piece.tensor, {}).get(key) if piece.flat_group is flat_group else None
         if state is None:
             continue
         if state.shape != piece.tensor.shape:

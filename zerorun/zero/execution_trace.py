@@ -1,15 +1,15 @@
-"""Order: the sequence of units on which all ranks agree, and the walk along it. Pure data.
+"""The order of units on which all ranks agree, and the trace of one pass along it. Pure data.
 
 [Note: the agreed order]
 Ranks may run different subsets of the units (branches, experts, early exit) but a collective needs all of them. So no
-rank ever decides on a collective from what is ready on it alone. There is one agreed list of *visits* for every kind of
-pass, and a rank that needs a unit walks along the list up to it, taking part in the collectives of all units it passes.
+rank ever decides on a collective from what is ready on it alone. There is one agreed list of units for every kind of
+pass, and a rank that needs a unit goes along the list up to it, taking part in the collectives of all units it passes.
 
 1. The first time a pass of some kind runs, there is no list. Ranks then ask one another before every gather which units
    are needed next, and gather those: any divergence is fine, nothing overlaps.
-2. At its end they merge what they visited into one list (``merge_orders``). Units that nobody visited are inserted where
+2. At its end they merge what they needed into one list (``merge_orders``). Units that nobody needed are inserted where
    the model defines them. If the ranks' orders contradict one another, they go on as in 1.
-3. From then on the walk prefetches along the list. If a rank needs a unit that the rest of its list does not have, it asks
+3. From then on the trace prefetches along the list. If a rank needs a unit that the rest of its list does not have, it asks
    as in 1 for the remainder of the pass. That works if all ranks leave the list together; if they do not, the question
    stays unanswered, and the rank raises an error that names the unit, the pass and itself.
 """
@@ -30,7 +30,7 @@ class ExecutionTrace:
     cursor: int = -1  # position of the unit in use
     issued: int = -1  # last position whose gather was issued
     current: int | None = None  # the unit in use
-    visits: list[int] = field(default_factory=list)  # in the order in which this rank needed them
+    recorded: list[int] = field(default_factory=list)  # in the order in which this rank needed them
     _last: dict[int, int] = field(default_factory=dict)  # unit -> its last position in the plan
 
     def __post_init__(self) -> None:
@@ -54,8 +54,8 @@ class ExecutionTrace:
 def merge_orders(orders: Sequence[Sequence[int]], universe: Sequence[int]) -> list[int] | None:
     """One list that has every rank's order as a subsequence, or None if they contradict one another.
 
-    ``universe``: all units in the order of their definition (reversed for a backward); those that no rank visited are
-    inserted after their nearest visited predecessor. A unit may come twice only if all ranks agree entirely.
+    ``universe``: all units in the order of their definition (reversed for a backward); those that no rank needed are
+    inserted after their nearest predecessor that some rank did. A unit may come twice only if all ranks agree entirely.
     """
     distinct = {tuple(order) for order in orders}
     repeats = any(len(set(order)) < len(order) for order in distinct)
@@ -101,10 +101,10 @@ def _insert_missing(merged: list[int], universe: Sequence[int]) -> list[int]:
     return result
 
 
-def gathers(visits: Sequence[int], slot_of: Sequence[int], occupants: list[int | None]) -> list[int]:
-    """The units that have to be gathered on a walk along ``visits``. Changes ``occupants``, the units in the slots."""
+def gathers(recorded: Sequence[int], slot_of: Sequence[int], occupants: list[int | None]) -> list[int]:
+    """The units that have to be gathered in a pass along ``recorded``. Changes ``occupants``, the units in the slots."""
     needed = []
-    for unit in visits:
+    for unit in recorded:
         slot = slot_of[unit]
         if slot >= 0 and occupants[slot] != unit:
             occupants[slot] = unit

@@ -14,10 +14,10 @@ class FlatGroup:
     """The parameters of a unit that have one dtype and replication, and are trainable or frozen all. See unit.py."""
 
     def __init__(
-        self, names: list[str], params: list[nn.Parameter], layout: Layout, rank: int, spread: Replication = ALONE
+        self, names: list[str], params: list[nn.Parameter], layout: Layout, rank: int, replication: Replication = ALONE
     ) -> None:
         by_name = dict(zip(names, params, strict=True))
-        self.layout, self.spread = layout, spread
+        self.layout, self.replication = layout, replication
         self.rank = rank  # on the shard axis
         self.pieces = layout.pieces(rank)
         self.mapped = False  # full is made of the memory of all ranks: gathers move nothing
@@ -96,7 +96,7 @@ class FlatGroup:
         assert self.grad_full is not None
         return self.loose or [self.grad_full[e.offset : e.end] for e in self.layout.entries]
 
-    def absorb(self) -> None:
+    def accumulate(self) -> None:
         """Move ``parameter.grad`` into the gradient slot: copied if the slot is fresh, else added."""
         present, grads, missing = [], [], []
         for index, param in enumerate(self.params):

@@ -28,7 +28,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     registry, home = found
-    return _whole(registry, home, _gathered(registry, home.unit, home.segment), registry.unscale())
+    return _whole(registry, home, _gathered(registry, home.unit, home.flat_group), registry.unscale())
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -40,7 +40,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     registry, home = found
-    return owned_part(home, _summed(registry, home.segment)) * registry.unscale()
+    return owned_part(home, _summed(registry, home.flat_group)) * registry.unscale()
 
 
 def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,22 +52,22 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     _settle(registry, "full_gradients")
     factor = registry.unscale()  # once: ranks may have to add up the weights of their losses for it
     for unit in registry.runtime.units:
-        for segment in unit.trainable:
-            if segment.reduced:
-                flat = _gathered(registry, unit, segment)
-                for entry, name in enumerate(segment.names):
-                    yield name, _whole(registry, ParameterHome(unit, segment, entry), flat, factor)
+        for flat_group in unit.trainable:
+            if flat_group.reduced:
+                flat = _gathered(registry, unit, flat_group)
+                for entry, name in enumerate(flat_group.names):
+                    yield name, _whole(registry, ParameterHome(unit, flat_group, entry), flat, factor)
 
 
 def not_finite(units: list[Unit]) -> list[str]:
     """Names of the parameters whose reduced gradient is NaN or infinite in this rank's part. Waits for the device."""
     found: dict[str, None] = {}
-    for segment in (segment for unit in units for segment in unit.trainable):
-        gradient = owned_gradient(segment)
+    for flat_group in (flat_group for unit in units for flat_group in unit.trainable):
+        gradient = owned_gradient(flat_group)
         if not bool(torch.isfinite(gradient).all()):
-            for run in owned_runs(segment):
+            for run in owned_runs(flat_group):
                 if not bool(torch.isfinite(gradient[run.offset : run.offset + run.numel]).all()):
-                    found[segment.names[run.entry]] = None
+                    found[flat_group.names[run.entry]] = None
     return list(found)
 
 
@@ -79,44 +79,44 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     registry = _registry(module)
     _settle(registry, "gradient_norms")
     comm, topology = registry.runtime.comm, registry.runtime.comm.topology
-    segments = [segment for unit in registry.runtime.units for segment in unit.trainable if segment.reduced]
-    names = [name for segment in segments for name in segment.names]
-    squares = [value for segment in segments for value in _square_sums(registry, segment, topology.shard_rank)]
+    flat_groups = [flat_group for unit in registry.runtime.units for flat_group in unit.trainable if flat_group.reduced]
+    names = [name for flat_group in flat_groups for name in flat_group.names]
+    squares = [value for flat_group in flat_groups for value in _square_sums(registry, flat_group, topology.shard_rank)]
     total = comm.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
     if topology.tensor > 1:
-        comm.sum_beyond([total], "tensor")
+        comm.sum_over_axis([total], "tensor")
     factor = abs(registry.unscale()) / math.sqrt(topology.replicate)
     return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
 
 
-def _square_sums(registry: Registry, segment: FlatGroup, shard_rank: int) -> list[torch.Tensor]:
+def _square_sums(registry: Registry, flat_group: FlatGroup, shard_rank: int) -> list[torch.Tensor]:
     """By parameter, of the elements that this rank is to count: fp64 scalars."""
-    gradient = _summed(registry, segment)
-    sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(segment.names)
-    if segment.spread.counted and not (owns_everything(segment) and shard_rank):
-        for run in owned_runs(segment):
+    gradient = _summed(registry, flat_group)
+    sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(flat_group.names)
+    if flat_group.replication.counted and not (owns_everything(flat_group) and shard_rank):
+        for run in owned_runs(flat_group):
             sums[run.entry] = square_sum(gradient[run.offset : run.offset + run.numel])
     return sums
 
 
-def _summed(registry: Registry, segment: FlatGroup) -> torch.Tensor:
+def _summed(registry: Registry, flat_group: FlatGroup) -> torch.Tensor:
     """What this rank owns of the gradient [owned], to read only; summed over the other axes where ranks have summands."""
-    owned = owned_gradient(segment)
-    if segment.spread.sums:
+    owned = owned_gradient(flat_group)
+    if flat_group.replication.sums:
         owned = owned.clone()
-    for axis in segment.spread.sums:
-        registry.runtime.comm.sum_beyond([owned], axis)
+    for axis in flat_group.replication.sums:
+        registry.runtime.comm.sum_over_axis([owned], axis)
     return owned
 
 
-def _gathered(registry: Registry, unit: Unit, segment: FlatGroup) -> torch.Tensor:
-    """The gradients of a segment, scaled as the losses were: [numel], to read only."""
-    return gathered(registry, segment, _summed(registry, segment), unit.name)
+def _gathered(registry: Registry, unit: Unit, flat_group: FlatGroup) -> torch.Tensor:
+    """The gradients of a flat group, scaled as the losses were: [numel], to read only."""
+    return gathered(registry, flat_group, _summed(registry, flat_group), unit.name)
 
 
 def _whole(registry: Registry, home: ParameterHome, flat: torch.Tensor, factor: float) -> torch.Tensor:
-    """``factor`` times the gradient of the parameter at ``home``, of what ``_gathered`` gives for its segment."""
-    return registry.parts.whole(home.segment.params[home.entry], entry_view(home, flat) * factor)
+    """``factor`` times the gradient of the parameter at ``home``, of what ``_gathered`` gives for its flat group."""
+    return registry.parts.whole(home.flat_group.params[home.entry], entry_view(home, flat) * factor)
 
 
 def _registry(module: nn.Module) -> Registry:
@@ -129,10 +129,10 @@ def _registry(module: nn.Module) -> Registry:
 def _settled(param: torch.Tensor, function: str) -> tuple[Registry, ParameterHome] | None:
     """Where ``param`` is, with its reduced gradient there; None if it has none."""
     found = find(param)
-    if found is None or found[1].segment.grad_shard is None:
+    if found is None or found[1].flat_group.grad_shard is None:
         return None
     _settle(found[0], function, repr(found[1].name))
-    return found if found[1].segment.reduced else None
+    return found if found[1].flat_group.reduced else None
 
 
 def _settle(registry: Registry, function: str, *wanted: str) -> None:
@@ -149,7 +149,7 @@ def _settle(registry: Registry, function: str, *wanted: str) -> None:
     if len({int(theirs) for _, theirs in answers}) > 1:
         compare_request(registry, function, wanted)
     if any(int(late) for late, _ in answers):
-        runtime.settle()
+        runtime.reduce_late()
     runtime.finish_reductions()
     for link in links_of(runtime.units):
         link.drain()

@@ -21,17 +21,20 @@ from .unit import Unit, links_of
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # what updates can write
 
 
-def beside_master(segment: FlatGroup) -> bool:
+def beside_master(flat_group: FlatGroup) -> bool:
     """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
-    master, weight = segment.master, segment.weight
+    master, weight = flat_group.master, flat_group.weight
     return (
-        master is not None and not segment.master_is_weight and weight.dtype in _ROUNDED and weight.device == master.device
+        master is not None
+        and not flat_group.master_is_weight
+        and weight.dtype in _ROUNDED
+        and weight.device == master.device
     )
 
 
 def weight_of(piece: OptimizerPiece) -> torch.Tensor:
     """The compute-dtype values of what ``piece`` updates: flat."""
-    return piece.segment.weight[piece.low : piece.low + piece.tensor.numel()]
+    return piece.flat_group.weight[piece.low : piece.low + piece.tensor.numel()]
 
 
 def begin_updates(
@@ -44,7 +47,7 @@ def begin_updates(
     settings = optimizer.prepare(piece.tensor for piece in pieces)
     jobs: dict[int, list[_Job]] = {}
     for piece, taken in zip(pieces, settings, strict=True):
-        jobs.setdefault(id(piece.segment), []).append(_Job(piece, optimizer, taken, coefficient))
+        jobs.setdefault(id(piece.flat_group), []).append(_Job(piece, optimizer, taken, coefficient))
     on_disk = [unit.index for unit in units if unit.placement.states_on_disk]
     following = dict(pairwise(on_disk))
     for link in links_of(units):
@@ -53,7 +56,7 @@ def begin_updates(
             link.begin(partial(_begin_disk, link.store, on_disk[0]))
     for unit in units:
         assert unit.link is not None
-        found = [(segment, jobs[id(segment)]) for segment in unit.trainable if id(segment) in jobs]
+        found = [(flat_group, jobs[id(flat_group)]) for flat_group in unit.trainable if id(flat_group) in jobs]
         work: Callable[[], list[Arrival]] = partial(_update, unit, unit.link, found)
         if unit.placement.states_on_disk:
             assert unit.link.store is not None
@@ -82,13 +85,13 @@ def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
 
 
 def _update_on_disk(
-    unit: Unit, link: HostLink, store: StateFile, segments: list[tuple[FlatGroup, list[_Job]]], following: int | None
+    unit: Unit, link: HostLink, store: StateFile, flat_groups: list[tuple[FlatGroup, list[_Job]]], following: int | None
 ) -> list[Arrival]:
     """``_update`` in a buffer, while unit ``following`` is read, if there is one."""
     where = store.open(unit.index)
     if following is not None:
         store.prefetch(following)
-    arrivals = _update(unit, link, segments, where)
+    arrivals = _update(unit, link, flat_groups, where)
     for arrival in arrivals:
         arrival.synchronize()  # a master that is sent as it is lies in the buffer
     store.release(unit.index)
@@ -102,17 +105,17 @@ def _begin_disk(store: StateFile, first: int) -> None:
 
 @torch.inference_mode(False)  # the forward that waits for it may be in that mode; what it writes must not be
 def _update(
-    unit: Unit, link: HostLink, segments: list[tuple[FlatGroup, list[_Job]]], where: Where | None = None
+    unit: Unit, link: HostLink, flat_groups: list[tuple[FlatGroup, list[_Job]]], where: Where | None = None
 ) -> list[Arrival]:
-    """Update ``segments`` and begin to send what has to be sent."""
+    """Update ``flat_groups`` and begin to send what has to be sent."""
     weights_on_host = not link.apart or (unit.placement.params and not unit.resident)
     arrivals: list[Arrival] = []
-    for segment, jobs in segments:
-        if segment.master_is_weight or (beside_master(segment) and weights_on_host):
+    for flat_group, jobs in flat_groups:
+        if flat_group.master_is_weight or (beside_master(flat_group) and weights_on_host):
             for job in jobs:
-                job.run(None if segment.master_is_weight else weight_of(job.piece), where)
-        elif segment.dtype in _ROUNDED and segment.dtype != torch.float32:
-            arrivals.append(_update_and_send(link, segment, jobs, where))
+                job.run(None if flat_group.master_is_weight else weight_of(job.piece), where)
+        elif flat_group.dtype in _ROUNDED and flat_group.dtype != torch.float32:
+            arrivals.append(_update_and_send(link, flat_group, jobs, where))
         else:
             for job in jobs:
                 job.run(None, where)
@@ -121,10 +124,10 @@ def _update(
     return arrivals
 
 
-def _update_and_send(link: HostLink, segment: FlatGroup, jobs: list[_Job], where: Where | None) -> Arrival:
+def _update_and_send(link: HostLink, flat_group: FlatGroup, jobs: list[_Job], where: Where | None) -> Arrival:
     """The update writes rounded weights into a staging buffer, and those go to the device: half the bytes of a master."""
-    assert segment.master is not None
-    place, rounded = link.rounding_place(segment.master.numel(), segment.dtype)
+    assert flat_group.master is not None
+    place, rounded = link.rounding_place(flat_group.master.numel(), flat_group.dtype)
     pairs = []
     for job in jobs:
         part = rounded[job.piece.low : job.piece.low + job.piece.tensor.numel()]

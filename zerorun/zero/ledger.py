@@ -40,21 +40,21 @@ def count_bytes(
     staging: int,
 ) -> dict[str, int]:
     """The ledger of ``units``, which may be a plan on the meta device. ``shared``: bytes of slots and receive buffers;
-    ``moments``: bytes of what the optimizer keeps for segments; ``staging``: of buffers between device, host and disk."""
+    ``moments``: bytes of what the optimizer keeps for flat groups; ``staging``: of buffers between the places."""
     ledger: defaultdict[str, int] = defaultdict(int)
     ledger |= dict.fromkeys(DEVICE_KINDS, 0)
     for unit in units:
-        for segment in unit.segments:
-            _count_parameters(ledger, unit, segment, sharded=policy.share_param_slots)
-            if segment.trainable:
-                _count_gradients(ledger, unit, segment, sharded=policy.share_grad_slots)
-    taken = [param for unit in units for segment in unit.segments for param in segment.params]
+        for flat_group in unit.flat_groups:
+            _count_parameters(ledger, unit, flat_group, sharded=policy.share_param_slots)
+            if flat_group.trainable:
+                _count_gradients(ledger, unit, flat_group, sharded=policy.share_grad_slots)
+    taken = [param for unit in units for flat_group in unit.flat_groups for param in flat_group.params]
     ledger["parameters"] += sum(map(stored_bytes, apart_from(module, taken).values()))
     ledger["slots"] += shared
     ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
-    where = {id(segment): _states_in(unit) for unit in units for segment in unit.segments}
-    for segment, size in moments:
-        ledger[f"{where[id(segment)]}moments"] += size
+    where = {id(flat_group): _states_in(unit) for unit in units for flat_group in unit.flat_groups}
+    for flat_group, size in moments:
+        ledger[f"{where[id(flat_group)]}moments"] += size
     if staging:
         ledger["host staging"] = staging
     return dict(ledger)
@@ -77,33 +77,33 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _count_parameters(ledger: dict[str, int], unit: Unit, segment: FlatGroup, *, sharded: bool) -> None:
-    whole, shard = segment.layout.numel * segment.dtype.itemsize, _nbytes(segment.shard)
+def _count_parameters(ledger: dict[str, int], unit: Unit, flat_group: FlatGroup, *, sharded: bool) -> None:
+    whole, shard = flat_group.layout.numel * flat_group.dtype.itemsize, _nbytes(flat_group.shard)
     if unit.resident:
         ledger["parameters"] += shard if sharded else whole
         ledger["slots"] += whole - shard if sharded else 0
     else:
         where = "disk " if unit.placement.params_on_disk else "host " if unit.placement.params else ""
         ledger[f"{where}parameters"] += shard
-    if segment.master is not None and not segment.master_is_weight:
-        ledger[f"{_states_in(unit)}master"] += _nbytes(segment.master)
+    if flat_group.master is not None and not flat_group.master_is_weight:
+        ledger[f"{_states_in(unit)}master"] += _nbytes(flat_group.master)
 
 
-def _count_gradients(ledger: dict[str, int], unit: Unit, segment: FlatGroup, *, sharded: bool) -> None:
-    assert segment.grad_full is not None
-    assert segment.grad_shard is not None
-    if segment.host_grad is not None:
-        ledger["host gradients"] += _nbytes(segment.host_grad)
+def _count_gradients(ledger: dict[str, int], unit: Unit, flat_group: FlatGroup, *, sharded: bool) -> None:
+    assert flat_group.grad_full is not None
+    assert flat_group.grad_shard is not None
+    if flat_group.host_grad is not None:
+        ledger["host gradients"] += _nbytes(flat_group.host_grad)
         if unit.grad_slot < 0:
-            ledger["slots" if sharded else "gradients"] += _nbytes(segment.grad_full)
+            ledger["slots" if sharded else "gradients"] += _nbytes(flat_group.grad_full)
         return
-    ledger["gradients"] += _nbytes(segment.grad_shard if sharded else segment.grad_full)
+    ledger["gradients"] += _nbytes(flat_group.grad_shard if sharded else flat_group.grad_full)
     if sharded and unit.grad_slot < 0:
-        ledger["slots"] += _nbytes(segment.grad_full)
+        ledger["slots"] += _nbytes(flat_group.grad_full)
 
 
 def _live_moments(sharded: ShardedOptimizer) -> Iterator[tuple[FlatGroup, int]]:
     for piece in sharded.pieces:
         for value in sharded.optimizer.state.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                yield piece.segment, stored_bytes(value)
+                yield piece.flat_group, stored_bytes(value)

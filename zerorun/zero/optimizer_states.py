@@ -74,9 +74,9 @@ class Moments:
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
 
     def sizes(self) -> Iterator[tuple[FlatGroup, int]]:
-        """(segment, bytes of the states) of every piece."""
+        """(flat group, bytes of the states) of every piece."""
         for piece in self._pieces:
-            yield piece.segment, self._bytes(piece.group, piece.tensor.shape)
+            yield piece.flat_group, self._bytes(piece.group, piece.tensor.shape)
 
     def _bytes(self, group: int, shape: torch.Size) -> int:
         first, *more = _alike(group, tuple(shape))

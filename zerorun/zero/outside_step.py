@@ -66,7 +66,7 @@ class OutsideStep:
         comm, together = self._runtime.comm, name in self._together
         self._runtime.finish_updates()
         if together:
-            comm.quiesce()
+            comm.fence()
         before, reads = self._versions(), _Reads(piece.tensor for piece in self._sharded.pieces)
         try:
             with reads:
@@ -80,9 +80,9 @@ class OutsideStep:
             changed = bool(comm.control_sum(torch.tensor([float(changed)]))[0])
         if changed or not (together or self._sharded.pieces):  # who has no piece sees nothing change
             self._together.add(name)
-            comm.quiesce()
+            comm.fence()
             self._sharded.write_back()
-            self._runtime.publish()
+            self._runtime.gather_updated()
         return result
 
     def _refuse_reading(self, name: str, reads: _Reads, error: Exception | None = None) -> None:

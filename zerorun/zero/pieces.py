@@ -22,7 +22,7 @@ from .unit import Unit
 
 @dataclass
 class ParameterRun:
-    """Elements ``start .. start + numel`` of parameter ``entry`` (index in its segment), at ``offset`` in the piece."""
+    """Elements ``start .. start + numel`` of parameter ``entry`` (index in its flat group), at ``offset`` in the piece."""
 
     entry: int
     start: int
@@ -32,60 +32,60 @@ class ParameterRun:
 
 @dataclass
 class OptimizerPiece:
-    """One tensor of the optimizer: a view of a segment's master, and of its gradient."""
+    """One tensor of the optimizer: a view of a flat group's master, and of its gradient."""
 
-    segment: FlatGroup
+    flat_group: FlatGroup
     group: int
-    low: int  # elements into the segment's owned range
+    low: int  # elements into the flat group's owned range
     tensor: torch.Tensor  # fp32
     runs: list[ParameterRun]
 
     @cached_property
     def gradient(self) -> torch.Tensor:
         """The reduced gradient, shaped like ``tensor``."""
-        owned = owned_gradient(self.segment)
+        owned = owned_gradient(self.flat_group)
         return owned[self.low : self.low + self.tensor.numel()].view(self.tensor.shape)
 
 
-def owns_everything(segment: FlatGroup) -> bool:
+def owns_everything(flat_group: FlatGroup) -> bool:
     """True at stage 0: every rank updates all elements."""
-    return segment.master is not None and segment.master.numel() == segment.layout.numel
+    return flat_group.master is not None and flat_group.master.numel() == flat_group.layout.numel
 
 
-def owned_gradient(segment: FlatGroup) -> torch.Tensor:
+def owned_gradient(flat_group: FlatGroup) -> torch.Tensor:
     """The gradient of what this rank updates: [owned] fp32, where the master is."""
-    if segment.host_grad is not None:
-        return segment.host_grad
-    whole = owns_everything(segment) and segment.shares_grad_memory
-    found = segment.grad_full if whole else segment.grad_shard
+    if flat_group.host_grad is not None:
+        return flat_group.host_grad
+    whole = owns_everything(flat_group) and flat_group.shares_grad_memory
+    found = flat_group.grad_full if whole else flat_group.grad_shard
     assert found is not None
     return found
 
 
-def owned_runs(segment: FlatGroup) -> list[ParameterRun]:
+def owned_runs(flat_group: FlatGroup) -> list[ParameterRun]:
     """What this rank updates, with ``offset`` counted from the beginning of its owned range."""
-    if owns_everything(segment):
-        return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(segment.layout.entries)]
-    return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in segment.layout.pieces(segment.rank)]
+    if owns_everything(flat_group):
+        return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(flat_group.layout.entries)]
+    return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in flat_group.layout.pieces(flat_group.rank)]
 
 
 def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int], *, whole: bool) -> list[OptimizerPiece]:
     """Pieces of everything this rank updates. ``whole``: one for each parameter, in its own shape."""
     pieces: list[OptimizerPiece] = []
     for unit in units:
-        for segment in unit.trainable:
+        for flat_group in unit.trainable:
             current: OptimizerPiece | None = None
-            for run in owned_runs(segment):
-                group = group_of(segment.params[run.entry])
+            for run in owned_runs(flat_group):
+                group = group_of(flat_group.params[run.entry])
                 if current is None or whole or current.group != group:
-                    current = OptimizerPiece(segment, group, run.offset, torch.empty(0), [])
+                    current = OptimizerPiece(flat_group, group, run.offset, torch.empty(0), [])
                     pieces.append(current)
                 current.runs.append(ParameterRun(run.entry, run.start, run.offset - current.low, run.numel))
     for piece in pieces:
-        master, last = piece.segment.master, piece.runs[-1]
+        master, last = piece.flat_group.master, piece.runs[-1]
         assert master is not None
         tensor = master[piece.low : piece.low + last.offset + last.numel]
-        piece.tensor = tensor.view(piece.segment.layout.entries[last.entry].shape) if whole else tensor
+        piece.tensor = tensor.view(piece.flat_group.layout.entries[last.entry].shape) if whole else tensor
     return pieces
 
 
@@ -101,7 +101,7 @@ def split_piece(piece: OptimizerPiece, tensors: list[torch.Tensor]) -> list[Opti
     for run, tensor in zip(piece.runs, tensors, strict=True):
         parts.append(
             OptimizerPiece(
-                piece.segment,
+                piece.flat_group,
                 piece.group,
                 piece.low + run.offset,
                 tensor,

@@ -1,31 +1,33 @@
 """Runtime: hooks that turn the forward and backward of an unmodified module into gathers, releases and reductions.
 
 [Note: one pass]
-A *pass* is one forward of the model, a *session* one backward. In both, units are visited in turn:
+A *pass* is one forward or one backward of the model. In both, units are needed in turn:
 
-    forward    pre-forward hook  -> visit: gather the unit, prefetch the next      post-forward hook -> release
-    backward   output grad hook  -> visit: the same, and reduce the unit before    end of backward   -> reduce the rest
+    forward    pre-forward hook   -> unshard the unit, prefetch the next            post-forward hook -> reshard
+    backward   pre-backward hook  -> the same, and reduce the unit before           end of backward   -> reduce the rest
+
+The pre-backward hook sits on the gradients of the unit's outputs.
 
 When the hook of an earlier unit's output fires in a backward, autograd has finished the later unit: its nodes were made
 later, ready nodes run latest first, and gradients of leaves are stored before anything else. So there is no hook for a
-parameter; a unit's gradients are collected when the next unit is visited. Gradients that come even later stay on the
-parameter, are found at the end of the backward, and are reduced in ``settle``, where ranks also agree on the order that
-this backward had. A unit that is late again is from then on *deferred* to the end of the backward, on all ranks.
+parameter; a unit's gradients are collected when the next unit is needed. Gradients that come even later stay on the
+parameter. They are found at the end of the backward and reduced in ``reduce_late``, where ranks also agree on the order
+that this backward had. A unit that is late again is from then on *deferred* to the end of the backward, on all ranks.
 
 Where one micro-batch's forward is not followed by its backward, as in a pipeline, the program says which forwards a
 backward is for (``take_passes``, ``expect``) and in which part of the model both are (``ModelPart``).
 
 [Note: gradients of gradients]
 A backward with ``create_graph`` makes nodes that read the weights again when they are differentiated, after the pass that
-they belong to is over. The way into them is the gradient of a unit's input: a hook there is one more visit of the unit, in
-the same session as its ordinary one, which comes later. Gradients of parameters are complete after that.
+they belong to is over. The way into them is the gradient of a unit's input: a hook there needs the unit once more, in
+the same backward as its ordinary hook, which comes later. Gradients of parameters are complete after that.
 
-Recomputation (activation checkpointing) enters a unit's forward during a session: that is a visit like any other.
+Recomputation (activation checkpointing) enters a unit's forward during a backward: the unit is needed as ever.
 
 [Note: forwards within forwards]
 A forward may call its own module again: a recursive block, or a trainer that lets the model's forward run its training
 step, which calls the model. The pass is that of the outermost call, and a unit stays until its outermost call is left.
-A backward that runs within a forward ends the pass as far as it has come. After it, what was running is visited again,
+A backward that runs within a forward ends the pass as far as it has come. After it, what was running is needed again,
 and the rest of the forward is a pass of its own.
 """
 
@@ -74,7 +76,7 @@ _BY_COPY = (
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A part of the model that has forwards and backwards of its own. ``units``: that it visits; None: all.
+    """A part of the model that has forwards and backwards of its own. ``units``: that it needs; None: all.
 
     ``held``: gradients of its backwards are not complete yet when these end; ``complete`` says when they are.
     """
@@ -85,7 +87,7 @@ class ModelPart:
 
 
 class Runtime:
-    """Executes the stage: owns the hooks, the walks and the collectives in flight.
+    """Executes the stage: owns the hooks, the execution traces and the collectives in flight.
 
     ``reduce_now`` is asked at the beginning of each backward: may gradients that accumulate be reduced in it?
     """
@@ -106,16 +108,16 @@ class Runtime:
         self.shares_params = any(not unit.resident for unit in units)
         self.shares_grads = any(unit.grad_slot >= 0 for unit in units)
         self.plans: dict[Hashable, list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
-        self.walk: ExecutionTrace | None = None  # of the forward that is running
-        self.session: ExecutionTrace | None = None  # of the backward that is running
-        self.reducing_session = False
-        self.last_session = False  # no other backward comes before the step, as far as is known
+        self.forward_trace: ExecutionTrace | None = None  # of the forward that is running
+        self.backward_trace: ExecutionTrace | None = None  # of the backward that is running
+        self.reduces_now = False
+        self.is_last_backward = False  # no other backward comes before the step, as far as is known
         self.outstanding: deque[ExecutionTrace] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward has not come yet
-        self.visited: set[int] = set()  # units with a forward since the last step
-        self.completed: set[int] = set()  # units reduced in this session
+        self.forwarded: set[int] = set()  # units with a forward since the last step
+        self.completed: set[int] = set()  # units reduced in this backward
         self.late: set[int] = set()  # units whose gradients came after their turn
         self._late_before: set[int] = set()
-        self._last_session: ExecutionTrace | None = None
+        self._last_backward: ExecutionTrace | None = None
         self.reducing: deque[Unit] = deque()  # reductions in flight, oldest first
         self.sharing: list[Pending] = []  # stage 0: reduced gradients on their way to every rank
         self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
@@ -123,7 +125,7 @@ class Runtime:
         self.held: set[int] = set()  # ids of parameters inside a GatheredParameters block
         self.overlap = True  # False: wait for every reduction at once
         self.part = ModelPart()  # that is running, or will next
-        self.on_session_end: Callable[[], None] = lambda: None
+        self.on_backward_end: Callable[[], None] = lambda: None
         self._published = False  # new values of the shards, so far
         self._leaf_hooks: deque[Any] = deque()  # on inputs that belong to the script, oldest first
         self._phases = 0
@@ -136,7 +138,7 @@ class Runtime:
         self._handles = self._install_hooks()
         # Host memory is updated behind the program: those shards are ready when their rank says so.
         still = [unit for unit in units if not unit.resident and not unit.placement.optimizer]
-        comm.lay_open([segment.shard for unit in still for segment in unit.segments])
+        comm.expose([flat_group.shard for unit in still for flat_group in unit.flat_groups])
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -144,7 +146,7 @@ class Runtime:
         handles = []
         for unit in self.units:
             for module in unit.modules:
-                enter, leave = partial(self._enter, unit), partial(self._leave, unit)
+                enter, leave = partial(self._pre_forward, unit), partial(self._post_forward, unit)
                 handles.append(module.register_forward_pre_hook(enter, prepend=True))
                 handles.append(module.register_forward_hook(leave, with_kwargs=True))
                 if self.shares_params:
@@ -156,55 +158,55 @@ class Runtime:
             handle.remove()
         self._handles = []
 
-    def _enter(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit.index == 0:
             self._recover()
-        if self.session is not None:  # recomputation, which may stop half-way and never leave
+        if self.backward_trace is not None:  # recomputation, which may stop half-way and never leave
             if unit.index:
-                self._visit(self.session, unit)
+                self._need(self.backward_trace, unit)
             return
         if not unit.resident:
             self._refuse_nesting(unit)
         self._inside.append(unit.index)
-        if self.walk is None:
+        if self.forward_trace is None:
             self._begin_pass(unit)
-        assert self.walk is not None
+        assert self.forward_trace is not None
         if unit.index:
-            self._visit(self.walk, unit)
+            self._need(self.forward_trace, unit)
 
-    def _leave(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if unit.has_packed:
             self._refuse_repacked(unit)
-        if self.session is None:
+        if self.backward_trace is None:
             while self._inside and self._inside.pop() != unit.index:
                 pass  # an exception, which the script caught, has left that one
             if not unit.resident and unit.index not in self._inside:
-                unit.release()
-            if not self._inside and self.walk is not None:
-                self._look_at(output, self.walk)
+                unit.reshard()
+            if not self._inside and self.forward_trace is not None:
+                self._look_at(output, self.forward_trace)
                 self._end_pass()
         if torch.is_grad_enabled():
-            visit = partial(self._before_backward, unit)
+            pre_backward = partial(self._pre_backward, unit)
             inputs = list(tensors_in((args, kwargs)))
             if not unit.resident:
                 self._watch_inputs(unit, inputs)
             passed_through = {id(tensor) for tensor in inputs}  # made, and hooked, elsewhere
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None and id(tensor) not in passed_through:
-                    tensor.register_hook(visit)
+                    tensor.register_hook(pre_backward)
                     if not unit.resident:
                         tensor.grad_fn.metadata[MADE_BY] = unit.index  # type: ignore[index]
 
-    def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
+    def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
         with torch.no_grad():  # a backward that builds a graph has gradients on
-            if self.session is None:
-                self._begin_session()
-            assert self.session is not None
+            if self.backward_trace is None:
+                self._begin_backward()
+            assert self.backward_trace is not None
             if unit.index:
-                self._visit(self.session, unit)
+                self._need(self.backward_trace, unit)
 
     def _watch_inputs(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
-        """Visit ``unit`` also when the gradients of its inputs are differentiated. See [Note: gradients of gradients]."""
+        """Need ``unit`` also when the gradients of its inputs are differentiated. See [Note: gradients of gradients]."""
         for tensor in inputs:
             if not tensor.requires_grad:
                 continue
@@ -216,16 +218,16 @@ class Runtime:
 
     def _watch_gradient(self, unit: Unit, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled() and grad.requires_grad:
-            grad.register_hook(partial(self._before_backward, unit))
+            grad.register_hook(partial(self._pre_backward, unit))
 
     def _recover(self) -> None:
         """An exception left a forward or backward half-way, and the program went on: forget it."""
-        if self.session is not None and torch._C._current_graph_task_id() == -1:
-            self.session = None
-        if self.session is None:
+        if self.backward_trace is not None and torch._C._current_graph_task_id() == -1:
+            self.backward_trace = None
+        if self.backward_trace is None:
             del self._inside[self._running() :]
             if not self._inside:
-                self.walk = None
+                self.forward_trace = None
 
     def _running(self) -> int:
         """How many forwards of units, besides the one that is being entered, are on this thread's stack."""
@@ -285,16 +287,16 @@ class Runtime:
             self._refuse_foreign_values()
         self._phases += 1
         key = ("forward", entry.index, torch.is_grad_enabled(), self.part.name)
-        self.walk = ExecutionTrace(key, self.plans.get(key))
+        self.forward_trace = ExecutionTrace(key, self.plans.get(key))
         kind = (key, self.module.training)
         wanted = watched and self.shares_params and self._watches and kind not in self._watched
         if wanted and self._watch is None:
             self._watched.add(kind)
             self._watch = ReadWatch(
-                (segment.marks, segment.names, unit.name)
+                (flat_group.marks, flat_group.names, unit.name)
                 for unit in self.units
-                for segment in (unit.segments if not unit.resident else ())
-                if segment.marks is not None
+                for flat_group in (unit.flat_groups if not unit.resident else ())
+                if flat_group.marks is not None
             )
             self._watch.__enter__()
 
@@ -308,61 +310,61 @@ class Runtime:
             watch, self._watch = self._watch, None
             watch.__exit__(None, None, None)
 
-    def _look_at(self, output: Any, walk: ExecutionTrace) -> None:
+    def _look_at(self, output: Any, trace: ExecutionTrace) -> None:
         """Watch the next pass of this kind, too, once, if an evaluation gives NaN: it may have come from a placeholder."""
-        key = (walk.key, self.module.training)
-        if walk.key[2] or not self.shares_params or self.comm.device.type != "cpu" or key in self._seen_nan:  # type: ignore[index]
+        key = (trace.key, self.module.training)
+        if trace.key[2] or not self.shares_params or self.comm.device.type != "cpu" or key in self._seen_nan:  # type: ignore[index]
             return
         if any(bool(tensor.sum().isnan()) for tensor in tensors_in(output) if tensor.is_floating_point()):
             self._seen_nan.add(key)
             self._watched.discard(key)
 
     def _end_pass(self) -> None:
-        walk = self.walk
-        assert walk is not None
+        trace = self.forward_trace
+        assert trace is not None
         if self.shares_params:
-            self._finish_plan(walk)
-            if walk.plan is None:
-                self._ask_until_all_end(walk)
-                self._agree(walk, self._universe())
-        self.walk = None
-        if walk.key[2] and walk.visits:  # type: ignore[index]
-            self.outstanding.append(walk)
+            self._finish_plan(trace)
+            if trace.plan is None:
+                self._ask_until_all_end(trace)
+                self._agree(trace, self._universe())
+        self.forward_trace = None
+        if trace.key[2] and trace.recorded:  # type: ignore[index]
+            self.outstanding.append(trace)
 
     def _universe(self) -> list[int]:
-        """Units that are visited, as the model defines them."""
+        """All units but the root, in the order in which the model defines them."""
         return [unit.index for unit in self.units if unit.index]
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _begin_session(self) -> None:
-        self._interrupted = self.walk
-        if self.walk is not None:
+    def _begin_backward(self) -> None:
+        self._interrupted = self.forward_trace
+        if self.forward_trace is not None:
             self._end_pass()
         self._phases += 1
         self._begin_completing()
         passes = list(self.outstanding)
         self.outstanding.clear()
-        for walk in passes:
-            if walk.key not in self.plans:
-                self._agree(walk, self._universe())
-        key = ("backward", *(walk.key for walk in passes))
+        for trace in passes:
+            if trace.key not in self.plans:
+                self._agree(trace, self._universe())
+        key = ("backward", *(trace.key for trace in passes))
         if key not in self.plans:
-            forward = [self.plans[walk.key] for walk in reversed(passes)]
+            forward = [self.plans[trace.key] for trace in reversed(passes)]
             agreed = all(plan is not None for plan in forward)
             self.plans[key] = [unit for plan in forward for unit in reversed(plan or [])] if agreed else None
-        self.session = ExecutionTrace(key, self.plans[key])
-        Variable._execution_engine.queue_callback(self._end_session)
+        self.backward_trace = ExecutionTrace(key, self.plans[key])
+        Variable._execution_engine.queue_callback(self._post_backward)
 
     @torch.no_grad()
-    def _end_session(self) -> None:
-        walk = self.session
-        assert walk is not None
+    def _post_backward(self) -> None:
+        trace = self.backward_trace
+        assert trace is not None
         try:
-            self._finish_plan(walk)
-            if self.shares_params and walk.plan is None:
-                self._ask_until_all_end(walk)
-                self._agree(walk, self._universe()[::-1])
+            self._finish_plan(trace)
+            if self.shares_params and trace.plan is None:
+                self._ask_until_all_end(trace)
+                self._agree(trace, self._universe()[::-1])
             for unit in reversed(self.units):
                 if unit.trainable and unit.index not in self.completed and not unit.deferred:
                     self._complete(unit)
@@ -370,17 +372,17 @@ class Runtime:
                 self._complete_rest()
             for unit in self.units:
                 if not unit.resident:
-                    unit.release()
+                    unit.reshard()
             late = {unit.index for unit in self.units if unit.has_gradient()}
             for index in late:
                 if not self.part.held:
                     self._refuse_lost_slot(self.units[index])
-                for segment in self.units[index].trainable:
-                    segment.set_late_aside()
+                for flat_group in self.units[index].trainable:
+                    flat_group.set_late_aside()
             self.late = set() if self.part.held else late
-            self.on_session_end()
+            self.on_backward_end()
         finally:
-            self.session, self._last_session = None, walk
+            self.backward_trace, self._last_backward = None, trace
         if self._interrupted is not None:
             self._resume(grad_mode=self._interrupted.key[2])  # type: ignore[index]
 
@@ -390,12 +392,12 @@ class Runtime:
         with torch.set_grad_enabled(grad_mode):
             for unit in (self.units[index] for index in dict.fromkeys(self._inside)):
                 if not unit.resident:
-                    if self.walk is None:
+                    if self.forward_trace is None:
                         self._begin_pass(unit, watched=False)  # what is switched on in a backward ends with it
-                    self._visit(self.walk, unit)  # type: ignore[arg-type]
+                    self._need(self.forward_trace, unit)  # type: ignore[arg-type]
 
     def _complete_rest(self) -> None:
-        """Complete the units whose turn has not come in this session."""
+        """Complete the units whose turn has not come in this backward."""
         for unit in reversed(self.units):
             inside = self.part.units is None or unit.index in self.part.units
             if unit.trainable and inside and unit.index not in self.completed:
@@ -409,8 +411,8 @@ class Runtime:
 
     def _begin_completing(self) -> None:
         """No unit's gradients are complete yet; find out whether those that will be are reduced."""
-        self.last_session = self.reduce_now()
-        self.reducing_session = self.shares_grads or self.last_session
+        self.is_last_backward = self.reduce_now()
+        self.reduces_now = self.shares_grads or self.is_last_backward
         self.completed.clear()
 
     def take_passes(self) -> list[ExecutionTrace]:
@@ -437,7 +439,7 @@ class Runtime:
 
     def _refuse_stray_gradient(self, unit: Unit) -> None:
         """A gradient for a unit that never had its slot comes from a use of a placeholder."""
-        if unit.resident or unit.index in self.visited or not unit.has_gradient():
+        if unit.resident or unit.index in self.forwarded or not unit.has_gradient():
             return
         names = unit.names_with_gradient()
         raise released_parameter(names[0], unit.name)
@@ -446,15 +448,15 @@ class Runtime:
         """Collect the gradients of ``unit`` and, where this backward reduces, start their reduction."""
         self._refuse_stray_gradient(unit)
         self.completed.add(unit.index)
-        if unit.grad_slot < 0 and any(segment.reduced for segment in unit.trainable):
+        if unit.grad_slot < 0 and any(flat_group.reduced for flat_group in unit.trainable):
             self.finish_reductions(of=unit)
         if self.inspect is not None:
             self.inspect(unit)
-        if not (self.reducing_session and unit.take_loose()):
+        if not (self.reduces_now and unit.take_loose()):
             if unit.grad_slot >= 0:
                 self._free_grad_slot(unit)
-            unit.absorb()
-        if self.reducing_session:
+            unit.accumulate()
+        if self.reduces_now:
             self._reduce(unit)
 
     def _free_grad_slot(self, unit: Unit) -> None:
@@ -466,7 +468,7 @@ class Runtime:
     def _reduce(self, unit: Unit) -> None:
         while len(self.reducing) >= MAX_REDUCING:
             self._finish_oldest()
-        unit.gradients_final = self.last_session
+        unit.gradients_final = self.is_last_backward
         unit.start_reduce(self.comm)
         self.reducing.append(unit)
         if not self.overlap:
@@ -476,67 +478,67 @@ class Runtime:
         unit = self.reducing.popleft()
         unit.finish_reduce()
         if not self.policy.shard_optimizer and self.comm.topology.shard > 1:
-            for segment in unit.trainable:
-                assert segment.grad_full is not None
+            for flat_group in unit.trainable:
+                assert flat_group.grad_full is not None
                 label = f"{unit.name}: all-gather gradients"
-                self.sharing.append(self.comm.all_gather(segment.grad_full, segment.layout.bounds, label))
+                self.sharing.append(self.comm.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
 
-    # -- visits --------------------------------------------------------------------------------------------------
+    # -- needs ---------------------------------------------------------------------------------------------------
 
-    def _visit(self, walk: ExecutionTrace, unit: Unit) -> None:
-        """``unit`` is needed now: walk the agreed list up to it, or ask the other ranks."""
-        self.visited.add(unit.index)
-        if walk.current != unit.index:
-            walk.visits.append(unit.index)
-            position = walk.find(unit.index)
+    def _need(self, trace: ExecutionTrace, unit: Unit) -> None:
+        """``unit`` is needed now: go along the agreed list up to it, or ask the other ranks."""
+        self.forwarded.add(unit.index)
+        if trace.current != unit.index:
+            trace.recorded.append(unit.index)
+            position = trace.find(unit.index)
             if position is not None:
-                self._advance(walk, position)
+                self._advance(trace, position)
             elif self.shares_params:
-                self._ask(walk, unit)
-            walk.current = unit.index
-        if not unit.attached:
+                self._ask(trace, unit)
+            trace.current = unit.index
+        if not unit.unsharded:
             unit.finish_gather()
-            unit.attach()
+            unit.unshard()
 
-    def _advance(self, walk: ExecutionTrace, position: int) -> None:
+    def _advance(self, trace: ExecutionTrace, position: int) -> None:
         """Take every step of the plan up to ``position``: the same steps, in the same order, on every rank."""
-        assert walk.plan is not None
-        backward = walk is self.session
-        while walk.cursor < position:
-            if backward and walk.cursor >= 0:
-                self._pass_by(walk)
-            walk.cursor += 1
-            self._prefetch(walk)
+        assert trace.plan is not None
+        backward = trace is self.backward_trace
+        while trace.cursor < position:
+            if backward and trace.cursor >= 0:
+                self._pass_by(trace)
+            trace.cursor += 1
+            self._prefetch(trace)
 
-    def _pass_by(self, walk: ExecutionTrace) -> None:
-        """The unit under the cursor has been left for good: reduce it, if this was its last visit."""
-        assert walk.plan is not None
+    def _pass_by(self, trace: ExecutionTrace) -> None:
+        """The unit under the cursor has been left for good: reduce it, if it is not needed again."""
+        assert trace.plan is not None
         if self.part.held:
             return
-        unit = self.units[walk.plan[walk.cursor]]
-        if walk.finished(walk.cursor) and unit.trainable and not unit.deferred and unit.index not in self.completed:
+        unit = self.units[trace.plan[trace.cursor]]
+        if trace.finished(trace.cursor) and unit.trainable and not unit.deferred and unit.index not in self.completed:
             self._complete(unit)
 
-    def _finish_plan(self, walk: ExecutionTrace) -> None:
+    def _finish_plan(self, trace: ExecutionTrace) -> None:
         """Take the steps that this rank had no need for: other ranks may be waiting in them."""
-        if walk.plan:
-            self._advance(walk, len(walk.plan) - 1)
-            if walk is self.session:
-                self._pass_by(walk)
+        if trace.plan:
+            self._advance(trace, len(trace.plan) - 1)
+            if trace is self.backward_trace:
+                self._pass_by(trace)
 
-    def _prefetch(self, walk: ExecutionTrace) -> None:
+    def _prefetch(self, trace: ExecutionTrace) -> None:
         """Issue gathers from the cursor on, as far as slots are free, in the order of the plan."""
-        assert walk.plan is not None
+        assert trace.plan is not None
         if not self.shares_params:
             return
-        last = min(walk.cursor + self.param_slots.count - 1, len(walk.plan) - 1)
-        while walk.issued < last:
-            unit = self.units[walk.plan[walk.issued + 1]]
-            waiting = walk.plan[walk.cursor : walk.issued + 1]  # in use, or gathered for their turn
+        last = min(trace.cursor + self.param_slots.count - 1, len(trace.plan) - 1)
+        while trace.issued < last:
+            unit = self.units[trace.plan[trace.issued + 1]]
+            waiting = trace.plan[trace.cursor : trace.issued + 1]  # in use, or gathered for their turn
             if any(self.units[other].param_slot == unit.param_slot >= 0 and other != unit.index for other in waiting):
                 return
-            walk.issued += 1
-            self._gather(unit, "for backward" if walk is self.session else "for forward")
+            trace.issued += 1
+            self._gather(unit, "for backward" if trace is self.backward_trace else "for forward")
 
     def _gather(self, unit: Unit, phase: str) -> None:
         """Start to fill the slot of ``unit``, unless its bytes are there already."""
@@ -550,28 +552,28 @@ class Runtime:
         """Nothing is in shared slot ``slot`` from here on. All ranks must do it at the same point."""
         occupant = self.param_slots.occupant[slot]
         if occupant is not None:
-            if self.session is not None:  # gradients that are there by now were made from its own weights
-                for segment in self.units[occupant].trainable:
-                    segment.set_late_aside()
+            if self.backward_trace is not None:  # gradients that are there by now were made from its own weights
+                for flat_group in self.units[occupant].trainable:
+                    flat_group.set_late_aside()
             self.units[occupant].finish_gather()
-            self.units[occupant].release()
+            self.units[occupant].reshard()
             if not self.units[occupant].keeps_others:
                 self.units[occupant].let_go_of_others()
             self.param_slots.occupant[slot] = None
 
     # -- agreement -----------------------------------------------------------------------------------------------
 
-    def _ask(self, walk: ExecutionTrace, unit: Unit | None) -> bool:
+    def _ask(self, trace: ExecutionTrace, unit: Unit | None) -> bool:
         """One round: tell which unit this rank needs next, and gather what any rank needs. True if all have ended."""
         need = unit.index if unit is not None else _END
-        message = torch.tensor([self._phases, walk.issued, need], dtype=torch.int64)
+        message = torch.tensor([self._phases, trace.issued, need], dtype=torch.int64)
         try:
             answers = [tuple(answer.tolist()) for answer in self.comm.data_gather(message, ORDER_TIMEOUT_S)]
         except OrderError as error:
-            raise OrderError(self._unanswered(walk, unit)) from error
+            raise OrderError(self._unanswered(trace, unit)) from error
         if len({(phase, issued) for phase, issued, _ in answers}) > 1:
             raise OrderError(self._different_positions(answers))
-        walk.plan = None
+        trace.plan = None
         for index in sorted({needed for *_, needed in answers} - {_END}):
             self._gather_for_some(self.units[index], needed_here=index == need)
         return all(needed == _END for *_, needed in answers)
@@ -585,33 +587,33 @@ class Runtime:
             self.param_slots.occupant[unit.param_slot] = unit.index
             return
         unit.updated()
-        for segment in unit.segments:  # other ranks need our shard; what we receive goes to scratch
-            scratch = torch.empty_like(segment.full)
+        for flat_group in unit.flat_groups:  # other ranks need our shard; what we receive goes to scratch
+            scratch = torch.empty_like(flat_group.full)
             label = f"{unit.name}: all-gather as asked"
-            self.comm.all_gather(scratch, segment.layout.bounds, label, segment.shard).wait()
+            self.comm.all_gather(scratch, flat_group.layout.bounds, label, flat_group.shard).wait()
 
-    def _ask_until_all_end(self, walk: ExecutionTrace) -> None:
-        while not self._ask(walk, None):
+    def _ask_until_all_end(self, trace: ExecutionTrace) -> None:
+        while not self._ask(trace, None):
             pass
         for slot in range(self.param_slots.count):  # ranks may hold different units: start afresh
             self.evict(slot)
 
-    def _agree(self, walk: ExecutionTrace, universe: list[int]) -> None:
-        """Merge what the ranks visited into the plan of this kind of pass."""
-        if walk.key in self.plans and self.plans[walk.key] is None:
+    def _agree(self, trace: ExecutionTrace, universe: list[int]) -> None:
+        """Merge what the ranks needed into the plan of this kind of pass."""
+        if trace.key in self.plans and self.plans[trace.key] is None:
             return
-        merged = merge_orders(self.comm.data_objects(walk.visits), universe)
+        merged = merge_orders(self.comm.data_objects(trace.recorded), universe)
         if merged is None:
             warn_once(
                 "ranks run their units in contradictory orders: results are right, but nothing is prefetched, and "
                 "ranks ask one another before every gather."
             )
-        self.plans[walk.key] = merged
+        self.plans[trace.key] = merged
 
-    def _unanswered(self, walk: ExecutionTrace, unit: Unit | None) -> str:
+    def _unanswered(self, trace: ExecutionTrace, unit: Unit | None) -> str:
         name = unit.name if unit is not None else "the end of the pass"
         return (
-            f"rank {self.comm.topology.rank} reached {name!r} outside the order agreed for this pass ({walk.key}), and "
+            f"rank {self.comm.topology.rank} reached {name!r} outside the order agreed for this pass ({trace.key}), and "
             f"other ranks did not within {ORDER_TIMEOUT_S:.0f} s: they run the model's units in another order or "
             "another number of times. Remedy: call the model equally often on all ranks. If some ranks take a "
             "branch that none has taken before, let all take it in the first step, or define its modules in the order "
@@ -636,7 +638,7 @@ class Runtime:
     def reduce_accumulated(self) -> None:
         """Reduce what accumulated in backwards that did not (the boundary was not known then)."""
         for unit in reversed(self.units):
-            if any(segment.accumulated for segment in unit.trainable):
+            if any(flat_group.accumulated for flat_group in unit.trainable):
                 self._reduce(unit)
         self.finish_reductions()
 
@@ -648,20 +650,20 @@ class Runtime:
             pending.wait()
         self.sharing.clear()
 
-    def settle(self) -> None:
+    def reduce_late(self) -> None:
         """Reduce the gradients that came late on any rank. All data-parallel ranks must call it.
 
         The next backward follows the order of this one; a unit that is late again waits for the end of the backward.
         """
-        if self._last_session is not None:
-            self._agree(self._last_session, self._universe()[::-1])
+        if self._last_backward is not None:
+            self._agree(self._last_backward, self._universe()[::-1])
         for index in sorted(set().union(*self.comm.data_objects(self.late))):
             unit = self.units[index]
             unit.deferred = unit.deferred or index in self._late_before
             self._late_before.add(index)
             if unit.grad_slot >= 0:
                 self._free_grad_slot(unit)
-            unit.absorb()
+            unit.accumulate()
             self._reduce(unit)
         self.finish_reductions()
         self.late.clear()
@@ -677,9 +679,9 @@ class Runtime:
         for unit in self.units:
             unit.updated()
         for link in links_of(self.units):
-            link.settle()
+            link.flush()
 
-    def publish(self) -> None:
+    def gather_updated(self) -> None:
         """The shards have new values: gather units with slots of their own, let go of what shared slots hold.
 
         Returns when that is done, on all ranks: loops that read parameters after step(), for a moving average say, must see
@@ -701,12 +703,12 @@ class Runtime:
             unit.start_gather(self.comm, "updated parameters")
         for unit in resident:
             unit.finish_gather()
-        self.comm.quiesce()
+        self.comm.fence()
 
     def forget(self) -> None:
         """After a step: nothing is outstanding."""
         self.outstanding.clear()
-        self.visited.clear()
+        self.forwarded.clear()
         self.late.clear()
         for handle in self._leaf_hooks:
             handle.remove()

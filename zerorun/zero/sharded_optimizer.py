@@ -60,9 +60,9 @@ class ShardedOptimizer:
         self.own_hooks = 0  # of the engine, on the optimizer's step
         self.stepping = False  # the optimizer's step is running
         self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
-        self._segments = [segment for unit in units for segment in unit.trainable]
+        self._flat_groups = [flat_group for unit in units for flat_group in unit.trainable]
         self._updates = 0
-        self._never_used: set[tuple[int, int]] = set()  # (id of segment, entry): no gradient in any update so far
+        self._never_used: set[tuple[int, int]] = set()  # (id of flat group, entry): no gradient in any update so far
         self.tell_overflow(False)
 
     def tell_overflow(self, overflow: bool) -> None:
@@ -83,8 +83,8 @@ class ShardedOptimizer:
         runtime.finish_reductions()
         self.drain()
         if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
-            self._sum_beyond(runtime)
-        unused = any(False in segment.used for segment in self._segments)
+            self._sum_over_model_axes(runtime)
+        unused = any(False in flat_group.used for flat_group in self._flat_groups)
         topology = self.comm.topology
         first = topology.tensor_rank == 0  # of ranks with the same losses one counts
         other = loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
@@ -92,24 +92,24 @@ class ShardedOptimizer:
         values += wishes
         total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
-            runtime.settle()
+            runtime.reduce_late()
             self.drain()
             total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
         square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
         counts, apart = tuple(int(count) for count in wished), abs(others) / scale if scale else 0.0
         return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
 
-    def _sum_beyond(self, runtime: Runtime) -> None:
+    def _sum_over_model_axes(self, runtime: Runtime) -> None:
         """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""
         if self.comm.control_sum(torch.tensor([float(len(runtime.late))]))[0]:
-            runtime.settle()
+            runtime.reduce_late()
             self.drain()
-        for axis in self.comm.beyond:
-            members = [segment for segment in self._segments if axis in segment.spread.sums]
+        for axis in self.comm.model_axes:
+            members = [flat_group for flat_group in self._flat_groups if axis in flat_group.replication.sums]
             if members:
-                self.comm.sum_beyond([owned_gradient(segment) for segment in members], axis)
-            for segment in members:
-                segment.square_sum = None
+                self.comm.sum_over_axis([owned_gradient(flat_group) for flat_group in members], axis)
+            for flat_group in members:
+                flat_group.square_sum = None
 
     def drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
@@ -123,10 +123,10 @@ class ShardedOptimizer:
         stages add the same numbers in the same order.
         """
         total = torch.zeros((), dtype=torch.float64)
-        for segment in self._segments:
-            if not segment.spread.counted:
+        for flat_group in self._flat_groups:
+            if not flat_group.replication.counted:
                 continue
-            part = segment.local_square_sum()
+            part = flat_group.local_square_sum()
             total = part + total.to(part.device)
         with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
             return float(total)
@@ -140,22 +140,22 @@ class ShardedOptimizer:
         left_out = self._unused_everywhere() if unused else set()
         for unit in self.units:
             unit.updated()
-        self.comm.quiesce()
+        self.comm.fence()
         if unused and self.refuse_unused:
             self._refuse_unused(left_out)
         self._watch_unused(left_out)
         if left_out:  # parameters that move must not share a piece with those that do not
-            self.cut(lambda piece: len({(id(piece.segment), run.entry) in left_out for run in piece.runs}) == 2)
-        moving = [p for p in self.pieces if any((id(p.segment), run.entry) not in left_out for run in p.runs)]
+            self.cut(lambda piece: len({(id(piece.flat_group), run.entry) in left_out for run in piece.runs}) == 2)
+        moving = [p for p in self.pieces if any((id(p.flat_group), run.entry) not in left_out for run in p.runs)]
         once = isinstance(self.optimizer, SinglePassOptimizer)
         alone = once and not self._has_hooks()  # which look at gradients before the step, or change masters after it
         behind = [unit for unit in order if alone and unit.placement.optimizer and unit.trainable]
-        apart = {id(segment) for unit in behind for segment in unit.trainable}
-        self._update_now([piece for piece in moving if id(piece.segment) not in apart], coefficient)
-        unwritten = [s for s in self._segments if not (id(s) in apart or (alone and beside_master(s)))]
+        apart = {id(flat_group) for unit in behind for flat_group in unit.trainable}
+        self._update_now([piece for piece in moving if id(piece.flat_group) not in apart], coefficient)
+        unwritten = [s for s in self._flat_groups if not (id(s) in apart or (alone and beside_master(s)))]
         self.write_back(only=unwritten)
         if isinstance(self.optimizer, SinglePassOptimizer):
-            begin_updates(behind, [p for p in moving if id(p.segment) in apart], self.optimizer, coefficient)
+            begin_updates(behind, [p for p in moving if id(p.flat_group) in apart], self.optimizer, coefficient)
 
     def _has_hooks(self) -> bool:
         """True if somebody besides the engine wants to know of the optimizer's steps."""
@@ -167,7 +167,7 @@ class ShardedOptimizer:
         for piece in pieces:
             piece.tensor.grad = piece.gradient
         if isinstance(self.optimizer, SinglePassOptimizer):
-            self.optimizer.outputs = {p.tensor: weight_of(p) for p in pieces if beside_master(p.segment)}
+            self.optimizer.outputs = {p.tensor: weight_of(p) for p in pieces if beside_master(p.flat_group)}
         if isinstance(self.optimizer, (FusedAdam, SinglePassOptimizer)):
             self.optimizer.coefficient = coefficient
         elif coefficient != 1.0 and pieces:
@@ -182,8 +182,8 @@ class ShardedOptimizer:
 
     def write_back(self, only: Iterable[FlatGroup] | None = None) -> None:
         """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
-        for segment in self._segments if only is None else only:
-            write_back(segment)
+        for flat_group in self._flat_groups if only is None else only:
+            write_back(flat_group)
 
     def _refuse_unused(self, left_out: set[tuple[int, int]]) -> None:
         """Raise StepError on all ranks alike: other pipeline stages have other parameters."""
@@ -193,15 +193,19 @@ class ShardedOptimizer:
             raise StepError(first)
 
     def _unused_everywhere(self) -> set[tuple[int, int]]:
-        """(id of segment, entry) of the parameters without a gradient on any rank since the last step."""
-        flags = [torch.tensor([float(used) for used in segment.used]) for segment in self._segments]
+        """(id of flat group, entry) of the parameters without a gradient on any rank since the last step."""
+        flags = [torch.tensor([float(used) for used in flat_group.used]) for flat_group in self._flat_groups]
         summed = self.comm.data_sum(torch.cat([torch.zeros(1), *flags]))[1:].split([len(part) for part in flags])
-        for axis in self.comm.beyond:  # where another rank had a gradient, this one has it, too
-            members = [part for part, segment in zip(summed, self._segments, strict=True) if axis in segment.spread.sums]
+        for axis in self.comm.model_axes:  # where another rank had a gradient, this one has it, too
+            members = [
+                part
+                for part, flat_group in zip(summed, self._flat_groups, strict=True)
+                if axis in flat_group.replication.sums
+            ]
             if members:
-                self.comm.sum_beyond(members, axis)
+                self.comm.sum_over_axis(members, axis)
         totals = iter([value for part in summed for value in part.tolist()])
-        return {(id(s), entry) for s in self._segments for entry in range(len(s.used)) if next(totals) == 0}
+        return {(id(s), entry) for s in self._flat_groups for entry in range(len(s.used)) if next(totals) == 0}
 
     def _watch_unused(self, left_out: set[tuple[int, int]]) -> None:
         """Name once, after some steps, what has had no gradient on any rank: a part of the model that nothing reaches?"""
@@ -224,9 +228,9 @@ class ShardedOptimizer:
         )
 
     def _names(self, places: set[tuple[int, int]], where: Callable[[nn.Parameter], bool] = lambda _: True) -> list[str]:
-        """Of the parameters at ``places`` (id of segment, entry), in the order of the model, for which ``where`` holds."""
-        members = [(s, i, name) for s in self._segments for i, name in enumerate(s.names) if (id(s), i) in places]
-        return [name for segment, index, name in members if where(segment.params[index])]
+        """Those at ``places`` (id of flat group, entry) for which ``where`` holds, in the order of the model."""
+        members = [(s, i, name) for s in self._flat_groups for i, name in enumerate(s.names) if (id(s), i) in places]
+        return [name for flat_group, index, name in members if where(flat_group.params[index])]
 
     def cut(self, mixed: Callable[[OptimizerPiece], bool]) -> None:
         """Replace every ``mixed`` piece by one piece for each parameter in it, with its state."""
@@ -240,7 +244,7 @@ class ShardedOptimizer:
         self.pieces = pieces
 
 
-def write_back(segment: FlatGroup) -> None:
+def write_back(flat_group: FlatGroup) -> None:
     """Let the compute-dtype values be the master's, rounded."""
-    if segment.master is not None and not segment.master_is_weight:
-        segment.weight.copy_(segment.master)
+    if flat_group.master is not None and not flat_group.master_is_weight:
+        flat_group.weight.copy_(flat_group.master)

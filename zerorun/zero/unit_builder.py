@@ -250,7 +250,7 @@ class UnitBuilder:
     reads_parts: bool = False  # ranks can sum gradients from where autograd leaves them
     maps_shards: bool = False  # ranks can share the memory of large shards
     comm: Communicator | None = None
-    spread_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
+    replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
     disk: Disk | None = None  # what the placements put on one; a plan needs none
 
     def disk_units(self, specs: list[UnitSpec]) -> dict[int, list[int]]:
@@ -258,7 +258,7 @@ class UnitBuilder:
         found = {}
         for index, (spec, placement) in enumerate(zip(specs, self.placements, strict=bool(self.placements))):
             if placement.states_on_disk:
-                found[index] = [s.high - s.low for s in self._segments(spec) if s.trainable]
+                found[index] = [s.high - s.low for s in self._flat_groups(spec) if s.trainable]
         return found
 
     def disk_params(self, specs: list[UnitSpec]) -> int:
@@ -266,22 +266,22 @@ class UnitBuilder:
         total = 0
         for spec, placement in zip(specs, self.placements, strict=bool(self.placements)):
             if placement.params_on_disk and self.policy.share_param_slots and _may_share(spec):
-                segments = self._segments(spec)
-                total += sum(aligned_bytes((s.high - s.low) * self._dtype(s.params[0]).itemsize) for s in segments)
+                flat_groups = self._flat_groups(spec)
+                total += sum(aligned_bytes((s.high - s.low) * self._dtype(s.params[0]).itemsize) for s in flat_groups)
         return total
 
     def build(self, specs: list[UnitSpec]) -> tuple[list[Unit], SlotPool, SlotPool]:
         """(units, parameter slots, gradient slots). Parameters become views or placeholders; rank 0's values win."""
-        units = [Unit(index, spec.name, spec.modules, self._segments(spec)) for index, spec in enumerate(specs)]
+        units = [Unit(index, spec.name, spec.modules, self._flat_groups(spec)) for index, spec in enumerate(specs)]
         sharing = [unit for unit, spec in zip(units, specs, strict=True) if _may_share(spec)]
         share_params, share_grads = self.policy.share_param_slots, self.policy.share_grad_slots
         for unit, placement in zip(units, self.placements, strict=bool(self.placements)):
             unit.placement = placement
         for unit in sharing if share_params else ():
-            for segment in unit.segments:
-                segment.mapped = self._can_map(unit, segment)
+            for flat_group in unit.flat_groups:
+                flat_group.mapped = self._can_map(unit, flat_group)
         self._mapping = self._map_shards(units)
-        param_slots = self._pool(self.slot_count, [self._bytes(u.segments) for u in sharing] if share_params else [])
+        param_slots = self._pool(self.slot_count, [self._bytes(u.flat_groups) for u in sharing] if share_params else [])
         # A gradient slot is filled when its unit's backward is over and is on the wire during the next one's.
         in_flight = max(self.slot_count - 1, 1)
         grad_slots = self._pool(in_flight, [self._grad_bytes(u) for u in sharing] if share_grads else [])
@@ -305,31 +305,31 @@ class UnitBuilder:
             self._mapping.close()
         return units, param_slots, grad_slots
 
-    def _can_map(self, unit: Unit, segment: FlatGroup) -> bool:
-        """True if all ranks have the shards of ``segment`` in whole pages, where nothing but a step changes them."""
+    def _can_map(self, unit: Unit, flat_group: FlatGroup) -> bool:
+        """True if all ranks have the shards of ``flat_group`` in whole pages, where nothing but a step changes them."""
         here = not (unit.placement.params or unit.placement.optimizer)
-        paged = all(bound % PAGED == 0 for bound in segment.layout.bounds) and segment.layout.even
-        wide = self._dtype(segment.params[0]).itemsize >= 2  # PAGED elements are whole pages then
-        return self.maps_shards and here and paged and wide and segment.layout.numel > 0
+        paged = all(bound % PAGED == 0 for bound in flat_group.layout.bounds) and flat_group.layout.even
+        wide = self._dtype(flat_group.params[0]).itemsize >= 2  # PAGED elements are whole pages then
+        return self.maps_shards and here and paged and wide and flat_group.layout.numel > 0
 
     def _map_shards(self, units: list[Unit]) -> MappedShards | None:
-        """The memory of the mapped segments; where they are too many, or ranks can have none in common, none is mapped."""
-        mapped = [segment for unit in units for segment in unit.segments if segment.mapped]
+        """The memory of the mapped flat groups. None is where they are too many, or ranks can have none in common."""
+        mapped = [flat_group for unit in units for flat_group in unit.flat_groups if flat_group.mapped]
         sizes = [(s.high - s.low) * self._dtype(s.params[0]).itemsize for s in mapped]
         few = 0 < len(mapped) * self.topology.shard <= MOST_RANGES
         mapping = self.comm.map_shards(sizes) if few and self.comm is not None else None
-        for segment in mapped:
-            segment.mapped = few and (mapping is not None or self.comm is None)
+        for flat_group in mapped:
+            flat_group.mapped = few and (mapping is not None or self.comm is None)
         return mapping
 
-    def _mapped(self, segment: FlatGroup, dtype: torch.dtype) -> torch.Tensor:
+    def _mapped(self, flat_group: FlatGroup, dtype: torch.dtype) -> torch.Tensor:
         """The flat buffer [numel] over the memory of all ranks."""
         if self._mapping is None:
-            return torch.empty(segment.layout.numel, dtype=dtype, device=self.device)
+            return torch.empty(flat_group.layout.numel, dtype=dtype, device=self.device)
         return self._mapping.take().view(dtype)
 
     def _reserve_staging(self, units: list[Unit]) -> int:
-        """Buffers for the largest segment that is updated in host memory, where it cannot be done in place. Their bytes."""
+        """Buffers for the largest flat group that is updated in host memory, where that needs any. Their bytes."""
         owned = [(s.high - s.low, self._dtype(s.params[0])) for u in units if u.placement.optimizer for s in u.trainable]
         gradients = max((numel * torch.float32.itemsize for numel, _ in owned), default=0)
         rounded = max((numel * dtype.itemsize for numel, dtype in owned if dtype.itemsize < 4), default=0)
@@ -340,32 +340,32 @@ class UnitBuilder:
     def _pool(self, count: int, sizes: list[int]) -> SlotPool:
         return SlotPool(count, max(sizes, default=0), self.device)
 
-    def _bytes(self, segments: Sequence[FlatGroup]) -> int:
-        """Bytes of a parameter slot that holds ``segments`` one after the other, except those that need none."""
-        needing = [segment for segment in segments if not segment.mapped]
+    def _bytes(self, flat_groups: Sequence[FlatGroup]) -> int:
+        """Bytes of a parameter slot that holds ``flat_groups`` one after the other, except those that need none."""
+        needing = [flat_group for flat_group in flat_groups if not flat_group.mapped]
         return sum(aligned_bytes(s.layout.numel * self._dtype(s.params[0]).itemsize) for s in needing)
 
     def _grad_bytes(self, unit: Unit) -> int:
         """Bytes of a gradient slot for ``unit``."""
-        return sum(aligned_bytes(segment.layout.numel * torch.float32.itemsize) for segment in unit.trainable)
+        return sum(aligned_bytes(flat_group.layout.numel * torch.float32.itemsize) for flat_group in unit.trainable)
 
-    def _segments(self, spec: UnitSpec) -> list[FlatGroup]:
+    def _flat_groups(self, spec: UnitSpec) -> list[FlatGroup]:
         kinds: dict[tuple[torch.dtype, bool, Replication, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
         for name, param in spec.params:
             trainable = param.requires_grad and id(param) in self.optimized
-            kinds[self._dtype(param), trainable, self.spread_of(param), is_packed(param)].append((name, param))
-        segments = []
-        for (_, trainable, spread, packed), members in kinds.items():
+            kinds[self._dtype(param), trainable, self.replication_of(param), is_packed(param)].append((name, param))
+        flat_groups = []
+        for (_, trainable, replication, packed), members in kinds.items():
             if trainable:  # neighbours of one parameter group make one optimizer piece
                 members.sort(key=lambda member: self.optimized[id(member[1])])
             names, params = [name for name, _ in members], [param for _, param in members]
             layout = build_layout(
                 names, [tuple(p.shape) for p in params], self.topology.shard, whole=self.whole and trainable
             )
-            segment = FlatGroup(names, params, layout, self.topology.shard_rank, spread)
-            segment.trainable, segment.packed = trainable, packed
-            segments.append(segment)
-        return segments
+            flat_group = FlatGroup(names, params, layout, self.topology.shard_rank, replication)
+            flat_group.trainable, flat_group.packed = trainable, packed
+            flat_groups.append(flat_group)
+        return flat_groups
 
     def _dtype(self, param: nn.Parameter) -> torch.dtype:
         """That ``param`` is kept in. What is packed keeps its own, which says nothing about its values."""
@@ -375,48 +375,50 @@ class UnitBuilder:
 
     def _materialise(self, unit: Unit, param_slots: SlotPool, grad_slots: SlotPool) -> None:
         if not unit.resident:
-            needing = [segment for segment in unit.segments if not segment.mapped]
-            dtypes = [self._dtype(segment.params[0]) for segment in needing]
+            needing = [flat_group for flat_group in unit.flat_groups if not flat_group.mapped]
+            dtypes = [self._dtype(flat_group.params[0]) for flat_group in needing]
             carved = iter(param_slots.carve(unit.param_slot, [s.layout.numel for s in needing], dtypes))
-        for segment in unit.segments:
-            dtype = self._dtype(segment.params[0])
-            values = self._values(segment)  # [numel], the dtype the user gave
-            segment.dtype = dtype
-            large = segment.layout.numel >= LARGE_NUMEL * len(segment.params)
-            segment.unpacked = large and dtype == torch.float32 and self.reads_parts
-            segment.shard_is_in_place = unit.resident
+        for flat_group in unit.flat_groups:
+            dtype = self._dtype(flat_group.params[0])
+            values = self._values(flat_group)  # [numel], the dtype the user gave
+            flat_group.dtype = dtype
+            large = flat_group.layout.numel >= LARGE_NUMEL * len(flat_group.params)
+            flat_group.unpacked = large and dtype == torch.float32 and self.reads_parts
+            flat_group.shard_is_in_place = unit.resident
             if unit.resident:
-                segment.adopt_full(values if values.dtype == dtype else values.to(dtype))
-                segment.shard = segment.full[segment.low : segment.high]
-            elif segment.mapped:
-                segment.adopt_full(self._mapped(segment, dtype))
-                segment.shard = segment.full[segment.low : segment.high].copy_(values[segment.low : segment.high])
+                flat_group.adopt_full(values if values.dtype == dtype else values.to(dtype))
+                flat_group.shard = flat_group.full[flat_group.low : flat_group.high]
+            elif flat_group.mapped:
+                flat_group.adopt_full(self._mapped(flat_group, dtype))
+                flat_group.shard = flat_group.full[flat_group.low : flat_group.high].copy_(
+                    values[flat_group.low : flat_group.high]
+                )
             else:
-                segment.adopt_full(next(carved))
-                segment.shard = self._kept_shard(unit, values[segment.low : segment.high], dtype)
-            if segment.trainable:
-                self._give_master(unit, segment, values)
-            del values  # before the next segment's are made
+                flat_group.adopt_full(next(carved))
+                flat_group.shard = self._kept_shard(unit, values[flat_group.low : flat_group.high], dtype)
+            if flat_group.trainable:
+                self._give_master(unit, flat_group, values)
+            del values  # before the next flat group's are made
             if self.comm is not None:
-                self._take_over(segment)
+                self._take_over(flat_group)
         if self.disk is not None and self.disk.states is not None and unit.placement.states_on_disk:
             self.disk.states.let_go(unit.index)
         self._give_gradients(unit, grad_slots)
         if self.comm is not None and not unit.resident:
-            unit.release()
+            unit.reshard()
 
-    def _take_over(self, segment: FlatGroup) -> None:
+    def _take_over(self, flat_group: FlatGroup) -> None:
         """From here on the parameters are views, and what they held before is free."""
-        for param, view in zip(segment.params, segment.views, strict=True):
+        for param, view in zip(flat_group.params, flat_group.views, strict=True):
             param.data = view
-        segment.marks, segment.loud = placeholders(segment.params)
+        flat_group.marks, flat_group.loud = placeholders(flat_group.params)
 
-    def _values(self, segment: FlatGroup) -> torch.Tensor:
+    def _values(self, flat_group: FlatGroup) -> torch.Tensor:
         """The flat buffer [numel] of rank 0's parameters, on this rank's device."""
-        flat = torch.zeros(segment.layout.numel, dtype=segment.dtype, device=self.device)
+        flat = torch.zeros(flat_group.layout.numel, dtype=flat_group.dtype, device=self.device)
         if self.comm is None:
             return flat
-        for entry, param in zip(segment.layout.entries, segment.params, strict=True):
+        for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
             if param.is_meta:
                 raise ModelError(
                     f"parameter {entry.name} is on the meta device and has no values. Remedy: build the model inside "
@@ -443,37 +445,37 @@ class UnitBuilder:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return self._link.empty(numel, dtype)
 
-    def _give_master(self, unit: Unit, segment: FlatGroup, values: torch.Tensor) -> None:
+    def _give_master(self, unit: Unit, flat_group: FlatGroup, values: torch.Tensor) -> None:
         if self.policy.shard_optimizer:
-            owned, compute = values[segment.low : segment.high], segment.shard
+            owned, compute = values[flat_group.low : flat_group.high], flat_group.shard
         else:
-            owned, compute = values, segment.full
+            owned, compute = values, flat_group.full
         on_host = unit.placement.optimizer
         weight_on_host = unit.placement.params and not unit.resident
-        if segment.dtype == torch.float32 and on_host == weight_on_host and not unit.placement.states_on_disk:
-            segment.master, segment.master_is_weight = compute, True
+        if flat_group.dtype == torch.float32 and on_host == weight_on_host and not unit.placement.states_on_disk:
+            flat_group.master, flat_group.master_is_weight = compute, True
         elif self.disk is not None and unit.placement.states_on_disk:
             assert self.disk.states is not None
-            segment.master = self.disk.states.master(unit.index, unit.trainable.index(segment)).copy_(owned)
+            flat_group.master = self.disk.states.master(unit.index, unit.trainable.index(flat_group)).copy_(owned)
         else:
-            segment.master = self._kept(owned, torch.float32, on_host=on_host)
+            flat_group.master = self._kept(owned, torch.float32, on_host=on_host)
 
     def _give_gradients(self, unit: Unit, grad_slots: SlotPool) -> None:
-        numels = [segment.layout.numel for segment in unit.trainable]
+        numels = [flat_group.layout.numel for flat_group in unit.trainable]
         if unit.grad_slot >= 0:
             slots = grad_slots.carve(unit.grad_slot, numels, [torch.float32] * len(numels))
         else:
             slots = [torch.zeros(numel, dtype=torch.float32, device=self.device) for numel in numels]
         on_host = unit.placement.optimizer  # then a reduced gradient leaves its slot at once
-        for segment, slot in zip(unit.trainable, slots, strict=True):
-            segment.adopt_grad(slot)
-            owned = segment.high - segment.low
+        for flat_group, slot in zip(unit.trainable, slots, strict=True):
+            flat_group.adopt_grad(slot)
+            owned = flat_group.high - flat_group.low
             if self.policy.share_grad_slots and not on_host:
-                segment.grad_shard = torch.zeros(owned, dtype=torch.float32, device=self.device)
+                flat_group.grad_shard = torch.zeros(owned, dtype=torch.float32, device=self.device)
             else:
-                segment.grad_shard = slot[segment.low : segment.high]
+                flat_group.grad_shard = slot[flat_group.low : flat_group.high]
             if on_host:
-                segment.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
+                flat_group.host_grad, unit.link = self._on_host(owned, torch.float32), self._link
 
 
 def _may_share(spec: UnitSpec) -> bool:

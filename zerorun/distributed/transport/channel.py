@@ -75,9 +75,9 @@ class Pending:
     __slots__ = ("_finish", "_in_flight", "_works", "done", "label")
 
     def __init__(
-        self, books: CommunicationStatistics, label: str, works: Sequence[Started], finish: Callable[[], None] | None
+        self, statistics: CommunicationStatistics, label: str, works: Sequence[Started], finish: Callable[[], None] | None
     ) -> None:
-        self._in_flight = books.in_flight
+        self._in_flight = statistics.in_flight
         self._works: Sequence[Any] = works
         self._finish = finish
         self.label = label
@@ -216,11 +216,11 @@ class Channel:
         rank: int,
         size: int,
         device: torch.device,
-        books: CommunicationStatistics,
+        statistics: CommunicationStatistics,
         *,
         reads_peers: bool = True,
     ) -> None:
-        self.axis, self.rank, self.size, self.device, self.books = axis, rank, size, device, books
+        self.axis, self.rank, self.size, self.device, self.statistics = axis, rank, size, device, statistics
         self.group = group
         self.nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD))
         self.memory = self._connect() if reads_peers and size > 1 and not self.nccl else None
@@ -250,15 +250,15 @@ class Channel:
         """Room for shards of ``sizes`` bytes in memory that the ranks share; None where they cannot. All must call it."""
         return MappedShards.connect(self._objects, self.rank, self.size, sizes) if self.memory is not None else None
 
-    def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
-        """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``quiesce``.
+    def expose(self, shards: Sequence[torch.Tensor]) -> None:
+        """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``fence``.
 
         Has no effect where ranks do not read each other's memory.
         """
         if self.memory is not None and self.device.type == "cpu":
-            self.open_shards = OpenShards(self.memory, shards, self.books.tag)
+            self.open_shards = OpenShards(self.memory, shards, self.statistics.tag)
 
-    def quiesce(self) -> None:
+    def fence(self) -> None:
         """Return when no other rank reads buffers of this one any more. All ranks must call it."""
         if self.open_shards is not None:
             self.open_shards.close()
@@ -267,14 +267,14 @@ class Channel:
 
     def drain(self, timeout_s: float | None) -> None:
         """Finish what is in flight, or forget it if the timeout is None, and let go of the process group."""
-        for pending in list(self.books.in_flight):
+        for pending in list(self.statistics.in_flight):
             if timeout_s is None:
-                self.books.in_flight.discard(pending)
+                self.statistics.in_flight.discard(pending)
                 continue
             try:
                 pending.wait(timeout_s)
             except OrderError:
-                self.books.in_flight.clear()
+                self.statistics.in_flight.clear()
                 timeout_s = None
         if timeout_s is not None and self.memory is not None:  # others may still read what this rank offered
             with contextlib.suppress(PeerMemoryError):
@@ -300,8 +300,8 @@ class Channel:
         if source is not None and source.data_ptr() != own.data_ptr():
             own.copy_(source)
         if self.size == 1:
-            return Pending(self.books, label, [], None)
-        self.books.count(label, own.numel() * (self.size - 1) * own.element_size())
+            return Pending(self.statistics, label, [], None)
+        self.statistics.count(label, own.numel() * (self.size - 1) * own.element_size())
         if self.nccl:
             return self._nccl_all_gather(full, bounds, own, label)
         if self.open_shards is not None and source is not None and source in self.open_shards:
@@ -323,10 +323,10 @@ class Channel:
         Not over NCCL. Both in host memory; ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is
         sent has dtype ``wire_dtype``.
         """
-        outgoing, pool = full, self.books.pool
+        outgoing, pool = full, self.statistics.pool
         if wire_dtype != full.dtype:
             outgoing = pool.take(full.numel(), wire_dtype).copy_(full)
-        self.books.count(label, (full.numel() - out.numel()) * outgoing.element_size())
+        self.statistics.count(label, (full.numel() - out.numel()) * outgoing.element_size())
         if self.memory is not None:
             piece = Piece(0, bounds[self.rank], 0, out.numel())
             works, finish = [self._start_direct_sum([full], [outgoing], [piece], out, label, accumulate)], nothing
@@ -348,9 +348,9 @@ class Channel:
         ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
         """
         sent = sum(part.numel() for part in parts) - sum(piece.numel for piece in pieces)
-        self.books.count(label, sent * out.element_size())
+        self.statistics.count(label, sent * out.element_size())
         work = self._start_direct_sum(parts, parts, pieces, out, label, accumulate)
-        return Pending(self.books, label, [work], None)
+        return Pending(self.statistics, label, [work], None)
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         """Sum a flat buffer over the axis, in place: reduce-scatter, then all-gather. The same bits on every rank."""
@@ -358,7 +358,7 @@ class Channel:
             return
         if self.nccl:
             sent = 2 * buffer.numel() * (self.size - 1) // self.size
-            self.books.count(label, sent * buffer.element_size())
+            self.statistics.count(label, sent * buffer.element_size())
             assert self.group is not None
             with waiting(label):
                 self.group.allreduce([buffer]).wait()
@@ -373,7 +373,7 @@ class Channel:
         own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
         wire = wire_dtype or buffer.dtype
         works = self.start_sum(buffer, bounds, own, label, accumulate=False, wire_dtype=wire)
-        Pending(self.books, label, *works).wait()
+        Pending(self.statistics, label, *works).wait()
         self.all_gather(buffer, bounds, label, until_given=True).wait()
 
     def sum_of(self, flat: torch.Tensor, label: str) -> torch.Tensor:
@@ -389,16 +389,16 @@ class Channel:
 
     def _sum_of_two(self, flat: torch.Tensor, label: str) -> torch.Tensor:
         total = torch.empty_like(flat)
-        self.books.count(label, flat.numel() * flat.element_size())
+        self.statistics.count(label, flat.numel() * flat.element_size())
         if self.memory is not None:
             piece = Piece(0, 0, 0, flat.numel())
             work = self._start_direct_sum([flat], [flat], [piece], total, label, accumulate=False, until_given=False)
-            Pending(self.books, label, [work], None).wait()
+            Pending(self.statistics, label, [work], None).wait()
             return total
-        theirs, peer, tag = torch.empty_like(flat), 1 - self.rank, self.books.tag(label)
+        theirs, peer, tag = torch.empty_like(flat), 1 - self.rank, self.statistics.tag(label)
         assert self.group is not None
         works = [self.group.recv([theirs], peer, tag), self.group.send([flat], peer, tag)] if flat.numel() else []
-        Pending(self.books, label, [Message(work, label, self._names[peer]) for work in works], None).wait()
+        Pending(self.statistics, label, [Message(work, label, self._names[peer]) for work in works], None).wait()
         sum_in_rank_order([flat, theirs] if self.rank == 0 else [theirs, flat], total, accumulate=False)
         return total
 
@@ -406,7 +406,7 @@ class Channel:
         """Let ``tensor`` be that of rank ``source``, in place. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():
             through = tensor.detach().contiguous().to(self.device if self.nccl else "cpu")
-            self.books.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
+            self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
             with waiting(label):
                 dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
             tensor.detach().copy_(through)
@@ -420,7 +420,7 @@ class Channel:
             return
         host, target = (full.cpu(), torch.empty_like(out, device="cpu")) if full.is_cuda else (full, out)
         works = self.start_sum(host, bounds, target, label, accumulate=False, wire_dtype=full.dtype)
-        Pending(self.books, label, *works).wait()
+        Pending(self.statistics, label, *works).wait()
         store(target, out, accumulate=False)
 
     # -- through peer memory on one host, else point to point -------------------------------------------------------
@@ -432,12 +432,12 @@ class Channel:
             shards.gather(full, bounds, source)
         except PeerMemoryError as error:
             raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
-        return Pending(self.books, label, [], None)
+        return Pending(self.statistics, label, [], None)
 
     def _p2p_all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
-        rank, tag, target = self.rank, self.books.tag(label), full
+        rank, tag, target = self.rank, self.statistics.tag(label), full
         if full.is_cuda:  # two ranks on one GPU: through host memory
             full, source = target.to("cpu"), None
         chunks = [full[low:high] for low, high in pairwise(bounds)]
@@ -462,7 +462,7 @@ class Channel:
             names = self._names
             works += [Message(group.recv([chunks[p]], p, tag), label, names[p]) for p in others if chunks[p].numel()]
             works += [Message(group.send([chunks[rank]], p, tag), label, names[p]) for p in others if chunks[rank].numel()]
-        return Pending(self.books, label, works, finish)
+        return Pending(self.statistics, label, works, finish)
 
     def _start_direct_sum(
         self,
@@ -480,7 +480,7 @@ class Channel:
         ``parts`` are flat, as are ``offered``, what the others may read of them. ``pieces`` says what of them goes where
         in ``out``.
         """
-        rank, memory, pool = self.rank, self.memory, self.books.pool
+        rank, memory, pool = self.rank, self.memory, self.statistics.pool
         assert memory is not None
         dtype = offered[0].dtype
 
@@ -501,7 +501,7 @@ class Channel:
             for buffer in scratch:
                 pool.give(buffer)
 
-        return memory.exchange(self.books.tag(label), label, offered, take, until_given=until_given)
+        return memory.exchange(self.statistics.tag(label), label, offered, take, until_given=until_given)
 
     def _start_sent_sum(
         self,
@@ -513,7 +513,7 @@ class Channel:
         accumulate: bool,
     ) -> tuple[list[Started], Callable[[], None]]:
         """Send every other rank its chunk, receive the others' versions of ours, then add."""
-        group, rank, tag, pool = self.group, self.rank, self.books.tag(label), self.books.pool
+        group, rank, tag, pool = self.group, self.rank, self.statistics.tag(label), self.statistics.pool
         assert group is not None
         works: list[Started] = []
         parts: list[torch.Tensor] = []
@@ -546,13 +546,13 @@ class Channel:
         else:
             chunks = [full[low:high] for low, high in pairwise(bounds)]
             work = group.allgather([chunks], [own])
-        return Pending(self.books, label, [work], None)
+        return Pending(self.statistics, label, [work], None)
 
     def nccl_sum(self, full: torch.Tensor, bounds: Sequence[int], own: torch.Tensor, label: str) -> dist.Work:
         """Over NCCL: begin to sum this rank's chunk of ``full`` into ``own``, which may be a part of it."""
         group = self.group
         assert group is not None
-        self.books.count(label, (full.numel() - own.numel()) * full.element_size())
+        self.statistics.count(label, (full.numel() - own.numel()) * full.element_size())
         if full.numel() == own.numel() * self.size:
             return group._reduce_scatter_base(own, full, dist.ReduceScatterOptions())
         return group.reduce_scatter([own], [[full[low:high] for low, high in pairwise(bounds)]])

@@ -230,7 +230,7 @@ class Communicator:
 
     ``traffic`` counts calls and bytes sent by label. ``pool`` holds the receive buffers of reductions. Data flows between
     *data-parallel ranks*, those that have the same part of the model; decisions are made by all ranks of the world.
-    ``beyond``: channels of other axes, by name: over them ranks sum gradients that are summands on each.
+    ``model_axes``: channels of other axes, by name: over them ranks sum gradients that are summands on each.
     """
 
     def __init__(
@@ -238,22 +238,22 @@ class Communicator:
         topology: Topology,
         device: torch.device,
         wire_dtype: torch.dtype = torch.float32,
-        beyond: dict[str, Channel] | None = None,
+        model_axes: dict[str, Channel] | None = None,
     ) -> None:
         self.topology, self.device, self.wire_dtype = topology, device, wire_dtype
-        self.books = CommunicationStatistics()
-        self.traffic, self.pool = self.books.traffic, self.books.pool
+        self.statistics = CommunicationStatistics()
+        self.traffic, self.pool = self.statistics.traffic, self.statistics.pool
         self._world: dist.ProcessGroup | None = dist.group.WORLD
         self._data = topology.group("data") if topology.data_parallel_size > 1 else None
         self._shard = self._channel("shard", topology.shard_rank, topology.shard)
         self._replicate = self._channel("replicate", topology.replicate_rank, topology.replicate)
-        self.beyond = beyond or {}
+        self.model_axes = model_axes or {}
         self._agreements = 0  # so far: what goes through the process group, in the same order on all ranks
         _live.add(self)
 
     def _channel(self, axis: str, rank: int, size: int) -> Channel:
         group = self.topology.group(axis) if size > 1 else None
-        return Channel(axis, group, rank, size, self.device, self.books)
+        return Channel(axis, group, rank, size, self.device, self.statistics)
 
     # -- asynchronous, on flat buffers ---------------------------------------------------------------------------
 
@@ -268,9 +268,9 @@ class Communicator:
         must call it."""
         return self._shard.map_shards(sizes)
 
-    def lay_open(self, shards: Sequence[torch.Tensor]) -> None:
-        """``shards``, the sources of gathers, change only after ``quiesce``: others may read them without asking."""
-        self._shard.lay_open(shards)
+    def expose(self, shards: Sequence[torch.Tensor]) -> None:
+        """``shards``, the sources of gathers, change only after ``fence``: others may read them without asking."""
+        self._shard.expose(shards)
 
     def reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, *, accumulate: bool
@@ -323,14 +323,14 @@ class Communicator:
     def control_sum(self, values: torch.Tensor, label: str = "control") -> torch.Tensor:
         """Sum a small CPU tensor over all ranks of the world, in place. For decisions, not for data."""
         if self.topology.world_size > 1:
-            self.books.count(label, values.numel() * values.element_size())
+            self.statistics.count(label, values.numel() * values.element_size())
             self._finish_control(dist.all_reduce(values, group=self._world, async_op=True), label)
         return values
 
     def data_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a small CPU tensor over the data-parallel ranks, in place."""
         if self._data is not None:
-            self.books.count("control", values.numel() * values.element_size())
+            self.statistics.count("control", values.numel() * values.element_size())
             self._finish_control(dist.all_reduce(values, group=self._data, async_op=True))
         return values
 
@@ -339,7 +339,7 @@ class Communicator:
         if self._data is None:
             return [values]
         gathered = [torch.empty_like(values) for _ in range(self.topology.data_parallel_size)]
-        self.books.count("control", values.numel() * values.element_size())
+        self.statistics.count("control", values.numel() * values.element_size())
         work = dist.all_gather(gathered, values, group=self._data, async_op=True)
         self._finish_control(work, timeout_s=timeout_s)
         return gathered
@@ -347,7 +347,7 @@ class Communicator:
     def stage_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The small CPU tensors of all ranks of this pipeline stage: data-parallel ranks one after the other, for each
         tensor rank."""
-        found, channel = self.data_gather(values), self.beyond.get("tensor")
+        found, channel = self.data_gather(values), self.model_axes.get("tensor")
         if channel is None or channel.size == 1:
             return found
         mine = torch.cat(found).to(channel.device)
@@ -384,7 +384,7 @@ class Communicator:
                 flat = found[name] = own[name].contiguous() if here else torch.empty(shape, dtype=dtype)
                 if flat.numel():
                     sent = flat.view(-1).view(torch.uint8)  # gloo does not know all dtypes
-                    self.books.count("whole weights over stages", sent.numel())
+                    self.statistics.count("whole weights over stages", sent.numel())
                     self._finish_control(dist.broadcast(sent, group=group, group_src=stage, async_op=True))
         return found
 
@@ -425,23 +425,23 @@ class Communicator:
             raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
 
     def _channels(self) -> tuple[Channel, ...]:
-        return (self._shard, self._replicate, *self.beyond.values())
+        return (self._shard, self._replicate, *self.model_axes.values())
 
     def _memories(self) -> list[PeerMemory]:
         return [channel.memory for channel in self._channels() if channel.memory is not None]
 
-    def quiesce(self) -> None:
+    def fence(self) -> None:
         """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
         try:
             for channel in self._channels():
-                channel.quiesce()
+                channel.fence()
         except PeerMemoryError as error:
             raise OrderError(UNANSWERED.format("before an update", dist.get_rank(), error)) from error
 
     def broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
         """Give every data-parallel rank the contiguous ``tensor`` of number ``source`` among them."""
         if self._data is not None and tensor.numel():
-            self.books.count(label, tensor.numel() * tensor.element_size())
+            self.statistics.count(label, tensor.numel() * tensor.element_size())
             with waiting(label):
                 dist.broadcast(tensor, group=self._data, group_src=source)
 
@@ -452,9 +452,9 @@ class Communicator:
 
     # -- sums over several axes ----------------------------------------------------------------------------------
 
-    def sum_beyond(self, parts: Sequence[torch.Tensor], axis: str) -> None:
+    def sum_over_axis(self, parts: Sequence[torch.Tensor], axis: str) -> None:
         """Sum fp32 tensors [numel] over the ranks of ``beyond[axis]``, in place and in one message."""
-        channel = self.beyond[axis]
+        channel = self.model_axes[axis]
         flat = torch.cat(list(parts))
         total = channel.sum_of(flat, f"gradients over {channel.axis}").split([part.numel() for part in parts])
         torch._foreach_copy_(list(parts), list(total))
@@ -464,11 +464,11 @@ class Communicator:
     ) -> Pending:
         if self.topology.data_parallel_size == 1:
             store(full, out, accumulate)
-            return Pending(self.books, label, [], None)
+            return Pending(self.statistics, label, [], None)
         start = partial(self._shard.start_sum, full, bounds, label=label, wire_dtype=self.wire_dtype)
         if self.topology.replicate == 1:
             works, finish = start(out=out, accumulate=accumulate)
-            return Pending(self.books, label, works, finish)
+            return Pending(self.statistics, label, works, finish)
         own = self.pool.take(out.numel(), torch.float32)
         if self._shard.size > 1:
             works, finish = start(out=own, accumulate=False)
@@ -482,7 +482,7 @@ class Communicator:
             store(own, out, accumulate)
             self.pool.give(own)
 
-        return Pending(self.books, label, works, finish_over_replicas)
+        return Pending(self.statistics, label, works, finish_over_replicas)
 
     def _host_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
@@ -497,7 +497,7 @@ class Communicator:
             inner.wait()
             store(own.to(out.device), out, accumulate)
 
-        return Pending(self.books, label, [], finish)
+        return Pending(self.statistics, label, [], finish)
 
     def _nccl_reduce_scatter(
         self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, accumulate: bool
@@ -511,4 +511,4 @@ class Communicator:
             self._replicate.all_reduce(own, f"{label} over replicas")
             store(own, out, accumulate)
 
-        return Pending(self.books, label, works, finish)
+        return Pending(self.statistics, label, works, finish)

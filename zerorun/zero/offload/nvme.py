@@ -122,7 +122,7 @@ class StateFile:
     """Masters and states of one rank's units on a disk, fp32, all zero at first.
 
     The file has no name once it is open, so nothing stays behind, however the process ends. ``begin``, ``prefetch``,
-    ``open``, ``release`` and ``settle`` raise :class:`SwapError` if the disk does not give or take what it should, and
+    ``open``, ``release`` and ``flush`` raise :class:`SwapError` if the disk does not give or take what it should, and
     then always again. One thread at a time; while a unit is open, nobody else may use its tensors.
     """
 
@@ -224,7 +224,7 @@ class StateFile:
 
     def begin(self) -> None:
         """Before the first of a series of updates: what was changed through the mapping goes to the file."""
-        self.settle()
+        self.flush()
         for buffer in self._buffers:
             if buffer.phase is _Phase.READING:  # announced before, and not opened
                 self._land(buffer)
@@ -277,7 +277,7 @@ class StateFile:
         buffer.phase = _Phase.WRITING
         self._read_wanted()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for everything that is being written."""
         self._check()
         for buffer in self._buffers:
@@ -291,7 +291,7 @@ class StateFile:
         """
         try:
             if self._failure is None:
-                self.settle()
+                self.flush()
         finally:
             self._file.close()
 

@@ -276,10 +276,10 @@ class HostLink:
             self._rounded.hold(place, arrival.synchronize)
         return arrival
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the disk has what was updated. Raises SwapError, again and again, if it did not take it."""
         if self.store is not None:
-            self.begin(self.store.settle)()
+            self.begin(self.store.flush)()
 
     def close(self) -> None:
         """End the thread, and let go of the file."""

@@ -1,8 +1,8 @@
-"""Share: which elements of a whole parameter a tensor-parallel rank holds. Pure arithmetic.
+"""The tensor shard: which elements of a whole parameter a tensor-parallel rank holds. Pure arithmetic.
 
 A module with divided parameters says so in two attributes, which copies of the module keep:
 
-    tensor_shares       parameter name -> Share, of parameters that are a part of a whole one
+    tensor_shards       parameter name -> TensorShard, of parameters that are a part of a whole one
     partial_gradients   names of whole parameters whose gradient on one rank is only a summand of the true one
 """
 
@@ -72,17 +72,17 @@ def fused_ranges(lengths: tuple[int, ...], rank: int, size: int) -> Ranges:
     return tuple(ranges)
 
 
-def shares_of(model: nn.Module) -> dict[int, TensorShard]:
-    """id(parameter) -> Share, of the divided parameters of ``model``."""
-    return {id(param): share for param, share in _divided(model)}
+def shards_of(model: nn.Module) -> dict[int, TensorShard]:
+    """id(parameter) -> its tensor shard, of the divided parameters of ``model``."""
+    return {id(param): shard for param, shard in _divided(model)}
 
 
 def _divided(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorShard]]:
     for module in model.modules():
-        for name, share in getattr(module, "tensor_shares", {}).items():
+        for name, shard in getattr(module, "tensor_shares", {}).items():
             param = module._parameters.get(name)
             if param is not None:
-                yield param, share
+                yield param, shard
 
 
 def partial_of(model: nn.Module) -> set[int]:
