@@ -18,10 +18,10 @@ from typing import Any
 from zerorun.config.batch import resolve_batch
 from zerorun.config.fields import ConfigNote, EffectiveValue
 from zerorun.config.params import ScheduleParams, find_kind
+from zerorun.config.reader import AUTO, ConfigReader
 from zerorun.config.rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
 from zerorun.config.schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
 from zerorun.config.source import read_source
-from zerorun.config.reader import AUTO, ConfigReader
 from zerorun.errors import ConfigError, ConfigProblem
 
 __all__ = [

@@ -21,8 +21,8 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 [Note: gradients come as a whole unit]
 Autograd leaves fresh gradients on ``parameter.grad``. When the unit's backward is over, ``accumulate`` moves them all
 into the gradient slot at once and in fp32: one call for a unit, no hook for a parameter, and 8 bytes of traffic per fp32
-element instead of the 16 of zeroing a buffer and accumulating into it. Where ranks read each other's memory and the parameters are
-large, even that is left out: an ``unpacked`` flat group is summed from where autograd left the gradients.
+element instead of the 16 of zeroing a buffer and accumulating into it. Where ranks read each other's memory and the
+parameters are large, even that is left out: an ``unpacked`` flat group is summed from where autograd left the gradients.
 """
 
 from __future__ import annotations
