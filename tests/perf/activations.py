@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerorun.activations.blocks import CheckpointedBlocks, Recompute
 from zerorun.activations.host_pool import HostPool
-from zerorun.zero.unit_builder import repeated_blocks
+from zerorun.plan.units import repeated_blocks
 
 POLICIES = ("plain", "full", "every_n", "selective", "full, host", "selective, host")
 

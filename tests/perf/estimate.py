@@ -20,6 +20,7 @@ import torch
 import zerorun
 from zerorun.distributed.topology import Topology
 from zerorun.memory.fitting import Fitting
+from zerorun.plan.make import make_plan
 from zerorun.startup.inputs import take_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -59,7 +60,8 @@ def main() -> None:
             return zerorun.estimate_memory(module, settings, ranks, device="cuda")
 
         def check(module: Any = module, wanted: Any = wanted, raw: Any = raw) -> Any:
-            return Fitting(module, wanted, raw, Topology(1, 8, 0), "peer memory", torch.device("cpu")).demand
+            plan = make_plan(module, wanted, raw, Topology(1, 8, 0), "peer memory", "cpu")
+            return Fitting(module, wanted, raw, plan, torch.device("cpu")).demand
 
         few, many = (seconds(lambda ranks=ranks: estimate(ranks), rounds) for ranks in (64, 16384))  # type: ignore[misc]
         tensors = len(list(module.parameters()))

@@ -20,8 +20,7 @@ from torch import nn
 from training import make_config, make_engine, run_steps, shared_topology, train
 
 import zerorun
-from zerorun.activations import blocks, region
-from zerorun.activations import host_pool as host
+from zerorun.activations import blocks, host_pool, region
 from zerorun.activations.blocks import BlockForward
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -57,11 +56,11 @@ DROPOUT = Case("dropout", lambda: Gpt(5, DropBlock))
 @contextmanager
 def everything_is_large() -> Iterator[None]:
     """The test models' tensors would all stay: they are small."""
-    before, host.SMALL_BYTES = host.SMALL_BYTES, 1
+    before, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 1
     try:
         yield
     finally:
-        host.SMALL_BYTES = before
+        host_pool.SMALL_BYTES = before
 
 
 def assert_same_bits(found: Result, wanted: Result, what: object) -> None:
@@ -324,9 +323,9 @@ def train_by_hand(stage: int) -> list[Any]:
     base = make_config(stage, accumulation=2)
     results: list[Any] = [train_seeded(plain, base), train_seeded(case, base)]
     in_host = {**base, "activation_checkpointing": {"cpu_checkpointing": True}}
-    made: list[host.HostPool] = []
+    made: list[host_pool.HostPool] = []
 
-    class Noted(host.HostPool):
+    class Noted(host_pool.HostPool):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
             made.append(self)

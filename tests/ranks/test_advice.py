@@ -15,9 +15,9 @@ from training import make_config, make_engine, shared_topology
 import zerorun
 from zerorun.engine import engine as engine_module
 from zerorun.engine import label_counts
-from zerorun.zero import sharded_optimizer as stepping
+from zerorun.zero import sharded_optimizer
 
-STEPS = stepping.WATCHED_STEPS
+STEPS = sharded_optimizer.WATCHED_STEPS
 
 
 class Labelled(nn.Module):
@@ -82,7 +82,7 @@ def train_for_a_while(model: str, steps: int) -> list[str]:
             engine.backward(case.loss(engine, Place(0, step, 0)))
             engine.step()
 
-    found = said(stepping, act)
+    found = said(sharded_optimizer, act)
     engine.destroy()
     return found
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 import zerorun
 from zerorun.distributed.tensor_shard import even_range, fused_ranges
-from zerorun.engine import initialize as assemble
+from zerorun.engine import initialize
 from zerorun.errors import CheckpointError
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import make_column_parallel, make_row_parallel, make_vocab_parallel, use_columns
@@ -97,12 +97,12 @@ def topology_of(cell: Cell) -> zerorun.Topology:
 @contextmanager
 def different_models() -> Iterator[None]:
     """initialize() takes other modules on other ranks, as it does of pipelines."""
-    compare, assemble._compare_ranks = assemble._compare_ranks, lambda *unused: None
-    cut, assemble.cut = assemble.cut, lambda model, *unused: model  # they are stages already
+    compare, initialize._compare_ranks = initialize._compare_ranks, lambda *unused: None
+    cut, initialize.cut = initialize.cut, lambda model, *unused: model  # they are stages already
     try:
         yield
     finally:
-        assemble._compare_ranks, assemble.cut = compare, cut
+        initialize._compare_ranks, initialize.cut = compare, cut
 
 
 def make_engine(cell: Cell, seed: int, *, frozen: bool = False, model: nn.Module | None = None) -> zerorun.Engine:

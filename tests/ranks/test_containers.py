@@ -16,7 +16,7 @@ from training import make_config, shared_topology
 
 import zerorun
 from zerorun.errors import ConfigError, ReleasedParameterError
-from zerorun.zero.unit_builder import UnitPolicy, choose_units, repeated_blocks
+from zerorun.plan.units import UnitPolicy, choose_units, repeated_blocks
 
 
 class Layer(nn.Module):

@@ -29,10 +29,10 @@ from training import make_config, make_engine
 import zerorun
 from zerorun.distributed.layout import Layout, build_layout
 from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
+from zerorun.plan.reductions import MAX_REDUCING, Reductions
+from zerorun.plan.units import UnitPolicy, choose_units
 from zerorun.zero.execution_trace import gathers
-from zerorun.zero.runtime import MAX_REDUCING, Runtime
 from zerorun.zero.unit import Unit
-from zerorun.zero.unit_builder import UnitPolicy, choose_units
 
 GRAD_SLOTS = 1  # one is on the wire while autograd works on the next unit's gradients
 ITEMSIZE = {"fp32": 4, "bf16": 2}
@@ -272,19 +272,19 @@ def test_half_the_bytes_on_a_bf16_wire() -> None:
 
 def reductions_on_their_way(overlap: bool) -> int:
     """How many there are at most in a backward."""
-    seen, real = [], Runtime._reduce
+    seen, real = [], Reductions.begin
 
-    def reduce(self: Runtime, unit: Unit) -> None:
+    def begin(self: Reductions[Unit], unit: Unit) -> None:
         real(self, unit)
-        seen.append(len(self.reducing))
+        seen.append(len(self._in_flight))
 
     case = Case("row", lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(6))), classes=("Sequential",))
     engine = make_engine(case, make_config(1, zero_optimization={"overlap_comm": overlap}))
-    Runtime._reduce = reduce  # type: ignore[method-assign]
+    Reductions.begin = begin  # type: ignore[method-assign, assignment]
     try:
         engine.backward(engine(torch.ones(2, 4)).sum())
     finally:
-        Runtime._reduce = real  # type: ignore[method-assign]
+        Reductions.begin = real  # type: ignore[method-assign]
     engine.zero_grad()
     engine.destroy()
     assert len(seen) >= 6

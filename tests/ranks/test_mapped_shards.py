@@ -24,7 +24,7 @@ from zerorun.distributed import layout
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.transport import huge_pages
 from zerorun.distributed.transport.mapped_shards import _places
-from zerorun.zero import unit_builder as partition
+from zerorun.plan import make
 
 STEPS = 3
 CASE = CASES["plain"]
@@ -97,10 +97,10 @@ def count_memory() -> dict[str, Any]:
         with torch.no_grad():
             CASE.loss(engine, Place(0, 0, 0))
     found = {
-        "mapped": all(flat_group.mapped for flat_group in flat_groups(engine)),
+        "mapped": all(flat_group.plan.mapped for flat_group in flat_groups(engine)),
         "ranges of one segment": (mappings() - before[0]) / len(flat_groups(engine)),
         "bytes of parameter slots": engine.runtime.param_slots.bytes,
-        "shards are in place": all(s.shard.data_ptr() == s.full[s.low :].data_ptr() for s in flat_groups(engine)),
+        "shards are in place": all(s.shard.data_ptr() == s.full[s.plan.low :].data_ptr() for s in flat_groups(engine)),
         "gathered per own byte": (bytes_of_gathers(engine) - sent[1]) / own,
     }
     engine.destroy()
@@ -133,7 +133,7 @@ def large_shards(width: int) -> tuple[list[bool], int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))))
     engine = make_engine(Case("large", lambda: model, lambda model, place: model(torch.ones(1, 8)).sum()), make_config(3))
-    found = [flat_group.mapped for flat_group in flat_groups(engine)], engine.runtime.param_slots.bytes
+    found = [flat_group.plan.mapped for flat_group in flat_groups(engine)], engine.runtime.param_slots.bytes
     engine.destroy()
     return found
 
@@ -166,12 +166,12 @@ def resident_bytes(kept: float) -> dict[str, Any]:
     data = torch.ones(4, 256, requires_grad=True)  # so that the first block has a backward hook, too
     case = Case("tower", build_tower, lambda model, place: model(data).sum(), classes=("Sequential",))
     block = 256 * 256 * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
-    partition.KEPT_BYTES, usual = int(kept * block), partition.KEPT_BYTES
+    make.KEPT_BYTES, usual = int(kept * block), make.KEPT_BYTES
     try:
         with whole_pages():
             engine = make_engine(case, make_config(3))
     finally:
-        partition.KEPT_BYTES = usual
+        make.KEPT_BYTES = usual
     seen: list[float] = []
 
     def look(*_: Any) -> None:
@@ -186,7 +186,11 @@ def resident_bytes(kept: float) -> dict[str, Any]:
         engine.backward(case.loss(engine, Place(0, 0, 0)))
         engine.step()
         found.append((len(seen), max(seen), others_resident() / block))
-    return {"mapped": sum(s.mapped for s in flat_groups(engine)), "steps": found, "slots": engine.runtime.param_slots.count}
+    return {
+        "mapped": sum(s.plan.mapped for s in flat_groups(engine)),
+        "steps": found,
+        "slots": engine.runtime.param_slots.count,
+    }
 
 
 @pytest.mark.each_value
@@ -288,14 +292,14 @@ def test_large_shards_begin_in_their_file_where_they_do_in_their_buffer(rank: in
 
 
 def many_segments() -> list[bool]:
-    partition.MOST_RANGES, usual = 7, partition.MOST_RANGES
+    make.MOST_RANGES, usual = 7, make.MOST_RANGES
     try:
         with whole_pages():
             engine = make_engine(CASE, make_config(3))
     finally:
-        partition.MOST_RANGES = usual
+        make.MOST_RANGES = usual
     forward_loss = float(CASE.loss(engine, Place(0, 0, 0)))
-    found = [flat_group.mapped for flat_group in flat_groups(engine)]
+    found = [flat_group.plan.mapped for flat_group in flat_groups(engine)]
     engine.destroy()
     return [*found, forward_loss > 0]
 
@@ -376,7 +380,7 @@ def without_files() -> tuple[Result, bool, Result, bool]:
             found.append(train_mapped("plain", make_config(3)))
             with whole_pages():
                 engine = make_engine(CASE, make_config(3))
-            found.append(any(flat_group.mapped for flat_group in flat_groups(engine)))
+            found.append(any(flat_group.plan.mapped for flat_group in flat_groups(engine)))
             engine.destroy()
         finally:
             setattr(os, name, usual)

@@ -19,8 +19,9 @@ from test_equivalence import assert_identical, by_world
 from training import make_config, make_engine, train
 
 import zerorun
-from zerorun.zero import unit_builder as partition
-from zerorun.zero.offload.placement import HostLink, Placement, Staging, place_units
+from zerorun.plan.placement import Placement, place_units
+from zerorun.zero import builder
+from zerorun.zero.offload.host_link import HostLink, Staging
 
 STEPS = 3
 DISK = tempfile.gettempdir()  # files there have no names
@@ -79,11 +80,11 @@ def test_offloaded_equals_resident(row: dict[str, Any]) -> None:
 
 def train_apart(model: str, configs: list[dict[str, Any]]) -> list[Result]:
     """As with a device apart from the host: a thread works on what is in host memory, through staging buffers."""
-    partition.HostLink = functools.partial(HostLink, apart=True)  # type: ignore[misc, assignment]
+    builder.HostLink = functools.partial(HostLink, apart=True)  # type: ignore[misc, assignment]
     try:
         return train_placed(model, configs)
     finally:
-        partition.HostLink = HostLink  # type: ignore[misc]
+        builder.HostLink = HostLink  # type: ignore[misc]
 
 
 @pytest.mark.each_value

@@ -26,7 +26,7 @@ from zerorun.distributed.transport import peer_memory
 from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
 from zerorun.distributed.transport.communicator import Communicator
 from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError
-from zerorun.zero import unit_builder as partition
+from zerorun.plan import make
 
 STEPS = 3
 every_stage = pytest.mark.parametrize("stage", range(4))
@@ -173,14 +173,14 @@ def test_all_ranks_or_none(world: int, usual: bool) -> None:
 
 def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
     """The run with every fp32 gradient summed from where autograd left it, and whether that was so."""
-    partition.LARGE_NUMEL, usual = 0, partition.LARGE_NUMEL
+    make.LARGE_NUMEL, usual = 0, make.LARGE_NUMEL
     try:
         seen = []
         real = Communicator.sum_parts
         Communicator.sum_parts = lambda self, *a, **k: seen.append(1) or real(self, *a, **k)  # type: ignore
         return train(CASES[model], config, STEPS), bool(seen)
     finally:
-        partition.LARGE_NUMEL, Communicator.sum_parts = usual, real  # type: ignore[method-assign]
+        make.LARGE_NUMEL, Communicator.sum_parts = usual, real  # type: ignore[method-assign]
 
 
 @pytest.mark.each_value

@@ -18,7 +18,7 @@ from training import make_config, shared_topology
 
 import zerorun
 from zerorun.errors import CheckpointError, ModelError
-from zerorun.zero.weights import inner_tensors, stored_bytes
+from zerorun.plan.weights import inner_tensors, stored_bytes
 
 STEPS = 3
 

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zerorun
-from zerorun.activations import blocks, selective
-from zerorun.activations import host_pool as host
+from zerorun.activations import blocks, host_pool, selective
 from zerorun.activations.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
 from zerorun.activations.host_pool import HostPool
 from zerorun.activations.region import Selection, run
@@ -138,7 +137,7 @@ def test_kept_bytes_takes_what_blocks_take() -> None:
 @pytest.mark.parametrize("in_host", (False, True))
 def test_kept_results_may_be_changed_in_place(activation: Any, in_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """ReLU(inplace=True) writes into a kept result; through a view, whose changes torch does not count."""
-    monkeypatch.setattr(host, "SMALL_BYTES", 1)
+    monkeypatch.setattr(host_pool, "SMALL_BYTES", 1)
     monkeypatch.setattr(selective, "KEPT_SHARE", 1.0)
     block, selection = GptBlock(0.1, activation), Selection()
     wanted = gradients(block, "none", selection)
@@ -233,7 +232,7 @@ def test_small_frozen_and_odd_tensors_stay() -> None:
 
 def test_what_comes_back_has_memory_of_its_own() -> None:
     x = torch.randn(8, 16).t()
-    stored = host.Stored(HostPool(CPU), x)
+    stored = host_pool.Stored(HostPool(CPU), x)
     for _ in range(3):  # as backward with retain_graph does, whoever writes to what it got
         found = stored.get()
         assert torch.equal(found, x) and found.stride() == x.stride()
@@ -252,7 +251,7 @@ def test_buffers_are_counted_in_bytes() -> None:
 
 def test_an_order_of_backward_that_is_not_the_reverse_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two losses, the first's graph first: from the second step on its groups are fetched before they are opened."""
-    monkeypatch.setattr(host, "SMALL_BYTES", 1)
+    monkeypatch.setattr(host_pool, "SMALL_BYTES", 1)
     pool, block = HostPool(CPU), nn.Linear(WIDTH, WIDTH)
     late = []
     for _ in range(3):
@@ -271,7 +270,7 @@ def test_an_order_of_backward_that_is_not_the_reverse_is_learnt(monkeypatch: pyt
 
 
 def test_a_forward_without_backward_gives_its_buffers_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "SMALL_BYTES", 1)
+    monkeypatch.setattr(host_pool, "SMALL_BYTES", 1)
     pool, block = HostPool(CPU), nn.Linear(WIDTH, WIDTH)
     for _ in range(5):
         run(block, (torch.randn(4, WIDTH, requires_grad=True),), {}, pool)
@@ -303,7 +302,7 @@ def test_checkpoint_works_without_an_engine() -> None:
 
 
 def test_configure_reads_the_file_and_the_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "SMALL_BYTES", 1)
+    monkeypatch.setattr(host_pool, "SMALL_BYTES", 1)
     from zerorun.activations import checkpointing
 
     section = {"activation_checkpointing": {"cpu_checkpointing": True, "policy": "selective"}}

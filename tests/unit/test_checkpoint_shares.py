@@ -17,8 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zerorun.checkpoint import cuts
-from zerorun.checkpoint import gather as collect
+from zerorun.checkpoint import cuts, gather
 from zerorun.checkpoint.cuts import blocks, in_stretches, put, span, take
 from zerorun.checkpoint.gather import Collector
 from zerorun.checkpoint.inventory import Contents, TensorPart, together
@@ -26,7 +25,7 @@ from zerorun.checkpoint.manifest import Manifest
 from zerorun.checkpoint.read import Read, Reader
 from zerorun.checkpoint.write_plan import MASTER, MODEL, WritePlan, make_plan
 from zerorun.distributed.layout import build_layout
-from zerorun.distributed.shard import TensorShard, fused_ranges
+from zerorun.distributed.tensor_shard import TensorShard, fused_ranges
 from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
 
@@ -36,7 +35,7 @@ quick = settings(max_examples=150, deadline=None, database=None, suppress_health
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stretches of three elements, and rows of which few fit into memory."""
-    monkeypatch.setattr(collect, "_STRETCH", 24)
+    monkeypatch.setattr(gather, "_STRETCH", 24)
     monkeypatch.setattr(cuts, "_MOST_BYTES", 200)
 
 

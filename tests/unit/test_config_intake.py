@@ -14,8 +14,8 @@ from torch import nn
 from zerorun.config.parse import Config
 from zerorun.errors import ConfigError
 from zerorun.pipeline.module import PipelineModule
+from zerorun.plan.make import wire_dtype
 from zerorun.startup.inputs import take_in
-from zerorun.zero.plan import wire_dtype
 
 BASE: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}
 SGD = torch.optim.SGD

@@ -14,8 +14,7 @@ import pytest
 
 import zerorun
 from zerorun.errors import ConfigError, ConfigProblem, LaunchError
-from zerorun.launcher import cli, facts, screen
-from zerorun.launcher import failures as report
+from zerorun.launcher import cli, facts, failures, screen
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job_plan import (
     JobPlan,
@@ -280,12 +279,12 @@ def test_missing_config_starts_nothing(script: str, capsys: pytest.CaptureFixtur
 TRACE = ["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "    f()", "ValueError: bad"]
 
 
-def end(rank: int, code: int = 1, tail: list[str] | None = None, stopped: bool = False) -> report.WorkerEnd:
-    return report.WorkerEnd(rank, code, 2.34, TRACE if tail is None else tail, stopped)
+def end(rank: int, code: int = 1, tail: list[str] | None = None, stopped: bool = False) -> failures.WorkerEnd:
+    return failures.WorkerEnd(rank, code, 2.34, TRACE if tail is None else tail, stopped)
 
 
 def test_report_counts_those_who_failed_alike() -> None:
-    text = report.failure_report(
+    text = failures.failure_report(
         end(3), [end(0), end(1), end(2, -15, [], True), end(4), end(5, 1, ["KeyError: 'x'"]), end(6, 0, [])]
     )
     assert "rank 3 failed first, 2.3 s after the start\n  exit code 1\n" in text
@@ -299,7 +298,7 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer
 
 
 def test_a_rank_that_ended_with_0_is_named_as_the_cause() -> None:
-    text = report.failure_report(end(0, tail=[GLOO]), [end(1, code=0), end(2, tail=[GLOO]), end(3, stopped=True)])
+    text = failures.failure_report(end(0, tail=[GLOO]), [end(1, code=0), end(2, tail=[GLOO]), end(3, stopped=True)])
     lines = text.splitlines()
     assert lines[1] == "zerorun: rank 1 ended with exit code 0, 2.3 s after the start; others waited for it"
     assert "Remedy: give all ranks the same number of batches" in lines[2]
@@ -314,25 +313,25 @@ def test_a_rank_that_ended_with_0_is_named_as_the_cause() -> None:
         [end(1, code=3, tail=[GLOO])],
     ],
 )
-def test_no_rank_is_blamed_without_need(others: list[report.WorkerEnd]) -> None:
-    assert "rank 0 failed first" in report.failure_report(end(0, tail=[GLOO]), others)
-    assert "rank 0 failed first" in report.failure_report(end(0, tail=["ValueError: disk full"]), [end(1, code=0)])
+def test_no_rank_is_blamed_without_need(others: list[failures.WorkerEnd]) -> None:
+    assert "rank 0 failed first" in failures.failure_report(end(0, tail=[GLOO]), others)
+    assert "rank 0 failed first" in failures.failure_report(end(0, tail=["ValueError: disk full"]), [end(1, code=0)])
 
 
 def test_the_last_four_lines_are_four() -> None:
-    text = report.failure_report(end(0, tail=["", "a", "", "b", " ", "c", "d", ""]), [])
+    text = failures.failure_report(end(0, tail=["", "a", "", "b", " ", "c", "d", ""]), [])
     assert "the last 4 lines of its stderr:\n  a\n  b\n  c\n  d\n" in text
 
 
 def test_last_traceback_skips_the_progress_bar_in_front() -> None:
     lines = ["old", *TRACE, "", "During handling of ...", "", " 10%|#   | 1/10" + TRACE[0], *TRACE[1:3], "KeyError: 1"]
-    assert report.last_traceback(lines) == [*TRACE[:3], "KeyError: 1"]
-    assert report.last_traceback(["nothing", "here"]) == []
+    assert failures.last_traceback(lines) == [*TRACE[:3], "KeyError: 1"]
+    assert failures.last_traceback(["nothing", "here"]) == []
 
 
 def test_exception_group_keeps_its_header() -> None:
     lines = ["  + Exception Group Traceback (most recent call last):", '  |   File "t.py", line 3']
-    assert report.last_traceback(lines) == lines
+    assert failures.last_traceback(lines) == lines
 
 
 @pytest.mark.parametrize(
@@ -350,14 +349,14 @@ def test_exception_group_keeps_its_header() -> None:
     ],
 )
 def test_ends_in_words(code: int, words: str, status: int) -> None:
-    assert report.describe_end(code).startswith(words)
-    assert code < 0 or report.describe_end(code) == words
-    assert report.exit_status(code) == status
+    assert failures.describe_end(code).startswith(words)
+    assert code < 0 or failures.describe_end(code) == words
+    assert failures.exit_status(code) == status
 
 
 def test_killed_after_the_grace_is_not_taken_for_out_of_memory() -> None:
-    assert "--grace" in report.describe_end(-9, asked=True)
-    assert "--grace" not in report.describe_end(-9)
+    assert "--grace" in failures.describe_end(-9, asked=True)
+    assert "--grace" not in failures.describe_end(-9)
 
 
 def test_tail_shows_what_a_terminal_would() -> None:
@@ -375,7 +374,7 @@ def test_failures_are_alike_although_torch_names_the_rank_on_each_line() -> None
         tail = screen.Tail()
         tail.feed("".join(f"[rank{rank}]: {line}\n" for line in TRACE).encode())
         ends.append(end(rank, 1, tail.lines()))
-    text = report.failure_report(ends[0], ends[1:])
+    text = failures.failure_report(ends[0], ends[1:])
     assert "\n".join(TRACE) in text
     assert "1 other alike: rank 1\n" in text
 

@@ -11,7 +11,7 @@ from pipelining import gathered, run
 from torch import Tensor, nn
 
 from zerorun.errors import ModelError, PipelineError
-from zerorun.pipeline import pretrained_proof as probe
+from zerorun.pipeline import pretrained_proof
 from zerorun.pipeline.split_pretrained import PretrainedPipeline, split_pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -204,8 +204,8 @@ def test_a_large_model_is_tried_by_a_small_copy(name: str, monkeypatch: pytest.M
         model = transformers.AutoModelForCausalLM.from_config(config)
     stage = split_pretrained(model, 2, 1)
     assert {param.device.type for param in stage.parameters()} == {"meta"}
-    assert probe.specimen(model) is not model
-    monkeypatch.setattr(probe, "LARGEST", 10)
+    assert pretrained_proof.specimen(model) is not model
+    monkeypatch.setattr(pretrained_proof, "LARGEST", 10)
     small = make_model(name).eval()
     assert_like_the_whole(small, split(small, 2), batch(padded=True))
 

@@ -21,8 +21,8 @@ from zerorun.errors import SwapError
 from zerorun.ops import single_pass
 from zerorun.ops.aio import BLOCK_BYTES, AsyncFile, Ticket
 from zerorun.zero.offload import nvme as swap
+from zerorun.zero.offload.host_link import HostLink
 from zerorun.zero.offload.nvme import StateFile, require_room
-from zerorun.zero.offload.placement import HostLink
 
 NUMELS = (20_003, 777, 31, 10_000, 1)  # of the units of most tests; torch takes one thread for each of them
 

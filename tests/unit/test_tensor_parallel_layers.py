@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from zerorun.distributed.shard import TensorShard, even_range, fused_ranges, partial_of, shards_of
+from zerorun.distributed.tensor_shard import TensorShard, even_range, fused_ranges, partial_of, shards_of
 from zerorun.errors import ModelError
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, split_sequence
 from zerorun.tensor_parallel.layers import (

@@ -16,7 +16,7 @@ from math import prod
 
 import torch
 
-from ..distributed.shard import TensorShard
+from ..distributed.tensor_shard import TensorShard
 
 _MOST_BYTES = 4 << 20  # of enclosing rows that are read at a time
 

@@ -14,17 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.shard import TensorShard
+from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
+from ..plan.sharding_plan import ParameterRun
+from ..plan.weights import inner_tensors
 from ..zero.access import Parts
 from ..zero.flat_group import FlatGroup
-from ..zero.pieces import OptimizerPiece, ParameterRun, owned_runs
+from ..zero.pieces import OptimizerPiece
 from ..zero.runtime import Runtime
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
-from ..zero.weights import inner_tensors
 from .ranks import leads_stage
 from .tensorfile import dtype_code
 from .write_plan import MASTER, MODEL, OPTIMIZER, Row
@@ -206,7 +207,7 @@ class Inventory:
             shape, code = list(inner.shape), dtype_code(inner.dtype, name)
             found[name] = {"shape": shape, "dtype": code, "trainable": False, "group": None, "packed": True}
         for name, home in self.homes.items():
-            if home.flat_group.packed:
+            if home.flat_group.plan.packed:
                 found[name]["packed"] = True
         return found
 
@@ -232,7 +233,7 @@ class Inventory:
                 continue
             elif flat_group.trainable:
                 if id(flat_group) not in runs:
-                    runs[id(flat_group)] = {run.entry: run for run in owned_runs(flat_group)}
+                    runs[id(flat_group)] = {run.entry: run for run in flat_group.plan.owned_runs()}
                 yield from _trainable_parts(name, home, runs[id(flat_group)].get(home.entry))
             elif frozen:
                 yield from frozen_parts(name, home)
@@ -289,7 +290,7 @@ def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
     if home.unit.resident:
         yield TensorPart(MODEL, name, 0, home.part_of_full(flat_group.full), home.shape, home.shard)
         return
-    for piece in flat_group.pieces:
+    for piece in flat_group.plan.shard_pieces:
         if piece.entry == home.entry:
             part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
             yield TensorPart(MODEL, name, piece.start, part, home.shape, home.shard)

@@ -16,10 +16,11 @@ import torch
 from ..errors import CheckpointError
 from ..log import is_rank_zero, logger
 from ..ops.single_pass import SinglePassOptimizer
-from ..zero.optimizer_states import new_states
-from ..zero.pieces import OptimizerPiece, ParameterRun, owned_runs
+from ..plan.optimizer_states import new_states
+from ..plan.sharding_plan import ParameterRun
+from ..plan.weights import as_bytes, inner_tensors
+from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_optimizer import ShardedOptimizer
-from ..zero.weights import as_bytes, inner_tensors
 from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, frozen_parts, together
 from .json_values import decode
@@ -208,14 +209,14 @@ class ModelLoader:
         if flat_group.trainable:
             assert flat_group.master is not None
             source = MASTER if stored in self.reader.places(MASTER) else MODEL
-            for run in owned_runs(flat_group):
+            for run in flat_group.plan.owned_runs():
                 if run.entry == home.entry:
                     yield Read(source, stored, run.start, flat_group.master[run.offset : run.offset + run.numel], shard)
         if not flat_group.trainable or flat_group.dtype == torch.float64:
             if home.unit.resident:
                 yield Read(MODEL, stored, 0, home.part_of_full(flat_group.full), shard)
                 return
-            for piece in flat_group.pieces:
+            for piece in flat_group.plan.shard_pieces:
                 if piece.entry == home.entry:
                     part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
                     yield Read(MODEL, stored, piece.start, part, shard)

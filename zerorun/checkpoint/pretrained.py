@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.shard import TensorShard, shards_of
+from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.transport.communicator import default_device, init_distributed
 from ..errors import CheckpointError
 from ..zero.access import registry_of

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..distributed.shard import TensorShard
+from ..distributed.tensor_shard import TensorShard
 from ..errors import CheckpointError, DamagedError
 from . import directory as folder
 from .cuts import span, take

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..distributed.shard import TensorShard
+from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Coordinate, Topology
 from ..errors import CheckpointError
 from .cuts import blocks, in_stretches

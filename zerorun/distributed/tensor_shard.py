@@ -79,7 +79,7 @@ def shards_of(model: nn.Module) -> dict[int, TensorShard]:
 
 def _divided(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorShard]]:
     for module in model.modules():
-        for name, shard in getattr(module, "tensor_shares", {}).items():
+        for name, shard in getattr(module, "tensor_shards", {}).items():
             param = module._parameters.get(name)
             if param is not None:
                 yield param, shard

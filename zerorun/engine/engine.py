@@ -29,7 +29,7 @@ from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..startup.parallelize import ParallelizedModel
 from ..zero.access import Registry, find_released_use, full_state_dict, restore_module
 from ..zero.gradients import not_finite
-from ..zero.ledger import memory_by_kind
+from ..zero.memory_report import memory_by_kind
 from ..zero.placeholders import released_parameter, tensors_in
 from ..zero.runtime import Runtime
 from ..zero.sharded_optimizer import ShardedOptimizer, Summary
@@ -648,7 +648,7 @@ class Engine(LoopQueries):
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
         self.runtime.finish_updates()
-        return memory_by_kind(self.module, self.units, self.runtime, self.sharded)
+        return memory_by_kind(self.module, self.runtime, self.sharded)
 
     def effective_config(self) -> dict[str, EffectiveValue]:
         """What is in force, by dotted key: the value, its source ("file", "auto", "derived", "default"), and a note.

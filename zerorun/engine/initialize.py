@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,20 +37,22 @@ from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.module import PipelineModule
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.split_pretrained import PretrainedPipeline
+from ..plan.make import compute_dtype, make_plan, planned_topology, wire_dtype
+from ..plan.sharding_plan import ShardingPlan
+from ..plan.units import repeated_blocks
+from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import ParallelizedModel, cut, divide, is_part, plan_layers
 from ..zero.access import Registry, adopt_loaded_weights, guard_state_dict
+from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
 from ..zero.pieces import OptimizerPiece, build_pieces
-from ..zero.plan import TransportTraits, compute_dtype, make_plan, planned_topology, wire_dtype
 from ..zero.runtime import Runtime, refuse_managed
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit, links_of
-from ..zero.unit_builder import repeated_blocks
-from ..zero.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
 from .engine import Engine
 from .pipeline_engine import PipelineEngine
 
@@ -104,7 +107,10 @@ def initialize(
     try:
         parallelized = divide(model, layers, wanted, topology, device)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes)
-        _check_memory(model, wanted, raw, comm)
+        planned_for = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
+        planned_for = partial(planned_for, replication_of=parallelized.replication_of)
+        plan = _agree(planned_for)
+        _check_memory(model, wanted, raw, plan, device, comm)
     except ZerorunError:
         parallelized.undo()
         if owns_topology:
@@ -115,15 +121,16 @@ def initialize(
     _move_buffers(model, device, comm)
     if device.type == "cpu":
         keep_freed()
-    exchange = TransportTraits(comm.reads_peers, comm.reads_parts, apart=device.type != "cpu")
-    plan = make_plan(model, wanted, raw, topology, exchange, device=device, comm=comm)
-    plan.builder.replication_of = parallelized.replication_of
-    plan.builder.disk = open_disk(plan, wanted, raw, _agree)
-    units, param_slots, grad_slots = plan.builder.build(plan.specs)
+    disk = open_disk(plan.disk, wanted, _agree)
+    mapping = comm.map_shards(sizes) if (sizes := mapped_sizes(plan)) else None
+    if sizes and mapping is None:
+        plan = planned_for(maps_shards=False)
+    pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
+    made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=disk)
+    units = made.units
     _settle_apart(model, units, comm)
     reduce_now: list[Callable[[], bool]] = []
-    runtime = Runtime(model, units, plan.builder.policy, comm, param_slots, grad_slots, lambda: reduce_now[0]())
-    runtime.overlap = plan.overlap
+    runtime = Runtime(model, plan, made, comm, lambda: reduce_now[0]())
     sharded = _shard_optimizer(raw, units, comm)
     if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
         runtime._handles.append(OutsideStep(sharded, runtime))
@@ -267,11 +274,13 @@ def _scaler(config: Config) -> LossScaler:
     )
 
 
-def _check_memory(model: nn.Module, config: Config, raw: RawOptimizer, comm: Communicator) -> None:
+def _check_memory(
+    model: nn.Module, config: Config, raw: RawOptimizer, plan: ShardingPlan, device: torch.device, comm: Communicator
+) -> None:
     """Raise DoesNotFitError, on all ranks alike, if it is certain that memory will not do."""
     if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
         return
-    fitting = Fitting(model, config, raw, comm.topology, comm.transport, comm.device)
+    fitting = Fitting(model, config, raw, plan, device)
     shared = comm.control_objects(fitting.demand)
     _agree(lambda: fitting.require(shared))
 
@@ -302,7 +311,7 @@ def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> No
 def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:
     if not raw.groups:
         return None
-    pieces = build_pieces(units, lambda param: raw.group_of[id(param)], whole=raw.whole)
+    pieces = build_pieces(units, whole=raw.whole)
     members: list[list[OptimizerPiece]] = [[] for _ in raw.groups]
     for piece in pieces:
         members[piece.group].append(piece)

@@ -13,16 +13,17 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.transport import peer_memory
-from ..distributed.transport.channel import GLOO, NCCL, PEER_MEMORY
 from ..distributed.transport.communicator import default_device
+from ..distributed.transports import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
+from ..plan.ledger import planned_bytes, total_of, with_states
+from ..plan.make import planned_topology
+from ..plan.optimizer_states import OptimizerStates
+from ..plan.sharding_plan import ShardingPlan
+from ..plan.weights import stays_apart, stored_bytes
 from ..startup.inputs import OptimizerLike, take_in
-from ..zero.ledger import total_of
-from ..zero.optimizer_states import Moments
-from ..zero.plan import planned_topology
-from ..zero.weights import stays_apart, stored_bytes
-from .parts import PlannedPart, planned_parts
-from .sizing import Bytes, Held, Holding, Peak, Sizing, heaviest_rank
+from ..startup.planned_parts import PlannedPart, planned_parts
+from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, heaviest_rank, start_up
 
 _RANKS_PER_NODE = 8  # where nothing else is said
 
@@ -186,26 +187,25 @@ def _estimate(
     ranks_per_node: int,
     activation_bytes: int,
 ) -> Estimate:
-    topology = part.topology
-    sizing = Sizing(part.model, config, part.raw, topology, transport, device, part.replication_of)
-    heaviest = heaviest_rank(sizing.units)
+    topology, states = part.topology, OptimizerStates(part.raw, torch.device("cpu"))
+    plan = with_states(part.plan(config, transport, device), states)
+    heaviest = heaviest_rank(plan)
     if heaviest:
-        there = replace(topology, rank=topology.rank_at(shard=heaviest))
-        sizing = Sizing(part.model, config, part.raw, there, transport, device, part.replication_of)
-    moments = Moments(part.raw, sizing.pieces, torch.device("cpu"))
+        part = replace(part, topology=replace(topology, rank=topology.rank_at(shard=heaviest)))
+        plan = with_states(part.plan(config, transport, device), states)
     return Estimate(
-        kinds=sizing.kinds(moments),
+        kinds=planned_bytes(plan),
         parameters=sum(param.numel() for param in whole.parameters()),
         stage=config.zero_optimization.stage,
         world_size=topology.world_size,
         ranks_per_node=ranks_per_node,
         device=device,
         transport=transport,
-        start_up=_from_whole(sizing, whole, device),
-        start_up_with_init=_from_parts(sizing, part, whole, device),
-        gradients_in_backward=sizing.gradients_in_backward(),
+        start_up=_from_whole(plan, part, whole, device),
+        start_up_with_init=_from_parts(plan, part, whole, device),
+        gradients_in_backward=gradients_in_backward(plan),
         activation_bytes=activation_bytes,
-        notes=(moments.unknown,) if moments.unknown else (),
+        notes=(states.unknown,) if states.unknown else (),
         pipe=topology.pipe,
         tensor=topology.tensor,
         pipe_rank=topology.pipe_rank,
@@ -234,13 +234,13 @@ def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Ho
     return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
 
 
-def _from_whole(sizing: Sizing, whole: nn.Module, device: str) -> Peak:
+def _from_whole(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
     """Of a module that every rank builds in full, and of which it then lets go of what lies on other ranks."""
     held = partial(held_whole, device_type=device)
-    return _higher(sizing.start_up(held), _all(held, whole))
+    return _higher(start_up(plan, part.model, held), _all(held, whole))
 
 
-def _from_parts(sizing: Sizing, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
+def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
     """Of a module built inside ``Init``: the parts of all, and one module's parameters in full."""
     topology = part.topology
     held = partial(_held_in_parts, device_type=device, world_size=topology.world_size)
@@ -248,11 +248,11 @@ def _from_parts(sizing: Sizing, part: PlannedPart, whole: nn.Module, device: str
     own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in whole.modules()]
     built = _beside(parts, max(own))
     if topology.pipe * topology.tensor == 1:
-        return _higher(sizing.start_up(held), built)
+        return _higher(start_up(plan, part.model, held), built)
     # All are put together, one after the other, and this rank keeps what is its own in full.
     ordinary, largest = partial(held_whole, device_type=device), max(held(p).put_together for p in whole.parameters())
     settled = _beside(parts + _all(ordinary, part.model), largest)
-    return _higher(_higher(sizing.start_up(ordinary), built), settled)
+    return _higher(_higher(start_up(plan, part.model, ordinary), built), settled)
 
 
 def _all(held: Held, model: nn.Module) -> Bytes:

@@ -18,18 +18,19 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.topology import Topology
-from ..distributed.transport.channel import GLOO, PEER_MEMORY
+from ..distributed.transports import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..zero.disks import state_count
+from ..plan.ledger import planned_bytes, total_of, with_states
+from ..plan.make import make_plan, planned_topology
+from ..plan.optimizer_states import OptimizerStates, state_count
+from ..plan.receive_buffers import receive_buffer_bytes
+from ..plan.sharding_plan import ShardingPlan
 from ..zero.init import part_of
-from ..zero.ledger import total_of
-from ..zero.optimizer_states import Moments
-from ..zero.plan import planned_topology
 from .estimate import held_whole, show
 from .limits import Limit, cgroup_path, host_limits, node_name
-from .sizing import Bytes, Holding, Sizing, heaviest_rank
+from .start_up import Bytes, Holding, heaviest_rank, never_written, start_up
 
 _TO_HOST = {"device": "cpu"}
 _TO_DISK = {"device": "nvme", "nvme_path": "a folder on a local disk"}
@@ -65,21 +66,32 @@ class Fitting:
         model: nn.Module,
         config: Config,
         raw: RawOptimizer,
-        topology: Topology,
-        transport: str,
+        plan: ShardingPlan,
         device: torch.device,
         limits: list[Limit] | None = None,
     ) -> None:
-        """``limits``: of host memory; default, those of this process."""
-        self._model, self._config, self._raw = model, config, raw
-        self._topology, self._transport, self._device = topology, transport, device
+        """``plan``: of this rank, for ``config``. ``limits``: of host memory; default, those of this process."""
+        self._model, self._config, self._raw, self._device = model, config, raw, device
+        self._topology = plan.topology
         self._limits = host_limits() if limits is None else limits
-        self._sizing = self._size(config, topology)
+        self._plan = self._with_states(plan)
 
-    def _size(self, config: Config, topology: Topology) -> Sizing:
-        between_nodes = topology.world_size > self._topology.world_size and self._transport == PEER_MEMORY
-        transport = GLOO if between_nodes else self._transport
-        return Sizing(self._model, config, self._raw, topology, transport, self._device.type)
+    def _planned(self, config: Config, topology: Topology) -> ShardingPlan:
+        between_nodes = topology.world_size > self._topology.world_size and self._plan.transport == PEER_MEMORY
+        transport = GLOO if between_nodes else self._plan.transport
+        return self._with_states(make_plan(self._model, config, self._raw, topology, transport, self._device.type))
+
+    def _with_states(self, plan: ShardingPlan) -> ShardingPlan:
+        on_host = any(unit.placement.optimizer for unit in plan.units)
+        return with_states(plan, self._states_on_host if on_host else self._states)
+
+    @cached_property
+    def _states(self) -> OptimizerStates:
+        return OptimizerStates(self._raw, self._device)
+
+    @cached_property
+    def _states_on_host(self) -> OptimizerStates:
+        return self._states if self._device.type == "cpu" else OptimizerStates(self._raw, torch.device("cpu"))
 
     @cached_property
     def demand(self) -> Demand:
@@ -87,26 +99,22 @@ class Fitting:
         name = f"{self._device} of rank {self._topology.rank}"
         if self._device.type == "cuda":
             name = str(getattr(torch.cuda.get_device_properties(self._device), "uuid", name))
-        needed = self._demand_of(self._sizing)
+        needed = self._demand_of(self._plan)
         return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name)
 
-    def _demand_of(self, sizing: Sizing) -> Demand:
-        kinds = sizing.kinds(self._moments(sizing))
+    def _demand_of(self, plan: ShardingPlan) -> Demand:
+        kinds = planned_bytes(plan)
         host = total_of(kinds, "host")
         total = total_of(kinds, "device") + host
-        held, start = self._held, sizing.start_up(self._held_by)
+        held, start = self._held, start_up(plan, self._model, self._held_by)
         if self._device.type == "cpu":
             unwritten = kinds["slots"] + kinds["gradients"]  # while units are built
-            written = max(total - sizing.never_written(), start.both - unwritten)
+            written = max(total - never_written(plan), start.both - unwritten)
             return Demand(0, written - held.both, max(total, start.both) - held.both)
-        host += sizing.received
+        host += receive_buffer_bytes(plan)
         on_device = max(total - host, start.device) - held.device
         beside = max(host, start.host) - held.host
         return Demand(on_device, beside, beside)
-
-    def _moments(self, sizing: Sizing) -> Moments:
-        on_host = self._device.type == "cpu" or any(unit.placement.optimizer for unit in sizing.units)
-        return Moments(self._raw, sizing.pieces, torch.device("cpu") if on_host else self._device)
 
     @cached_property
     def _held(self) -> Bytes:
@@ -157,7 +165,7 @@ class Fitting:
         return torch.cuda.mem_get_info(self._device)[0] + unused
 
     def _refusal(self, short: str, near: list[Demand], sharing: int) -> str:
-        kinds = self._sizing.kinds(self._moments(self._sizing))
+        kinds = planned_bytes(self._plan)
         table = "\n".join(f"  {kind:<20}{show(size):>12}" for kind, size in kinds.items() if size)
         choice = self._nearest(near, sharing)
         remedy = "free memory, or use a smaller model: no stage, placement or number of ranks would fit."
@@ -184,11 +192,11 @@ class Fitting:
                 topology = planned_topology(choice.config, choice.world_size, max(len(near), 1))
             except TopologyError:
                 continue
-            sizing = self._size(choice.config, topology)
-            heaviest = heaviest_rank(sizing.units)
+            plan = self._planned(choice.config, topology)
+            heaviest = heaviest_rank(plan)
             if heaviest:
-                sizing = self._size(choice.config, replace(topology, rank=topology.rank_at(shard=heaviest)))
-            needed = self._demand_of(sizing)
+                plan = self._planned(choice.config, replace(topology, rank=topology.rank_at(shard=heaviest)))
+            needed = self._demand_of(plan)
             beside = [replace(needed, node=other.node, cgroup=other.cgroup) for other in near]
             if self._shortage(needed.device * sharing, needed.virtual, beside) is None:
                 return choice

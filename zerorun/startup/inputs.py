@@ -22,7 +22,7 @@ from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..zero.weights import refuse_unusable_weights
+from ..plan.weights import refuse_unusable_weights
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..config.parse import Config
 from ..config.sections import TensorParallel
 from ..distributed.replication import ALONE, Replication
-from ..distributed.shard import TensorShard, partial_of, shards_of
+from ..distributed.tensor_shard import TensorShard, partial_of, shards_of
 from ..distributed.topology import Topology
 from ..distributed.transport.channel import Channel, CommunicationStatistics
 from ..distributed.wire import gather_values

@@ -64,11 +64,11 @@ def _convert_parameter(model: nn.Module, entry: Assignment, plan: ParallelPlan, 
     if not entry.lengths:
         return lambda: None
     shard = divide(owner._parameters[entry.leaf], entry.dim, entry.own(region.axis.rank, plan.size), region)
-    owner.tensor_shards = {**getattr(owner, "tensor_shares", {}), entry.leaf: shard}
+    owner.tensor_shards = {**getattr(owner, "tensor_shards", {}), entry.leaf: shard}
 
     def undo() -> None:
         join(owner, region.axis)
-        owner.__dict__.pop("tensor_shares", None)
+        owner.__dict__.pop("tensor_shards", None)
 
     return undo
 

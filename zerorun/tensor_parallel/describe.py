@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..distributed.shard import TensorShard
+from ..distributed.tensor_shard import TensorShard
 from .styles import Assignment, ParallelPlan
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..distributed.shard import Ranges, TensorShard, even_bounds, even_range
+from ..distributed.tensor_shard import Ranges, TensorShard, even_bounds, even_range
 from ..errors import ModelError
+from ..plan.weights import PLAIN, kind_of
 from ..zero.init import part_of, refuse_partitioned
-from ..zero.weights import PLAIN, kind_of
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns
 
@@ -180,7 +180,7 @@ def restore(layer: nn.Module) -> None:
     for name, size in layer.whole_sizes.items():
         setattr(layer, name, size)
     layer.__class__ = layer.ordinary  # type: ignore[assignment]
-    for name in ("region", "tensor_shares", "partial_gradients", "ordinary", "whole_sizes", "used", "gather_output"):
+    for name in ("region", "tensor_shards", "partial_gradients", "ordinary", "whole_sizes", "used", "gather_output"):
         layer.__dict__.pop(name, None)
     for name in ("split_input", "enters", "own_stream"):
         layer.__dict__.pop(name, None)
@@ -191,7 +191,7 @@ def join(module: nn.Module, axis: Axis) -> None:
 
     A parameter that two layers share has become whole with the first of them.
     """
-    for name, shard in getattr(module, "tensor_shares", {}).items():
+    for name, shard in getattr(module, "tensor_shards", {}).items():
         param = module._parameters.get(name)
         if param is None or tuple(param.shape) != shard.local_shape:
             continue

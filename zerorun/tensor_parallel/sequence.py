@@ -63,7 +63,7 @@ class SequenceParallel:
 
     def _mark_partial(self, block: nn.Module) -> None:
         for module in block.modules():
-            divided = getattr(module, "tensor_shares", {})
+            divided = getattr(module, "tensor_shards", {})
             whole = tuple(name for name, param in module._parameters.items() if param is not None and name not in divided)
             if whole:
                 self.partial.append((module, getattr(module, "partial_gradients", None)))

@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from ..distributed.same_request import compare
-from ..distributed.shard import TensorShard
+from ..distributed.tensor_shard import TensorShard
 from ..errors import ModelError, OrderError, ReleasedParameterError
+from ..plan.weights import copied_to_cpu
 from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
-from .pieces import owned_runs
 from .runtime import MADE_BY, Runtime
 from .sharded_optimizer import ShardedOptimizer
 from .unit import Unit
-from .weights import copied_to_cpu
 
 _numbers = count()
 
@@ -177,7 +176,7 @@ def adopt_loaded_weights(module: nn.Module, runtime: Runtime) -> Any:
         runtime.finish_updates()
         for unit in runtime.units:
             for flat_group in unit.trainable if unit.resident else ():
-                if flat_group.master is not None and not flat_group.master_is_weight:
+                if flat_group.master is not None and not flat_group.plan.master_is_weight:
                     flat_group.master.copy_(flat_group.weight)
 
     return module.register_load_state_dict_post_hook(after)
@@ -263,7 +262,7 @@ def _store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: 
         place = flat_group.layout.entries[entry]
         owned[place.offset : place.end].copy_(flat)
         return
-    for piece in flat_group.layout.pieces(flat_group.rank):
+    for piece in flat_group.layout.pieces(flat_group.plan.shard_rank):
         if piece.entry == entry:
             part = flat[piece.start : piece.start + piece.numel]
             owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
@@ -279,7 +278,7 @@ def _store_weight(registry: Registry, home: ParameterHome, value: torch.Tensor) 
         slots = registry.runtime.param_slots
         if slots.occupant[home.unit.param_slot] == home.unit.index:
             registry.runtime.evict(home.unit.param_slot)
-    if flat_group.master is not None and not flat_group.master_is_weight:
+    if flat_group.master is not None and not flat_group.plan.master_is_weight:
         _store_owned(flat_group, home.entry, flat_group.master, value)
 
 
@@ -424,7 +423,7 @@ def _refuse_other_stage(registry: Registry, home: ParameterHome, rank: int) -> N
 
 def _refuse_copies(home: ParameterHome) -> None:
     """Raise ModelError for a parameter that several pipeline stages have: they would get different values."""
-    if any(axis != "tensor" for axis in home.flat_group.replication.sums):
+    if any(axis != "tensor" for axis in home.flat_group.plan.replication.sums):
         raise ModelError(
             f"{home.name!r} is tied to a parameter of another pipeline stage, which would not change "
             "with it. Remedy: change it before initialize(), or in a checkpoint."
@@ -520,7 +519,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
 
 def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
     """What ``owned`` [owned] of a flat group has of the parameter at ``home``: flat, a view, maybe empty."""
-    for run in owned_runs(home.flat_group):
+    for run in home.flat_group.plan.owned_runs():
         if run.entry == home.entry:
             return owned[run.offset : run.offset + run.numel]
     return owned[:0]

@@ -1,84 +1,137 @@
-"""The flat parameter group: parameters of a unit that lie one after the other in one buffer, and their gradients."""
+"""The flat parameter group: parameters of a unit that lie end to end in one buffer, and their gradients."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..distributed.layout import Layout
-from ..distributed.replication import ALONE, Replication
+from ..plan.sharding_plan import FlatGroupPlan
 from .norm import square_sum
+from .placeholders import placeholders
 
 
 class FlatGroup:
-    """The parameters of a unit that have one dtype and replication, and are trainable or frozen all. See unit.py."""
+    """The parameters of a unit that have one dtype and replication, and are trained or frozen all. See unit.py.
+
+    This class alone stands for frozen ones.
+    """
+
+    master: torch.Tensor | None = None
+    grad_shard: torch.Tensor | None = None
 
     def __init__(
-        self, names: list[str], params: list[nn.Parameter], layout: Layout, rank: int, replication: Replication = ALONE
+        self, plan: FlatGroupPlan, params: Sequence[nn.Parameter], full: torch.Tensor, shard: torch.Tensor
     ) -> None:
-        by_name = dict(zip(names, params, strict=True))
-        self.layout, self.replication = layout, replication
-        self.rank = rank  # on the shard axis
-        self.pieces = layout.pieces(rank)
-        self.mapped = False  # full is made of the memory of all ranks: gathers move nothing
-        self.unpacked = False  # gradients are reduced from where autograd leaves them
-        self.names = [entry.name for entry in layout.entries]
-        self.params = [by_name[name] for name in self.names]
-        self.dtype = self.params[0].dtype
-        self.trainable = self.params[0].requires_grad
-        self.packed = False  # memory that classes of other packages read in their own way: see weights.py
-        self.full: torch.Tensor
-        self.shard: torch.Tensor
-        self.shard_is_in_place = False  # shard is a view of full
-        self.master: torch.Tensor | None = None
-        self.master_is_weight = False  # master is a view of full or shard: the optimizer updates the weights in place
-        self.grad_full: torch.Tensor | None = None
-        self.grad_shard: torch.Tensor | None = None
-        self.host_grad: torch.Tensor | None = None
-        self.fetched = False  # host_grad holds reduced gradients of this step
-        self.square_sum: torch.Tensor | None = None  # of host_grad, where it was taken on arrival
-        self.views: list[torch.Tensor] = []  # of full, one for each parameter
-        self.grad_views: list[torch.Tensor] = []  # of grad_full
-        self.gap_views: list[torch.Tensor] = []  # of grad_full: what belongs to no parameter
-        self.loud: list[torch.Tensor] = []  # what the parameters show while released
-        self.marks: torch.Tensor | None = None  # the elements that those are made of
-        self.used = [False] * len(self.params)  # got a gradient on this rank since the last step
-        self.late: dict[int, torch.Tensor] = {}  # fp32 gradients that came after the unit's turn, by parameter
-        self.loose: list[torch.Tensor] | None = None  # the gradients where autograd left them, flat, instead of grad_full
-        self.accumulated = False  # grad_full or loose holds gradients that are not reduced yet
-        self.reduced = False  # grad_shard holds reduced gradients of this step
-        self.carry: torch.Tensor | None = None  # reduced gradients set aside while grad_full fills again
+        """``params``: in the order of the layout; they become views of ``full`` [numel]. ``shard``: this rank's part."""
+        self.plan, self.params = plan, list(params)
+        self.names = [entry.name for entry in plan.layout.entries]
+        self.full, self.shard = full, shard
+        self.views = _views(full, plan.layout)
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
+        # What the parameters show while resharded, and the elements that those placeholders are made of.
+        self.marks, self.loud = placeholders(self.params)
 
     @property
-    def low(self) -> int:
-        return self.layout.bounds[self.rank]
+    def layout(self) -> Layout:
+        return self.plan.layout
 
     @property
-    def high(self) -> int:
-        return self.layout.bounds[self.rank + 1]
+    def dtype(self) -> torch.dtype:
+        return self.plan.dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self.plan.trainable
 
     @property
     def weight(self) -> torch.Tensor:
         """The compute-dtype values of what ``master`` holds: [owned]."""
-        owns_all = self.master is not None and self.master.numel() == self.layout.numel
-        return self.full if owns_all and self.shard_is_in_place else self.shard
+        return self.full if self.plan.owns_everything and self.plan.resident else self.shard
 
-    def adopt_full(self, full: torch.Tensor) -> None:
-        """Use ``full`` [numel] as the place of the gathered parameters."""
-        self.full = full
-        self.views = [full[e.offset : e.end].view(e.shape) for e in self.layout.entries]
+    def unshard(self) -> None:
+        """Let the parameters be views of the slot."""
+        for param, view in zip(self.params, self.views, strict=True):
+            param.data = view
 
-    def adopt_grad(self, grad_full: torch.Tensor) -> None:
-        """Use ``grad_full`` [numel] fp32 as the place of the full gradients."""
-        self.grad_full = grad_full
-        self.grad_views = [grad_full[e.offset : e.end].view(e.shape) for e in self.layout.entries]
-        ends = [0, *(e.end for e in self.layout.entries)]
-        starts = [*(e.offset for e in self.layout.entries), self.layout.numel]
-        self.gap_views = [grad_full[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
+    def reshard(self) -> None:
+        """Let the parameters be loud placeholders."""
+        for param, loud in zip(self.params, self.loud, strict=True):
+            param.data = loud
+
+    def forget_gradients(self) -> None:
+        """Start the next step with no gradient. Parameters that nobody optimizes may have one, too."""
+        for param in self.params:
+            param.grad = None
+
+
+@dataclass(frozen=True)
+class GradientBuffers:
+    """Memory of a flat group's gradients, fp32. ``full``: [numel]; ``shard``: [shard], maybe a part of it.
+
+    ``host``: [shard], where the optimizer is not on the device.
+    """
+
+    full: torch.Tensor
+    shard: torch.Tensor
+    host: torch.Tensor | None = None
+
+
+class TrainedGroup(FlatGroup):
+    """A flat group with a master and gradients."""
+
+    master: torch.Tensor
+    grad_shard: torch.Tensor
+    # Of the step that is going on:
+    used: list[bool]  # which parameters got a gradient on this rank
+    accumulated: bool  # grad_full or loose holds gradients that are not reduced yet
+    reduced: bool  # grad_shard holds reduced gradients
+    fetched: bool  # so does host_grad, or will
+    loose: list[torch.Tensor] | None  # gradients where autograd left them, flat, instead of grad_full
+    late: dict[int, torch.Tensor]  # fp32 gradients that came after the unit's turn, by parameter
+    _carry: torch.Tensor | None  # reduced gradients set aside while grad_full fills again
+    _square_sum: torch.Tensor | None  # of host_grad, where it was taken on arrival
+
+    def __init__(
+        self,
+        plan: FlatGroupPlan,
+        params: Sequence[nn.Parameter],
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        master: torch.Tensor,
+        gradients: GradientBuffers,
+    ) -> None:
+        """``master``: [owned] fp32."""
+        super().__init__(plan, params, full, shard)
+        self.master = master
+        self.grad_full, self.grad_shard, self.host_grad = gradients.full, gradients.shard, gradients.host
+        # True if grad_shard is a part of grad_full (stages 0 and 1).
+        self.shares_grad_memory = (
+            gradients.shard.untyped_storage().data_ptr() == gradients.full.untyped_storage().data_ptr()
+        )
+        self.pieces = plan.shard_pieces
+        self.grad_views = _views(gradients.full, plan.layout)
+        self._gap_views = _gaps(gradients.full, plan.layout)  # what belongs to no parameter
+        self._begin_step()
+
+    # -- from autograd -------------------------------------------------------------------------------------------
+
+    def has_gradient(self) -> bool:
+        """True if autograd has left a gradient that is not accumulated yet."""
+        if self.late:
+            return True
+        for param in self.params:  # noqa: SIM110  a generator would cost a Python call for each parameter
+            if param.grad is not None:
+                return True
+        return False
 
     def take_loose(self) -> bool:
         """Take over ``parameter.grad`` as they lie, if they are all there, alone and in the dtype of the sum."""
-        if self.accumulated or self.late or not self.unpacked:
+        if self.accumulated or self.late or not self.plan.unpacked:
             return False
         grads = [param.grad for param in self.params]
         if not all(grad is not None and grad.layout == torch.strided and grad.is_contiguous() for grad in grads):
@@ -90,11 +143,6 @@ class FlatGroup:
             param.grad = None
         self.accumulated = True
         return True
-
-    def parts(self) -> list[torch.Tensor]:
-        """The unreduced gradients by parameter, flat."""
-        assert self.grad_full is not None
-        return self.loose or [self.grad_full[e.offset : e.end] for e in self.layout.entries]
 
     def accumulate(self) -> None:
         """Move ``parameter.grad`` into the gradient slot: copied if the slot is fresh, else added."""
@@ -112,8 +160,8 @@ class FlatGroup:
             param.grad = None
         if not self.accumulated:
             self._set_reduced_aside()
-            if missing or self.gap_views:
-                torch._foreach_zero_(missing + self.gap_views)
+            if missing or self._gap_views:
+                torch._foreach_zero_(missing + self._gap_views)
             if present:
                 torch._foreach_copy_(present, grads)
             self.accumulated = True
@@ -131,36 +179,71 @@ class FlatGroup:
 
     def _set_reduced_aside(self) -> None:
         """A second backward of the same step fills a slot whose shard part is already reduced: keep that part."""
-        if self.reduced and self.grad_shard is not None and self.shares_grad_memory and self.host_grad is None:
-            self.carry = self.grad_shard.clone()
+        if self.reduced and self.shares_grad_memory and self.host_grad is None:
+            self._carry = self.grad_shard.clone()
             self.reduced = False
 
+    # -- reductions ----------------------------------------------------------------------------------------------
+
     @property
-    def shares_grad_memory(self) -> bool:
-        """True if grad_shard is a part of grad_full (stages 0 and 1)."""
-        if self.grad_shard is None or self.grad_full is None:
-            return False
-        return self.grad_shard.untyped_storage().data_ptr() == self.grad_full.untyped_storage().data_ptr()
+    def adds_to_reduced(self) -> bool:
+        """True if a reduction is to be added to what ``grad_shard`` holds."""
+        return self.reduced and not self.shares_grad_memory and self.host_grad is None
+
+    def parts(self) -> list[torch.Tensor]:
+        """The unreduced gradients by parameter, flat."""
+        return self.loose or [self.grad_full[e.offset : e.end] for e in self.layout.entries]
+
+    def reduction_begins(self) -> None:
+        """What is accumulated is on its way. The collective keeps loose gradients as long as it needs them."""
+        self.loose = None
+        self.accumulated, self.reduced = False, True
+
+    def reduction_ends(self) -> None:
+        """``grad_shard`` holds the sum."""
+        if self._carry is not None:
+            self.grad_shard.add_(self._carry)
+            self._carry = None
+
+    def fetch_begins(self) -> bool:
+        """``grad_shard`` is on its way to ``host_grad``. True if it is to be added to what is there."""
+        before, self.fetched = self.fetched, True
+        return before
 
     def landed(self, *, final: bool) -> None:
         """``host_grad`` has changed. ``final``: most likely for the last time in this step."""
         assert self.host_grad is not None
-        self.square_sum = square_sum(self.host_grad) if final else None
+        self._square_sum = square_sum(self.host_grad) if final else None
 
     def local_square_sum(self) -> torch.Tensor:
         """Of this rank's reduced gradients: fp64 scalar where they are. At stage 0, of its shard only."""
-        if self.square_sum is not None:
-            return self.square_sum
-        shard = self.grad_shard if self.host_grad is None else self.host_grad
-        assert shard is not None
-        return square_sum(shard)
+        if self._square_sum is not None:
+            return self._square_sum
+        return square_sum(self.grad_shard if self.host_grad is None else self.host_grad)
+
+    def gradient_changed(self) -> None:
+        """Reduced gradients were summed over more ranks: what was known of them is not true any more."""
+        self._square_sum = None
 
     def forget_gradients(self) -> None:
         """Start the next step with no gradient."""
-        self.square_sum = None
+        super().forget_gradients()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.accumulated = self.reduced = self.fetched = False
-        self.loose = self.carry = None
-        self.late.clear()
+        self.loose = self._carry = self._square_sum = None
+        self.late = {}
         self.used = [False] * len(self.params)
-        for param in self.params:
-            param.grad = None
+
+
+def _views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Of each parameter in the flat buffer [numel]."""
+    return [flat[entry.offset : entry.end].view(entry.shape) for entry in layout.entries]
+
+
+def _gaps(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """What of the flat buffer belongs to no parameter."""
+    ends = [0, *(entry.end for entry in layout.entries)]
+    starts = [*(entry.offset for entry in layout.entries), layout.numel]
+    return [flat[end:start] for end, start in zip(ends, starts, strict=True) if start > end]

@@ -15,20 +15,20 @@ from torch import nn
 from ..distributed.same_request import fingerprint
 from ..errors import ModelError, OrderError
 from .access import ParameterHome, Registry, compare_request, entry_view, find, gathered, owned_part, registry_of
-from .flat_group import FlatGroup
+from .flat_group import TrainedGroup
 from .norm import square_sum
-from .pieces import owned_gradient, owned_runs, owns_everything
+from .pieces import owned_gradient
 from .runtime import ORDER_TIMEOUT_S
 from .unit import Unit, links_of
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """The full gradient of ``param``, in its shape; None if no engine optimizes it. One all-gather of its unit."""
-    found = _settled(param, "safe_get_full_grad")
+    found = _reduced(param, "safe_get_full_grad")
     if found is None:
         return None
-    registry, home = found
-    return _whole(registry, home, _gathered(registry, home.unit, home.flat_group), registry.unscale())
+    registry, home, flat_group = found
+    return _whole(registry, home, _gathered(registry, home.unit, flat_group), registry.unscale())
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -36,11 +36,11 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
     The parts of the ranks of a shard group are the gradient, end to end; at stage 0 every rank has all of it.
     """
-    found = _settled(param, "safe_get_local_grad")
+    found = _reduced(param, "safe_get_local_grad")
     if found is None:
         return None
-    registry, home = found
-    return owned_part(home, _summed(registry, home.flat_group)) * registry.unscale()
+    registry, home, flat_group = found
+    return owned_part(home, _summed(registry, flat_group)) * registry.unscale()
 
 
 def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -49,7 +49,7 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises ModelError if no engine manages ``module``.
     """
     registry = _registry(module)
-    _settle(registry, "full_gradients")
+    _reduce_all(registry, "full_gradients")
     factor = registry.unscale()  # once: ranks may have to add up the weights of their losses for it
     for unit in registry.runtime.units:
         for flat_group in unit.trainable:
@@ -65,7 +65,7 @@ def not_finite(units: list[Unit]) -> list[str]:
     for flat_group in (flat_group for unit in units for flat_group in unit.trainable):
         gradient = owned_gradient(flat_group)
         if not bool(torch.isfinite(gradient).all()):
-            for run in owned_runs(flat_group):
+            for run in flat_group.plan.owned_runs():
                 if not bool(torch.isfinite(gradient[run.offset : run.offset + run.numel]).all()):
                     found[flat_group.names[run.entry]] = None
     return list(found)
@@ -77,7 +77,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     Raises ModelError if no engine manages ``module``.
     """
     registry = _registry(module)
-    _settle(registry, "gradient_norms")
+    _reduce_all(registry, "gradient_norms")
     comm, topology = registry.runtime.comm, registry.runtime.comm.topology
     flat_groups = [flat_group for unit in registry.runtime.units for flat_group in unit.trainable if flat_group.reduced]
     names = [name for flat_group in flat_groups for name in flat_group.names]
@@ -89,27 +89,27 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
 
 
-def _square_sums(registry: Registry, flat_group: FlatGroup, shard_rank: int) -> list[torch.Tensor]:
+def _square_sums(registry: Registry, flat_group: TrainedGroup, shard_rank: int) -> list[torch.Tensor]:
     """By parameter, of the elements that this rank is to count: fp64 scalars."""
     gradient = _summed(registry, flat_group)
     sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(flat_group.names)
-    if flat_group.replication.counted and not (owns_everything(flat_group) and shard_rank):
-        for run in owned_runs(flat_group):
+    if flat_group.plan.replication.counted and not (flat_group.plan.owns_everything and shard_rank):
+        for run in flat_group.plan.owned_runs():
             sums[run.entry] = square_sum(gradient[run.offset : run.offset + run.numel])
     return sums
 
 
-def _summed(registry: Registry, flat_group: FlatGroup) -> torch.Tensor:
+def _summed(registry: Registry, flat_group: TrainedGroup) -> torch.Tensor:
     """What this rank owns of the gradient [owned], to read only; summed over the other axes where ranks have summands."""
     owned = owned_gradient(flat_group)
-    if flat_group.replication.sums:
+    if flat_group.plan.replication.sums:
         owned = owned.clone()
-    for axis in flat_group.replication.sums:
+    for axis in flat_group.plan.replication.sums:
         registry.runtime.comm.sum_over_axis([owned], axis)
     return owned
 
 
-def _gathered(registry: Registry, unit: Unit, flat_group: FlatGroup) -> torch.Tensor:
+def _gathered(registry: Registry, unit: Unit, flat_group: TrainedGroup) -> torch.Tensor:
     """The gradients of a flat group, scaled as the losses were: [numel], to read only."""
     return gathered(registry, flat_group, _summed(registry, flat_group), unit.name)
 
@@ -126,16 +126,16 @@ def _registry(module: nn.Module) -> Registry:
     return registry
 
 
-def _settled(param: torch.Tensor, function: str) -> tuple[Registry, ParameterHome] | None:
+def _reduced(param: torch.Tensor, function: str) -> tuple[Registry, ParameterHome, TrainedGroup] | None:
     """Where ``param`` is, with its reduced gradient there; None if it has none."""
     found = find(param)
-    if found is None or found[1].flat_group.grad_shard is None:
+    if found is None or not isinstance(found[1].flat_group, TrainedGroup):
         return None
-    _settle(found[0], function, repr(found[1].name))
-    return found if found[1].flat_group.reduced else None
+    _reduce_all(found[0], function, repr(found[1].name))
+    return (*found, found[1].flat_group) if found[1].flat_group.reduced else None
 
 
-def _settle(registry: Registry, function: str, *wanted: str) -> None:
+def _reduce_all(registry: Registry, function: str, *wanted: str) -> None:
     """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for it."""
     runtime = registry.runtime
     asked = torch.cat([torch.tensor([len(runtime.late)]), fingerprint([function, *wanted])])

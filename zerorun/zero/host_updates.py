@@ -12,21 +12,21 @@ import torch
 
 from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
-from .flat_group import FlatGroup
+from .flat_group import TrainedGroup
+from .offload.host_link import Arrival, HostLink
 from .offload.nvme import StateFile
-from .offload.placement import Arrival, HostLink
 from .pieces import OptimizerPiece
 from .unit import Unit, links_of
 
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # what updates can write
 
 
-def beside_master(flat_group: FlatGroup) -> bool:
+def beside_master(flat_group: TrainedGroup) -> bool:
     """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
     master, weight = flat_group.master, flat_group.weight
     return (
         master is not None
-        and not flat_group.master_is_weight
+        and not flat_group.plan.master_is_weight
         and weight.dtype in _ROUNDED
         and weight.device == master.device
     )
@@ -55,7 +55,6 @@ def begin_updates(
         if link.store is not None and on_disk:
             link.begin(partial(_begin_disk, link.store, on_disk[0]))
     for unit in units:
-        assert unit.link is not None
         found = [(flat_group, jobs[id(flat_group)]) for flat_group in unit.trainable if id(flat_group) in jobs]
         work: Callable[[], list[Arrival]] = partial(_update, unit, unit.link, found)
         if unit.placement.states_on_disk:
@@ -85,7 +84,7 @@ def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
 
 
 def _update_on_disk(
-    unit: Unit, link: HostLink, store: StateFile, flat_groups: list[tuple[FlatGroup, list[_Job]]], following: int | None
+    unit: Unit, link: HostLink, store: StateFile, flat_groups: list[tuple[TrainedGroup, list[_Job]]], following: int | None
 ) -> list[Arrival]:
     """``_update`` in a buffer, while unit ``following`` is read, if there is one."""
     where = store.open(unit.index)
@@ -105,15 +104,15 @@ def _begin_disk(store: StateFile, first: int) -> None:
 
 @torch.inference_mode(False)  # the forward that waits for it may be in that mode; what it writes must not be
 def _update(
-    unit: Unit, link: HostLink, flat_groups: list[tuple[FlatGroup, list[_Job]]], where: Where | None = None
+    unit: Unit, link: HostLink, flat_groups: list[tuple[TrainedGroup, list[_Job]]], where: Where | None = None
 ) -> list[Arrival]:
     """Update ``flat_groups`` and begin to send what has to be sent."""
     weights_on_host = not link.apart or (unit.placement.params and not unit.resident)
     arrivals: list[Arrival] = []
     for flat_group, jobs in flat_groups:
-        if flat_group.master_is_weight or (beside_master(flat_group) and weights_on_host):
+        if flat_group.plan.master_is_weight or (beside_master(flat_group) and weights_on_host):
             for job in jobs:
-                job.run(None if flat_group.master_is_weight else weight_of(job.piece), where)
+                job.run(None if flat_group.plan.master_is_weight else weight_of(job.piece), where)
         elif flat_group.dtype in _ROUNDED and flat_group.dtype != torch.float32:
             arrivals.append(_update_and_send(link, flat_group, jobs, where))
         else:
@@ -124,7 +123,7 @@ def _update(
     return arrivals
 
 
-def _update_and_send(link: HostLink, flat_group: FlatGroup, jobs: list[_Job], where: Where | None) -> Arrival:
+def _update_and_send(link: HostLink, flat_group: TrainedGroup, jobs: list[_Job], where: Where | None) -> Arrival:
     """The update writes rounded weights into a staging buffer, and those go to the device: half the bytes of a master."""
     assert flat_group.master is not None
     place, rounded = link.rounding_place(flat_group.master.numel(), flat_group.dtype)

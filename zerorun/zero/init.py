@@ -41,8 +41,8 @@ from ..distributed.transport.communicator import init_distributed
 from ..distributed.waits import waiting
 from ..distributed.wire import gather_values
 from ..errors import ModelError, OrderError
+from ..plan.weights import stays_apart
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
-from .weights import stays_apart
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}

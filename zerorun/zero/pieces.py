@@ -9,32 +9,24 @@ optimizer state, and from then on it can be left out. Other optimizers get every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 
 import torch
 
-from .flat_group import FlatGroup
+from ..plan.sharding_plan import ParameterRun, PiecePlan
+from .flat_group import TrainedGroup
 from .unit import Unit
-
-
-@dataclass
-class ParameterRun:
-    """Elements ``start .. start + numel`` of parameter ``entry`` (index in its flat group), at ``offset`` in the piece."""
-
-    entry: int
-    start: int
-    offset: int
-    numel: int
 
 
 @dataclass
 class OptimizerPiece:
     """One tensor of the optimizer: a view of a flat group's master, and of its gradient."""
 
-    flat_group: FlatGroup
+    flat_group: TrainedGroup
     group: int
     low: int  # elements into the flat group's owned range
     tensor: torch.Tensor  # fp32
@@ -47,46 +39,26 @@ class OptimizerPiece:
         return owned[self.low : self.low + self.tensor.numel()].view(self.tensor.shape)
 
 
-def owns_everything(flat_group: FlatGroup) -> bool:
-    """True at stage 0: every rank updates all elements."""
-    return flat_group.master is not None and flat_group.master.numel() == flat_group.layout.numel
-
-
-def owned_gradient(flat_group: FlatGroup) -> torch.Tensor:
+def owned_gradient(flat_group: TrainedGroup) -> torch.Tensor:
     """The gradient of what this rank updates: [owned] fp32, where the master is."""
     if flat_group.host_grad is not None:
         return flat_group.host_grad
-    whole = owns_everything(flat_group) and flat_group.shares_grad_memory
-    found = flat_group.grad_full if whole else flat_group.grad_shard
-    assert found is not None
-    return found
+    whole = flat_group.plan.owns_everything and flat_group.shares_grad_memory
+    return flat_group.grad_full if whole else flat_group.grad_shard
 
 
-def owned_runs(flat_group: FlatGroup) -> list[ParameterRun]:
-    """What this rank updates, with ``offset`` counted from the beginning of its owned range."""
-    if owns_everything(flat_group):
-        return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(flat_group.layout.entries)]
-    return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in flat_group.layout.pieces(flat_group.rank)]
-
-
-def build_pieces(units: Iterable[Unit], group_of: Callable[[torch.Tensor], int], *, whole: bool) -> list[OptimizerPiece]:
+def build_pieces(units: Iterable[Unit], *, whole: bool) -> list[OptimizerPiece]:
     """Pieces of everything this rank updates. ``whole``: one for each parameter, in its own shape."""
-    pieces: list[OptimizerPiece] = []
-    for unit in units:
-        for flat_group in unit.trainable:
-            current: OptimizerPiece | None = None
-            for run in owned_runs(flat_group):
-                group = group_of(flat_group.params[run.entry])
-                if current is None or whole or current.group != group:
-                    current = OptimizerPiece(flat_group, group, run.offset, torch.empty(0), [])
-                    pieces.append(current)
-                current.runs.append(ParameterRun(run.entry, run.start, run.offset - current.low, run.numel))
-    for piece in pieces:
-        master, last = piece.flat_group.master, piece.runs[-1]
-        assert master is not None
-        tensor = master[piece.low : piece.low + last.offset + last.numel]
-        piece.tensor = tensor.view(piece.flat_group.layout.entries[last.entry].shape) if whole else tensor
-    return pieces
+    return [
+        OptimizerPiece(flat_group, piece.group, piece.low, _part(flat_group, piece), list(piece.runs))
+        for unit in units
+        for flat_group in unit.trainable
+        for piece in flat_group.plan.pieces(whole=whole)
+    ]
+
+
+def _part(flat_group: TrainedGroup, piece: PiecePlan) -> torch.Tensor:
+    return flat_group.master[piece.low : piece.low + prod(piece.shape)].view(piece.shape)
 
 
 def split_lengths(piece: OptimizerPiece) -> list[int]:

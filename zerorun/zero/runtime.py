@@ -49,18 +49,18 @@ from ..distributed.transport.channel import Pending
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..log import warn_once
+from ..plan.reductions import Reductions
+from ..plan.sharding_plan import ShardingPlan
+from ..plan.weights import repacking
+from .builder import ShardedParameters
 from .execution_trace import ExecutionTrace, merge_orders
 from .placeholders import ReadWatch, released_parameter, tensors_in
-from .policy import Policy
-from .unit import SlotPool, Unit, links_of
-from .weights import repacking
+from .unit import Unit, links_of
 
 # Seconds that a rank which left the agreed order waits for the others to ask as well. See order.py.
 ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
 # Forwards that a backward may still come for. More than any loop keeps; bounds what forwards without one leave behind.
 _MAX_OUTSTANDING = 32
-# Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
-MAX_REDUCING = 2
 _END = -1
 # Of the frames of forwards: hooks and all.
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -95,18 +95,16 @@ class Runtime:
     def __init__(
         self,
         module: nn.Module,
-        units: list[Unit],
-        policy: Policy,
+        plan: ShardingPlan,
+        made: ShardedParameters,
         comm: Communicator,
-        param_slots: SlotPool,
-        grad_slots: SlotPool,
         reduce_now: Callable[[], bool],
     ) -> None:
-        self.module, self.units, self.policy, self.comm = module, units, policy, comm
-        self.param_slots, self.grad_slots = param_slots, grad_slots
+        self.module, self.plan, self.policy, self.comm = module, plan, plan.policy, comm
+        self.units = units = made.units
+        self.param_slots, self.grad_slots = made.param_slots, made.grad_slots
         self.reduce_now = reduce_now
-        self.shares_params = any(not unit.resident for unit in units)
-        self.shares_grads = any(unit.grad_slot >= 0 for unit in units)
+        self.shares_params, self.shares_grads = plan.shares_params, plan.shares_grads
         self.plans: dict[Hashable, list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
         self.forward_trace: ExecutionTrace | None = None  # of the forward that is running
         self.backward_trace: ExecutionTrace | None = None  # of the backward that is running
@@ -118,12 +116,11 @@ class Runtime:
         self.late: set[int] = set()  # units whose gradients came after their turn
         self._late_before: set[int] = set()
         self._last_backward: ExecutionTrace | None = None
-        self.reducing: deque[Unit] = deque()  # reductions in flight, oldest first
+        self.reductions = Reductions(self._start_reduction, self._finish_reduction, Unit.vacate, overlap=plan.overlap)
         self.sharing: list[Pending] = []  # stage 0: reduced gradients on their way to every rank
         self.inspect: Callable[[Unit], None] | None = None  # sees a unit before its gradients are collected
         self.state_dict_allowed = False
         self.held: set[int] = set()  # ids of parameters inside a GatheredParameters block
-        self.overlap = True  # False: wait for every reduction at once
         self.part = ModelPart()  # that is running, or will next
         self.on_backward_end: Callable[[], None] = lambda: None
         self._published = False  # new values of the shards, so far
@@ -296,7 +293,6 @@ class Runtime:
                 (flat_group.marks, flat_group.names, unit.name)
                 for unit in self.units
                 for flat_group in (unit.flat_groups if not unit.resident else ())
-                if flat_group.marks is not None
             )
             self._watch.__enter__()
 
@@ -453,33 +449,18 @@ class Runtime:
         if self.inspect is not None:
             self.inspect(unit)
         if not (self.reduces_now and unit.take_loose()):
-            if unit.grad_slot >= 0:
-                self._free_grad_slot(unit)
+            self.reductions.free_slot(unit)
             unit.accumulate()
         if self.reduces_now:
-            self._reduce(unit)
+            self.reductions.begin(unit)
 
-    def _free_grad_slot(self, unit: Unit) -> None:
-        occupant = self.grad_slots.occupant[unit.grad_slot]
-        if occupant is not None and occupant != unit.index:
-            self.units[occupant].vacate()
-        self.grad_slots.occupant[unit.grad_slot] = unit.index
+    def _start_reduction(self, unit: Unit) -> None:
+        unit.start_reduce(self.comm, final=self.is_last_backward)
 
-    def _reduce(self, unit: Unit) -> None:
-        while len(self.reducing) >= MAX_REDUCING:
-            self._finish_oldest()
-        unit.gradients_final = self.is_last_backward
-        unit.start_reduce(self.comm)
-        self.reducing.append(unit)
-        if not self.overlap:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        unit = self.reducing.popleft()
+    def _finish_reduction(self, unit: Unit) -> None:
         unit.finish_reduce()
         if not self.policy.shard_optimizer and self.comm.topology.shard > 1:
             for flat_group in unit.trainable:
-                assert flat_group.grad_full is not None
                 label = f"{unit.name}: all-gather gradients"
                 self.sharing.append(self.comm.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
 
@@ -496,9 +477,7 @@ class Runtime:
             elif self.shares_params:
                 self._ask(trace, unit)
             trace.current = unit.index
-        if not unit.unsharded:
-            unit.finish_gather()
-            unit.unshard()
+        unit.unshard()
 
     def _advance(self, trace: ExecutionTrace, position: int) -> None:
         """Take every step of the plan up to ``position``: the same steps, in the same order, on every rank."""
@@ -557,7 +536,7 @@ class Runtime:
                     flat_group.set_late_aside()
             self.units[occupant].finish_gather()
             self.units[occupant].reshard()
-            if not self.units[occupant].keeps_others:
+            if not self.units[occupant].plan.keeps_others:
                 self.units[occupant].let_go_of_others()
             self.param_slots.occupant[slot] = None
 
@@ -639,13 +618,12 @@ class Runtime:
         """Reduce what accumulated in backwards that did not (the boundary was not known then)."""
         for unit in reversed(self.units):
             if any(flat_group.accumulated for flat_group in unit.trainable):
-                self._reduce(unit)
+                self.reductions.begin(unit)
         self.finish_reductions()
 
     def finish_reductions(self, of: Unit | None = None) -> None:
         """Wait for all reductions in flight, or until that of one unit is done."""
-        while self.reducing if of is None else of in self.reducing:
-            self._finish_oldest()
+        self.reductions.end(of)
         for pending in self.sharing:
             pending.wait()
         self.sharing.clear()
@@ -659,12 +637,12 @@ class Runtime:
             self._agree(self._last_backward, self._universe()[::-1])
         for index in sorted(set().union(*self.comm.data_objects(self.late))):
             unit = self.units[index]
-            unit.deferred = unit.deferred or index in self._late_before
+            if index in self._late_before:
+                unit.defer()
             self._late_before.add(index)
-            if unit.grad_slot >= 0:
-                self._free_grad_slot(unit)
+            self.reductions.free_slot(unit)
             unit.accumulate()
-            self._reduce(unit)
+            self.reductions.begin(unit)
         self.finish_reductions()
         self.late.clear()
 

@@ -16,7 +16,7 @@ from ..errors import StepError
 from ..log import warn_once
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
-from .flat_group import FlatGroup
+from .flat_group import TrainedGroup
 from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
 from .runtime import Runtime
@@ -105,11 +105,11 @@ class ShardedOptimizer:
             runtime.reduce_late()
             self.drain()
         for axis in self.comm.model_axes:
-            members = [flat_group for flat_group in self._flat_groups if axis in flat_group.replication.sums]
+            members = [flat_group for flat_group in self._flat_groups if axis in flat_group.plan.replication.sums]
             if members:
                 self.comm.sum_over_axis([owned_gradient(flat_group) for flat_group in members], axis)
             for flat_group in members:
-                flat_group.square_sum = None
+                flat_group.gradient_changed()
 
     def drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
@@ -124,7 +124,7 @@ class ShardedOptimizer:
         """
         total = torch.zeros((), dtype=torch.float64)
         for flat_group in self._flat_groups:
-            if not flat_group.replication.counted:
+            if not flat_group.plan.replication.counted:
                 continue
             part = flat_group.local_square_sum()
             total = part + total.to(part.device)
@@ -180,7 +180,7 @@ class ShardedOptimizer:
         for piece in pieces:
             piece.tensor.grad = None
 
-    def write_back(self, only: Iterable[FlatGroup] | None = None) -> None:
+    def write_back(self, only: Iterable[TrainedGroup] | None = None) -> None:
         """Copy the masters into the compute-dtype shards (at stage 0: into the whole slot), where those differ."""
         for flat_group in self._flat_groups if only is None else only:
             write_back(flat_group)
@@ -200,7 +200,7 @@ class ShardedOptimizer:
             members = [
                 part
                 for part, flat_group in zip(summed, self._flat_groups, strict=True)
-                if axis in flat_group.replication.sums
+                if axis in flat_group.plan.replication.sums
             ]
             if members:
                 self.comm.sum_over_axis(members, axis)
@@ -244,7 +244,7 @@ class ShardedOptimizer:
         self.pieces = pieces
 
 
-def write_back(flat_group: FlatGroup) -> None:
+def write_back(flat_group: TrainedGroup) -> None:
     """Let the compute-dtype values be the master's, rounded."""
-    if flat_group.master is not None and not flat_group.master_is_weight:
+    if flat_group.master is not None and not flat_group.plan.master_is_weight:
         flat_group.weight.copy_(flat_group.master)

@@ -38,21 +38,25 @@ from ..distributed.transport.channel import Pending
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
-from .flat_group import FlatGroup
-from .offload.placement import HostLink, Placement
+from ..plan.placement import Placement
+from ..plan.sharding_plan import SlotPlan, UnitPlan
+from .flat_group import FlatGroup, TrainedGroup
+from .offload.host_link import HostLink
 from .placeholders import is_loud
 
 
 class SlotPool:
-    """``count`` buffers of ``nbytes`` bytes at fixed addresses, shared by units. Slot i serves units i, i + count, ..."""
+    """Buffers at fixed addresses, shared by units. Slot i serves units i, i + count, ..."""
 
-    def __init__(self, count: int, nbytes: int, device: torch.device) -> None:
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(count if nbytes else 0)]
+    def __init__(self, plan: SlotPlan, device: torch.device) -> None:
+        self.buffers = [
+            torch.empty(plan.nbytes, dtype=torch.uint8, device=device) for _ in range(plan.count if plan.nbytes else 0)
+        ]
         for buffer in self.buffers:
             prefer_huge_pages(buffer)
-        self.count = count
+        self.count = plan.count
         # The unit whose bytes a slot holds now, by index; None if nobody's. Set in the agreed order only.
-        self.occupant: list[int | None] = [None] * count
+        self.occupant: list[int | None] = [None] * plan.count
 
     @property
     def bytes(self) -> int:
@@ -69,27 +73,47 @@ class SlotPool:
 
 
 class Unit:
-    """A part of the model whose parameters are gathered, released and reduced together."""
+    """A part of the model whose parameters are unsharded, resharded and reduced together."""
 
-    def __init__(self, index: int, name: str, modules: list[nn.Module], flat_groups: list[FlatGroup]) -> None:
-        self.index = index
-        self.name = name
-        self.modules = modules  # that enter and leave the unit: hooks sit on them
-        self.flat_groups = flat_groups
-        self.trainable = [flat_group for flat_group in flat_groups if flat_group.trainable]
-        self.resident = True  # has a slot of its own for parameters
-        self.param_slot = -1  # index in the shared pool, if not resident
-        self.grad_slot = -1  # index in the shared pool, or -1 for a slot of its own
-        self.gathering: list[Pending] = []
-        self.reducing: list[Pending] = []
+    def __init__(
+        self, plan: UnitPlan, modules: Sequence[nn.Module], flat_groups: Sequence[FlatGroup], link: HostLink
+    ) -> None:
+        """``modules``: that enter and leave the unit; hooks sit on them. ``link``: to the host, for what lies there."""
+        self.plan, self.modules, self.flat_groups = plan, list(modules), list(flat_groups)
+        self.trainable = [group for group in flat_groups if isinstance(group, TrainedGroup)]
+        self.link = link
         self.unsharded = True
-        self.keeps_others = False  # mapped pages of other ranks' parameters stay resident between its turns
-        self.deferred = False  # its gradients may come after its turn: reduce it when the backward is over
-        self.placement = Placement()
-        self.link: HostLink | None = None  # to the host, if something of it is there
-        self.gradients_final = False  # no more will be added in this step to what is being reduced
+        self.deferred = plan.deferred  # its gradients may come after its turn: reduce it when the backward is over
+        self._gathering: list[Pending] = []
+        self._reducing: list[Pending] = []
+        self._is_final = False  # no more will be added in this step to what is being reduced
         self._leaving: list[Callable[[], None]] = []  # reduced gradients on their way to the host
         self._updating: Callable[[], None] | None = None  # waits for the update that is going on
+
+    @property
+    def index(self) -> int:
+        return self.plan.index
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def resident(self) -> bool:
+        """True if it has a slot of its own for parameters, and they are whole all the time."""
+        return self.plan.resident
+
+    @property
+    def param_slot(self) -> int:
+        return self.plan.param_slot
+
+    @property
+    def grad_slot(self) -> int:
+        return self.plan.grad_slot
+
+    @property
+    def placement(self) -> Placement:
+        return self.plan.placement
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -97,36 +121,35 @@ class Unit:
         """Issue the all-gather of every flat group into its slot. ``finish_gather`` must follow before use."""
         self.updated()
         for flat_group in self.flat_groups:
-            source = None if flat_group.shard_is_in_place else flat_group.shard
+            source = None if self.resident else flat_group.shard
             label = f"{self.name}: all-gather {phase}"
-            self.gathering.append(comm.all_gather(flat_group.full, flat_group.layout.bounds, label, source))
+            self._gathering.append(comm.all_gather(flat_group.full, flat_group.layout.bounds, label, source))
 
     def finish_gather(self) -> None:
         """Wait for the gather in flight, if any."""
-        for pending in self.gathering:
+        for pending in self._gathering:
             pending.wait()
-        self.gathering.clear()
+        self._gathering.clear()
 
     def unshard(self) -> None:
-        """Let the parameters be views of the slot."""
+        """Let the parameters be views of the slot, as soon as what is in flight has come."""
         if not self.unsharded:
+            self.finish_gather()
             for flat_group in self.flat_groups:
-                for param, view in zip(flat_group.params, flat_group.views, strict=True):
-                    param.data = view
+                flat_group.unshard()
             self.unsharded = True
 
     def reshard(self) -> None:
         """Let the parameters be loud placeholders."""
         if self.unsharded:
             for flat_group in self.flat_groups:
-                for param, loud in zip(flat_group.params, flat_group.loud, strict=True):
-                    param.data = loud
+                flat_group.reshard()
             self.unsharded = False
 
     @property
     def has_packed(self) -> bool:
         """True if some of its parameters are packed."""
-        return any(flat_group.packed for flat_group in self.flat_groups)
+        return any(flat_group.plan.packed for flat_group in self.flat_groups)
 
     def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those that the script has given another tensor."""
@@ -139,40 +162,33 @@ class Unit:
     def overwritten(self) -> Iterator[str]:
         """Names of the parameters whose placeholder the script has written to. Waits for the device."""
         for flat_group in self.flat_groups if not self.resident else ():
-            if flat_group.marks is not None and not bool(is_loud(flat_group.marks).all()):
+            if not bool(is_loud(flat_group.marks).all()):
                 yield from (
                     name for name, mark in zip(flat_group.names, flat_group.marks, strict=True) if not is_loud(mark)
                 )
 
-    @property
-    def mapped_from_others(self) -> int:
-        """Bytes of other ranks' parameters that are mapped."""
-        return sum((s.layout.numel - s.high + s.low) * s.full.element_size() for s in self.flat_groups if s.mapped)
-
     def let_go_of_others(self) -> None:
         """Drop the pages of other ranks' parameters, and what a module has written to them."""
         for flat_group in self.flat_groups:
-            if flat_group.mapped:
-                let_go(flat_group.full[: flat_group.low])
-                let_go(flat_group.full[flat_group.high :])
+            if flat_group.plan.mapped:
+                let_go(flat_group.full[: flat_group.plan.low])
+                let_go(flat_group.full[flat_group.plan.high :])
 
     def use_huge_pages(self) -> None:
         """Let the rank's own mapped parameters lie in huge pages, if the kernel makes them."""
         for flat_group in self.flat_groups:
-            if flat_group.mapped:
+            if flat_group.plan.mapped:
                 make_huge(flat_group.shard)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
+    def defer(self) -> None:
+        """From now on, reduce it when the backward is over."""
+        self.deferred = True
+
     def has_gradient(self) -> bool:
-        """True if autograd has left a gradient that is not absorbed yet."""
-        for flat_group in self.trainable:  # plain loops: a generator would cost a Python call for each parameter
-            if flat_group.late:
-                return True
-            for param in flat_group.params:
-                if param.grad is not None:
-                    return True
-        return False
+        """True if autograd has left a gradient that is not accumulated yet."""
+        return any(flat_group.has_gradient() for flat_group in self.trainable)
 
     def names_with_gradient(self) -> list[str]:
         """Parameters whose gradient lies where autograd left it. For error messages."""
@@ -191,47 +207,40 @@ class Unit:
             if flat_group.loose is None:
                 flat_group.accumulate()
 
-    def start_reduce(self, comm: Communicator) -> None:
-        """Issue the reduction of what is accumulated. ``finish_reduce`` must follow before the shard is read."""
-        for flat_group in self.trainable:
-            full, out, bounds = flat_group.grad_full, flat_group.grad_shard, flat_group.layout.bounds
-            assert full is not None
-            assert out is not None
-            label = f"{self.name}: reduce-scatter gradients"
-            accumulate = flat_group.reduced and not flat_group.shares_grad_memory and flat_group.host_grad is None
-            if flat_group.unpacked:
-                pending = comm.sum_parts(flat_group.parts(), flat_group.pieces, out, label, accumulate=accumulate)
+    def start_reduce(self, comm: Communicator, *, final: bool) -> None:
+        """Issue the reduction of what is accumulated. ``finish_reduce`` must follow before the shard is read.
+
+        ``final``: no more gradients come in this step, as far as is known.
+        """
+        self._is_final = final
+        label = f"{self.name}: reduce-scatter gradients"
+        for group in self.trainable:
+            adds = group.adds_to_reduced
+            if group.plan.unpacked:
+                pending = comm.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
             else:
-                pending = comm.reduce_scatter(full, bounds, out, label, accumulate=accumulate)
-            self.reducing.append(pending)
-            flat_group.loose = None  # the collective keeps them as long as it needs them
-            flat_group.accumulated, flat_group.reduced = False, True
+                bounds = group.layout.bounds
+                pending = comm.reduce_scatter(group.grad_full, bounds, group.grad_shard, label, accumulate=adds)
+            self._reducing.append(pending)
+            group.reduction_begins()
 
     def finish_reduce(self) -> None:
         """Wait until the shard holds the reduced gradients."""
-        if not self.reducing:
+        if not self._reducing:
             return
-        for pending in self.reducing:
+        for pending in self._reducing:
             pending.wait()
-        self.reducing.clear()
-        for flat_group in self.trainable:
-            if flat_group.carry is not None and flat_group.grad_shard is not None:
-                flat_group.grad_shard.add_(flat_group.carry)
-                flat_group.carry = None
-            if flat_group.host_grad is not None:
-                self._fetch(flat_group)
+        self._reducing.clear()
+        for group in self.trainable:
+            group.reduction_ends()
+            if group.host_grad is not None:
+                self._fetch(group, group.host_grad)
 
-    def _fetch(self, flat_group: FlatGroup) -> None:
-        """Begin to move the reduced gradients of ``flat_group`` to the host."""
-        assert self.link is not None
-        assert flat_group.grad_shard is not None
-        assert flat_group.host_grad is not None
+    def _fetch(self, group: TrainedGroup, host_grad: torch.Tensor) -> None:
+        """Begin to move the reduced gradients of ``group`` to the host."""
         self.updated()  # which still reads the gradients of the step before
-        then = partial(flat_group.landed, final=self.gradients_final)
-        self._leaving.append(
-            self.link.fetch(flat_group.grad_shard, flat_group.host_grad, add=flat_group.fetched, then=then)
-        )
-        flat_group.fetched = True
+        then = partial(group.landed, final=self._is_final)
+        self._leaving.append(self.link.fetch(group.grad_shard, host_grad, add=group.fetch_begins(), then=then))
 
     def vacate(self) -> None:
         """Return when the gradient slot may be written again."""
@@ -256,4 +265,4 @@ class Unit:
 
 def links_of(units: Sequence[Unit]) -> list[HostLink]:
     """The links of ``units`` to the host, each once."""
-    return list(dict.fromkeys(unit.link for unit in units if unit.link is not None))
+    return list(dict.fromkeys(unit.link for unit in units))

@@ -31,10 +31,10 @@ import torch.distributed as dist
 from ...errors import OrderError, TopologyError
 from ..layout import Piece
 from ..topology import Topology
+from ..transports import PEER_MEMORY, reads_parts
 from ..waits import waiting
 from ..wire import gather_values
 from .channel import (
-    PEER_MEMORY,
     UNANSWERED,
     Channel,
     CommunicationStatistics,
@@ -308,8 +308,7 @@ class Communicator:
     @property
     def reads_parts(self) -> bool:
         """True if ``sum_parts`` can replace ``reduce_scatter``."""
-        direct = self.reads_peers and self.topology.replicate == 1 and self.device.type == "cpu"
-        return direct and self.wire_dtype == torch.float32
+        return reads_parts(self._shard.transport, self.topology, self.device.type, self.wire_dtype)
 
     def peer_reader(self) -> Callable[[int, int, torch.Tensor], None] | None:
         """How to fill a tensor from an address of another rank that shards with this one; None if that cannot be done."""

@@ -15,7 +15,9 @@ from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
-from ..startup.parallelize import cut, divide_shapes, plan_layers
+from ..plan.make import make_plan
+from ..plan.sharding_plan import ShardingPlan
+from .parallelize import cut, divide_shapes, plan_layers
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,11 @@ class PlannedPart:
     raw: RawOptimizer
     topology: Topology
     replication_of: Callable[[nn.Parameter], Replication]
+
+    def plan(self, config: Config, transport: str, device_type: str) -> ShardingPlan:
+        """What the rank holds of it: see ``make_plan``."""
+        given = (self.model, config, self.raw, self.topology, transport, device_type)
+        return make_plan(*given, replication_of=self.replication_of)
 
 
 def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:

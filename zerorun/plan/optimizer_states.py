@@ -1,4 +1,4 @@
-"""Moments: what an optimizer keeps for its parameters, found by one step on tiny tensors.
+"""Optimizer states: what an optimizer keeps for its parameters, found by one step on tiny tensors.
 
 A parameter of the trial has prime numbers as dimensions, so that the shape of a state tells which dimensions it follows:
 (3, 5) for the moments of Adam, (3, 1) and (1, 5) for the factors of Adafactor. Step counts (0-dim) are left out, as the
@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError, ConfigProblem
+from ..ops.single_pass import SinglePassOptimizer
 from ..optim.optimizers import build_optimizer
 from ..optim.requested import RawOptimizer
-from .flat_group import FlatGroup
-from .pieces import OptimizerPiece
 from .weights import stored_bytes
 
 _PRIMES = (3, 5, 7, 11, 13, 17)  # dimensions of a parameter in the trial; 255,255 elements for one with all six
@@ -50,14 +50,13 @@ class StateTensor:
         return tuple(parameter[axis] if axis >= 0 else -axis for axis in self.axes)
 
 
-class Moments:
-    """The states of ``raw`` for ``pieces``, on the meta device. ``unknown`` says why there are none, if it cannot be found.
+class OptimizerStates:
+    """The sizes of the states of ``raw``. ``unknown`` says why there are none, if they cannot be found.
 
     The optimizer itself is not touched: a copy of it, or another of its kind, takes the step, on ``device``.
     """
 
-    def __init__(self, raw: RawOptimizer, pieces: Iterable[OptimizerPiece], device: torch.device) -> None:
-        self._pieces = list(pieces)
+    def __init__(self, raw: RawOptimizer, device: torch.device) -> None:
         self.unknown: str | None = None
         kinds = _kinds(raw)
         trials = [(group, _PRIMES[:dims]) for group, dims in kinds]
@@ -73,17 +72,13 @@ class Moments:
         }
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
 
-    def sizes(self) -> Iterator[tuple[FlatGroup, int]]:
-        """(flat group, bytes of the states) of every piece."""
-        for piece in self._pieces:
-            yield piece.flat_group, self._bytes(piece.group, piece.tensor.shape)
-
-    def _bytes(self, group: int, shape: torch.Size) -> int:
+    def bytes(self, group: int, shape: Sequence[int]) -> int:
+        """Of the states of one tensor of ``shape`` in parameter group ``group``."""
         first, *more = _alike(group, tuple(shape))
         found = self._tried.get(first)
         if found is None or found == self._as_small(group, first[1]):
             return self._as_small(group, shape)
-        return found + sum(self._tried[trial] - found for trial in more) * ((shape.numel() - prod(first[1])) // _EVEN)
+        return found + sum(self._tried[trial] - found for trial in more) * ((prod(shape) - prod(first[1])) // _EVEN)
 
     def _as_small(self, group: int, shape: Iterable[int]) -> int:
         """The bytes for a tensor of this shape if its states are what a small one has."""
@@ -133,6 +128,21 @@ def _step_once(optimizer: torch.optim.Optimizer) -> None:
     compiles = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
         optimizer.step()
+
+
+def state_count(raw: RawOptimizer) -> int:
+    """States of a parameter. Raises ConfigError unless the optimizer is one that updates in a single pass."""
+    tried: torch.optim.Optimizer | None = raw.optimizer
+    if tried is None:
+        tiny = [{**group, "params": [torch.zeros(1)]} for group in raw.groups]
+        tried = build_optimizer(raw.name, raw.params, tiny)
+    if isinstance(tried, SinglePassOptimizer):
+        return tried.state_count()
+    name, key = type(tried).__name__, "zero_optimization.offload_optimizer.device"
+    what = f"{name} as optimizer.type" if raw.optimizer is None else f"the {name} that was passed to initialize()"
+    reason = f"{what} has no update that works unit by unit on what a disk holds."
+    remedy = 'Name Adam, AdamW, Adagrad, Lion or SGD as optimizer.type in the configuration, or set device to "cpu".'
+    raise ConfigError([ConfigProblem(key, "nvme", reason, remedy)])
 
 
 def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor) -> dict[str, Any]:

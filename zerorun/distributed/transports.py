@@ -1,0 +1,22 @@
+"""Which way collectives take, and what follows from it. Pure data."""
+
+from __future__ import annotations
+
+import torch
+
+from .topology import Topology
+
+# How ranks exchange gradients and parameters: NCCL between GPUs, messages through gloo, or, on one host, each rank reads
+# the memory of the others.
+NCCL, GLOO, PEER_MEMORY = "nccl", "gloo", "peer memory"
+
+
+def reads_peers(transport: str, topology: Topology) -> bool:
+    """True if the ranks that shard copy from one another's memory by themselves: nothing moves while they compute."""
+    return transport == PEER_MEMORY and topology.shard > 1
+
+
+def reads_parts(transport: str, topology: Topology, device_type: str, wire_dtype: torch.dtype) -> bool:
+    """True if ranks can sum gradients from where autograd leaves them, and nothing has to be packed."""
+    direct = reads_peers(transport, topology) and topology.replicate == 1
+    return direct and device_type == "cpu" and wire_dtype == torch.float32

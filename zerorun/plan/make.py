@@ -1,0 +1,371 @@
+"""Making the plan: what the configuration means for ranks, units, slots and placements.
+
+Shapes are all that is looked at. The model is not touched, and neither process groups nor devices are needed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..distributed.layout import PAGED, Layout, aligned_bytes, build_layout
+from ..distributed.replication import ALONE, Replication
+from ..distributed.topology import Topology
+from ..distributed.transports import reads_parts, reads_peers
+from ..errors import TopologyError
+from ..optim.loss_scaler import DTYPES
+from ..optim.requested import RawOptimizer
+from ..zero.offload.nvme import buffer_bytes
+from .optimizer_states import state_count
+from .placement import Placement, place_units
+from .policy import STAGES, Policy
+from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
+from .units import ROOT, UnitPolicy, UnitSpec, choose_units
+from .weights import apart_from, is_packed, stored_bytes
+
+# Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
+LARGE_NUMEL = 65536
+# Ranges of addresses that mapped shards may take. Linux allows a process 65,530 by default.
+MOST_RANGES = 16384
+# Bytes of other ranks' parameters, in units, that stay mapped to pages between their turns: see mapped_shards.py.
+KEPT_BYTES = 32 << 20
+_FP32 = torch.float32.itemsize
+
+
+def make_plan(
+    model: nn.Module,
+    config: Config,
+    raw: RawOptimizer,
+    topology: Topology,
+    transport: str,
+    device_type: str,
+    *,
+    replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE,
+    maps_shards: bool = True,
+) -> ShardingPlan:
+    """The plan of rank ``topology.rank`` for its part ``model`` of the model.
+
+    ``transport``: NCCL, GLOO or PEER_MEMORY. ``device_type``: of the ranks' devices, "cpu" or "cuda".
+    ``replication_of``: which ranks beyond the data-parallel ones have a parameter, too. ``maps_shards``: False where ranks
+    turned out to have no memory in common. Raises ConfigError for unknown classes in ``unit_policy``, and for an optimizer
+    that cannot be updated on a disk.
+    """
+    return _Planner(model, config, raw, topology, transport, device_type, replication_of, maps_shards).plan()
+
+
+# -- what the configuration says ---------------------------------------------------------------------------------
+
+
+def wire_dtype(config: Config) -> torch.dtype:
+    """The dtype in which gradients are sent."""
+    return DTYPES[config.communication_data_type or "fp32"]
+
+
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """The dtype of parameters and activations; None: as the module has them."""
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else None
+
+
+def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
+    """What ``config`` asks for, without process groups. Raises TopologyError if the degrees do not divide."""
+    pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
+    degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
+    return Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
+
+
+def _shard_degree(config: Config, world_size: int, ranks_per_node: int) -> int | None:
+    """Ranks that a unit is divided over; None: all. Raises TopologyError if nodes cannot hold whole groups of ranks."""
+    settings = config.zero_optimization
+    if settings.stage == 0:
+        return None
+    if settings.shard_degree is None and settings.hybrid_shard:
+        if world_size % ranks_per_node:
+            raise TopologyError(f"{world_size} ranks are not a multiple of {ranks_per_node} ranks on this node.")
+        return ranks_per_node
+    return settings.shard_degree
+
+
+def _policy(config: Config, topology: Topology) -> Policy:
+    """The row of the stage. A group of one shares slots only where that moves something to the host."""
+    settings = config.zero_optimization
+    if topology.shard > 1:
+        return STAGES[settings.stage]
+    row = STAGES[min(settings.stage, 1)]
+    return replace(
+        row,
+        share_grad_slots=settings.stage >= 2 and not settings.offload_optimizer.is_off(),
+        share_param_slots=settings.stage == 3 and not settings.offload_param.is_off(),
+    )
+
+
+def _unit_policy(config: Config) -> UnitPolicy:
+    settings = config.zero_optimization
+    if isinstance(settings.unit_policy, str):
+        return UnitPolicy(settings.unit_policy, settings.unit_block_count, settings.unit_numel)
+    return UnitPolicy("classes", classes=tuple(settings.unit_policy))
+
+
+def _overlap(config: Config, transport: str, topology: Topology) -> bool:
+    """Whether units are gathered before they are needed, and reduced while the backward goes on.
+
+    Stage 3 is chosen to save memory. Where ranks copy from one another's memory by themselves, nothing goes on behind the
+    computation: being early would only hide the wait for a slower rank, at the price of a slot and a unit's gradients.
+    """
+    settings = config.zero_optimization
+    if settings.overlap_comm is not None:
+        return settings.overlap_comm
+    return settings.stage < 3 or not reads_peers(transport, topology)
+
+
+def _slot_count(config: Config, overlap: bool, numels: list[int]) -> int:
+    """One for the unit in use, and one for the next to ``overlap``, unless the configuration asks for other look-ahead."""
+    settings, sources = config.zero_optimization, config.sources
+    largest = max(numels, default=0)
+    ahead = int(overlap)
+    if settings.overlap_comm is not False and largest:
+        if sources.get("zero_optimization.stage3_prefetch_bucket_size", "default") != "default":
+            ahead = -(-settings.prefetch_bucket_size // largest)
+        if sources.get("zero_optimization.stage3_max_live_parameters", "default") != "default":
+            ahead = min(ahead, max(settings.max_live_parameters // largest - 1, 0))
+    return min(1 + ahead, max(len(numels), 1))
+
+
+# -- planning ----------------------------------------------------------------------------------------------------
+
+_Members = list[tuple[str, nn.Parameter]]
+_Place = tuple[int, int]  # index of a unit, and of a flat group in it
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """One call of ``make_plan``: see there."""
+
+    model: nn.Module
+    config: Config
+    raw: RawOptimizer
+    topology: Topology
+    transport: str
+    device_type: str
+    replication_of: Callable[[nn.Parameter], Replication]
+    maps_shards: bool
+
+    @cached_property
+    def policy(self) -> Policy:
+        return _policy(self.config, self.topology)
+
+    @cached_property
+    def specs(self) -> list[UnitSpec]:
+        return choose_units(self.model, _unit_policy(self.config))
+
+    @cached_property
+    def placements(self) -> list[Placement]:
+        settings = self.config.zero_optimization
+        return place_units(
+            [sum(param.numel() for _, param in spec.params if self._is_trained(param)) for spec in self.specs],
+            optimizer=not settings.offload_optimizer.is_off(),
+            ratio=settings.offload_optimizer.ratio,
+            params=not settings.offload_param.is_off(),
+            states_on_disk=settings.offload_optimizer.device == "nvme",
+            params_on_disk=settings.offload_param.device == "nvme",
+        )
+
+    @cached_property
+    def groups(self) -> list[list[FlatGroupPlan]]:
+        """The flat groups of each unit, laid out; nothing else is known of them yet."""
+        return [[self._lay_out(members) for members in self._by_kind(spec)] for spec in self.specs]
+
+    @cached_property
+    def sharing(self) -> list[int]:
+        """Units that need no slots of their own, where the policy has shared ones."""
+        return [index for index, spec in enumerate(self.specs) if spec.shares_slots and spec.name != ROOT]
+
+    @cached_property
+    def mapped(self) -> set[_Place]:
+        """Flat groups that are made of the memory of all ranks. None is where they are too many."""
+        found = {
+            (index, number)
+            for index in (self.sharing if self.policy.share_param_slots and self._can_map else ())
+            for number, group in enumerate(self.groups[index])
+            if self._in_whole_pages(group) and not (self.placements[index].params or self.placements[index].optimizer)
+        }
+        return found if len(found) * self.topology.shard <= MOST_RANGES else set()
+
+    def plan(self) -> ShardingPlan:
+        config, topology = self.config, self.topology
+        overlap = _overlap(config, self.transport, topology)
+        count = _slot_count(config, overlap, [sum(p.numel() for _, p in spec.params) for spec in self.specs[1:]])
+        in_flight = max(
+            count - 1, 1
+        )  # a gradient slot is filled when its unit is left, and on the wire during the next one
+        units = self._units(count if self.policy.share_param_slots else 0, in_flight if self.policy.share_grad_slots else 0)
+        sharing = [units[index] for index in self.sharing]
+        disk = self._disk(units)
+        taken = [param for spec in self.specs for _, param in spec.params]
+        return ShardingPlan(
+            topology=replace(topology, mesh=None),
+            policy=self.policy,
+            transport=self.transport,
+            device_type=self.device_type,
+            compute_dtype=compute_dtype(config),
+            wire_dtype=wire_dtype(config),
+            overlap=overlap,
+            whole=self.raw.whole,
+            micro_batches=config.gradient_accumulation_steps,
+            units=units,
+            param_slots=_slots(count, [u.param_slot_bytes for u in sharing] if self.policy.share_param_slots else []),
+            grad_slots=_slots(in_flight, [u.grad_slot_bytes for u in sharing] if self.policy.share_grad_slots else []),
+            staging=self._staging(units, disk),
+            disk=disk,
+            kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())),
+            buffers=sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+        )
+
+    # -- flat groups ---------------------------------------------------------------------------------------------
+
+    def _is_trained(self, param: nn.Parameter) -> bool:
+        return param.requires_grad and id(param) in self.raw.group_of
+
+    def _dtype(self, param: nn.Parameter) -> torch.dtype:
+        """That ``param`` is kept in. What is packed keeps its own, which says nothing about its values."""
+        wanted = compute_dtype(self.config)
+        return param.dtype if wanted is None or not param.is_floating_point() or is_packed(param) else wanted
+
+    def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
+        kinds: dict[tuple[torch.dtype, bool, Replication, bool], _Members] = defaultdict(list)
+        for name, param in spec.params:
+            kind = self._dtype(param), self._is_trained(param), self.replication_of(param), is_packed(param)
+            kinds[kind].append((name, param))
+        for (_, trained, _, _), members in kinds.items():
+            if trained:  # neighbours of one parameter group make one optimizer piece
+                members.sort(key=lambda member: self.raw.group_of[id(member[1])])
+            yield members
+
+    def _lay_out(self, members: _Members) -> FlatGroupPlan:
+        params = [param for _, param in members]
+        trained = self._is_trained(params[0])
+        shapes, whole = [tuple(param.shape) for param in params], self.raw.whole and trained
+        layout = build_layout([name for name, _ in members], shapes, self.topology.shard, whole=whole)
+        return FlatGroupPlan(
+            layout,
+            self.topology.shard_rank,
+            dtype=self._dtype(params[0]),
+            given_dtype=params[0].dtype,
+            packed=is_packed(params[0]),
+            replication=self.replication_of(params[0]),
+            optimizer_groups=tuple(self.raw.group_of[id(param)] for param in by_layout(layout, members)) if trained else (),
+        )
+
+    @cached_property
+    def _can_map(self) -> bool:
+        """True if ranks can share the memory of large shards."""
+        return self.maps_shards and self.device_type == "cpu" and reads_peers(self.transport, self.topology)
+
+    @staticmethod
+    def _in_whole_pages(group: FlatGroupPlan) -> bool:
+        layout, wide = group.layout, group.dtype.itemsize >= 2  # PAGED elements are whole pages then
+        return wide and layout.numel > 0 and layout.even and all(bound % PAGED == 0 for bound in layout.bounds)
+
+    # -- units ---------------------------------------------------------------------------------------------------
+
+    def _units(self, param_slots: int, grad_slots: int) -> tuple[UnitPlan, ...]:
+        """``param_slots``, ``grad_slots``: how many are shared; 0 where none are."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        turn = {index: turn for turn, index in enumerate(self.sharing)}
+        units, kept = [], 0
+        for index, spec in enumerate(self.specs):
+            unit = UnitPlan(
+                index=index,
+                name=spec.name,
+                modules=tuple(names[id(module)] for module in spec.modules),
+                flat_groups=(),
+                param_slot=turn[index] % param_slots if index in turn and param_slots else -1,
+                grad_slot=turn[index] % grad_slots if index in turn and grad_slots else -1,
+                deferred=index not in turn,
+                placement=self.placements[index],
+            )
+            groups = tuple(self._complete(unit, number, group) for number, group in enumerate(self.groups[index]))
+            kept += sum((g.layout.numel - g.shard_numel) * g.dtype.itemsize for g in groups if g.mapped)
+            units.append(replace(unit, flat_groups=groups, keeps_others=kept <= KEPT_BYTES))
+        return tuple(units)
+
+    def _complete(self, unit: UnitPlan, number: int, group: FlatGroupPlan) -> FlatGroupPlan:
+        trained, placement = group.trainable, unit.placement
+        large = group.layout.numel >= LARGE_NUMEL * len(group.layout.entries) and group.dtype == torch.float32
+        alike = placement.optimizer == (placement.params and not unit.resident) and not placement.states_on_disk
+        owned = (group.low, group.high) if self.policy.shard_optimizer else (0, group.layout.numel)
+        found = replace(
+            group,
+            owned=owned if trained else (0, 0),
+            master_is_weight=trained and group.dtype == torch.float32 and alike,
+            resident=unit.resident,
+            mapped=(unit.index, number) in self.mapped,
+            unpacked=trained
+            and large
+            and reads_parts(self.transport, self.topology, self.device_type, wire_dtype(self.config)),
+        )
+        return replace(found, buffers=tuple(self._buffers(unit, found)))
+
+    def _buffers(self, unit: UnitPlan, group: FlatGroupPlan) -> Iterator[Buffer]:
+        """What lies in slots of the unit's own beyond its shard is a slot's, where the stage would share it."""
+        policy, size = self.policy, group.dtype.itemsize
+        whole, shard = group.layout.numel * size, group.shard_numel * size
+        if unit.resident and policy.share_param_slots:
+            yield Buffer("full", "parameters", shard)
+            yield Buffer("full", "slots", whole - shard)
+        elif unit.resident:
+            yield Buffer("full", "parameters", whole)
+        else:
+            yield Buffer("shard", "parameters", shard, unit.params_place)
+        if not group.trainable:
+            return
+        if not group.master_is_weight:
+            yield Buffer("master", "master", group.owned_numel * _FP32, unit.states_place)
+        if unit.grad_slot < 0:
+            yield Buffer("grad_full", "slots" if policy.share_grad_slots else "gradients", group.layout.numel * _FP32)
+        if unit.placement.optimizer:
+            yield Buffer("host_grad", "gradients", group.shard_numel * _FP32, HOST)
+        elif policy.share_grad_slots:
+            yield Buffer("grad_shard", "gradients", group.shard_numel * _FP32)
+
+    # -- what units have in common -------------------------------------------------------------------------------
+
+    def _staging(self, units: Sequence[UnitPlan], disk: DiskPlan | None) -> StagingPlan:
+        """Buffers for the largest flat group that is updated in host memory, where that needs any."""
+        on_disk = buffer_bytes(disk.masters, disk.states or 0) if disk is not None and disk.masters else 0
+        updated = [group for unit in units if unit.placement.optimizer for group in unit.trainable]
+        rounded = [group.shard_numel * group.dtype.itemsize for group in updated if group.dtype.itemsize < _FP32]
+        gradients = [group.shard_numel * _FP32 for group in updated]
+        apart = self.device_type != "cpu"
+        return StagingPlan(max(gradients, default=0), max(rounded, default=0), on_disk, apart)
+
+    def _disk(self, units: Sequence[UnitPlan]) -> DiskPlan | None:
+        """Raises ConfigError for an optimizer that cannot work there."""
+        settings = self.config.zero_optimization
+        states_there, params_there = settings.offload_optimizer.device == "nvme", settings.offload_param.device == "nvme"
+        if not (states_there or params_there):
+            return None
+        there = [unit for unit in units if unit.placement.states_on_disk and states_there and self.raw.groups]
+        shards = [group for unit in units if params_there and not unit.resident for group in unit.flat_groups]
+        return DiskPlan(
+            masters={unit.index: tuple(group.shard_numel for group in unit.trainable) for unit in there},
+            states=state_count(self.raw) if states_there and self.raw.groups else None,
+            param_bytes=sum(aligned_bytes(group.shard_numel * group.dtype.itemsize) for group in shards),
+        )
+
+
+def _slots(count: int, sizes: Sequence[int]) -> SlotPlan:
+    return SlotPlan(count, max(sizes, default=0))
+
+
+def by_layout(layout: Layout, members: Iterable[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+    """The parameters in the order in which they lie in the flat buffer."""
+    by_name = dict(members)
+    return [by_name[entry.name] for entry in layout.entries]

@@ -1,0 +1,69 @@
+"""In which order reductions begin and end. The runtime runs them so, and plans count what they need."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+# Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
+MAX_REDUCING = 2
+
+
+class HasGradSlot(Protocol):
+    """A unit: ``grad_slot`` is the index of a slot that units share, or -1."""
+
+    @property
+    def grad_slot(self) -> int: ...
+
+
+U = TypeVar("U", bound=HasGradSlot)
+
+
+class Reductions(Generic[U]):
+    """The reductions in flight, oldest first. ``start`` and ``finish`` do the work for one unit.
+
+    ``vacate`` returns when the slot of a unit whose reduction is over may be written. Without ``overlap`` each reduction
+    ends before anything else is done.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[U], None],
+        finish: Callable[[U], None],
+        vacate: Callable[[U], None] = lambda unit: None,
+        *,
+        overlap: bool,
+    ) -> None:
+        self._start, self._finish, self._vacate, self._overlap = start, finish, vacate, overlap
+        self._in_flight: deque[U] = deque()
+        self._occupant: dict[int, U] = {}  # of the shared slots, by index
+
+    def free_slot(self, unit: U) -> None:
+        """Let the shared slot of ``unit`` be its own from here on, if it has one: what is on its way from it ends."""
+        if unit.grad_slot < 0:
+            return
+        before = self._occupant.get(unit.grad_slot)
+        if before is not None and before is not unit:
+            self._end(before)
+            self._vacate(before)
+        self._occupant[unit.grad_slot] = unit
+
+    def begin(self, unit: U) -> None:
+        """Begin to reduce ``unit``; others end first, where too many are on their way."""
+        while len(self._in_flight) >= MAX_REDUCING:
+            self._end(self._in_flight[0])
+        self._start(unit)
+        self._in_flight.append(unit)
+        if not self._overlap:
+            self._end(unit)
+
+    def end(self, of: U | None = None) -> None:
+        """End all that are on their way, or those up to the one of a unit."""
+        while self._in_flight if of is None else of in self._in_flight:
+            self._end(self._in_flight[0])
+
+    def _end(self, unit: U) -> None:
+        if unit in self._in_flight:
+            self._in_flight.remove(unit)
+            self._finish(unit)

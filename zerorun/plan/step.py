@@ -1,0 +1,134 @@
+"""The collectives of one step, in order, with labels and the bytes that this rank sends.
+
+They are those of a step whose order all ranks know, where every micro-batch goes through the units in the order in which
+the model defines them. What depends on batches is not here: activations between pipeline stages and between tensor ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..distributed.transports import NCCL
+from .reductions import Reductions
+from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
+
+CONTROL = "control"
+# Numbers that ranks add up before an update, in fp64: see ShardedOptimizer.summarise.
+SUMMARY_NUMEL = 7
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call, as ``engine.communication_report()`` counts it. ``bytes``: that this rank sends."""
+
+    label: str
+    bytes: int
+
+
+def step_collectives(plan: ShardingPlan) -> list[Collective]:
+    """Those of one step with an update, its micro-batches included, in the order in which they are issued."""
+    return _Step(plan).run()
+
+
+class _Step:
+    """One step of ``plan``, without any data."""
+
+    def __init__(self, plan: ShardingPlan) -> None:
+        self._plan = plan
+        self._issued: list[Collective] = []
+        self._reductions = Reductions(self._start_reduction, self._finish_reduction, overlap=plan.overlap)
+        self._occupants: dict[int, UnitPlan] = {}  # of the parameter slots that units share
+
+    def run(self) -> list[Collective]:
+        plan = self._plan
+        order = plan.units[1:]  # the root is whole all the time
+        for micro_batch in range(plan.micro_batches):
+            self._pass(order, "for forward", reduces=False)
+            reduces = plan.shares_grads or micro_batch == plan.micro_batches - 1
+            self._pass(order[::-1], "for backward", reduces=reduces)
+            if reduces:
+                for unit in reversed(plan.units):
+                    if unit.trainable and unit.deferred:
+                        self._reduce(unit)
+        self._reductions.end()
+        if plan.topology.world_size > 1:
+            self._issued.append(Collective(CONTROL, SUMMARY_NUMEL * torch.float64.itemsize))
+        if plan.policy.shard_optimizer:
+            self._occupants.clear()
+            for unit in plan.units:
+                if unit.resident:
+                    self._all_gather(unit, "updated parameters")
+        return self._issued
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def _pass(self, order: Sequence[UnitPlan], phase: str, *, reduces: bool) -> None:
+        """As the runtime goes along its trace: leave the unit before, then gather ahead as far as slots are free."""
+        ahead = -1
+        for position in range(len(order)):
+            if reduces and position:
+                self._leave(order[position - 1])
+            while ahead < min(position + self._plan.param_slots.count - 1, len(order) - 1):
+                unit = order[ahead + 1]
+                if any(other.param_slot == unit.param_slot >= 0 for other in order[position : ahead + 1]):
+                    break
+                ahead += 1
+                self._gather(unit, phase)
+        if reduces and order:
+            self._leave(order[-1])
+
+    def _gather(self, unit: UnitPlan, phase: str) -> None:
+        if not unit.resident and self._occupants.get(unit.param_slot) is not unit:
+            self._occupants[unit.param_slot] = unit
+            self._all_gather(unit, phase)
+
+    def _all_gather(self, unit: UnitPlan, phase: str) -> None:
+        others = self._plan.topology.shard - 1
+        for group in unit.flat_groups if others else ():
+            sent = group.shard_numel * others * group.dtype.itemsize
+            self._issued.append(Collective(f"{unit.name}: all-gather {phase}", sent))
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def _leave(self, unit: UnitPlan) -> None:
+        if unit.trainable and not unit.deferred:
+            self._reduce(unit)
+
+    def _reduce(self, unit: UnitPlan) -> None:
+        if unit.grad_slot < 0:
+            self._reductions.end(of=unit)
+        if not unit.gradients_stay:
+            self._reductions.free_slot(unit)
+        self._reductions.begin(unit)
+
+    def _start_reduction(self, unit: UnitPlan) -> None:
+        label = f"{unit.name}: reduce-scatter gradients"
+        for group in unit.trainable if self._plan.topology.shard > 1 else ():
+            self._issued.append(Collective(label, self._bytes_to_shards(group)))
+
+    def _bytes_to_shards(self, group: FlatGroupPlan) -> int:
+        if group.unpacked:
+            own = sum(piece.numel for piece in group.shard_pieces)
+            return (group.numel_of_parameters - own) * torch.float32.itemsize
+        return (group.layout.numel - group.shard_numel) * self._plan.wire_dtype.itemsize
+
+    def _finish_reduction(self, unit: UnitPlan) -> None:
+        topology = self._plan.topology
+        for group in unit.trainable if topology.replicate > 1 else ():
+            for sent in self._bytes_over_replicas(group.shard_numel):
+                self._issued.append(Collective(f"{unit.name}: reduce-scatter gradients over replicas", sent))
+        for group in unit.trainable if topology.shard > 1 and not self._plan.policy.shard_optimizer else ():
+            sent = group.shard_numel * (topology.shard - 1) * torch.float32.itemsize
+            self._issued.append(Collective(f"{unit.name}: all-gather gradients", sent))
+
+    def _bytes_over_replicas(self, numel: int) -> list[int]:
+        """Of an all-reduce: one call through NCCL, else a reduce-scatter and an all-gather."""
+        size, wire = self._plan.topology.replicate, self._plan.wire_dtype.itemsize
+        if self._plan.transport == NCCL:
+            return [2 * numel * (size - 1) // size * wire]
+        step = -(-numel // size)
+        low, high = (min(step * (self._plan.topology.replicate_rank + end), numel) for end in (0, 1))
+        return [(numel - (high - low)) * wire, (high - low) * (size - 1) * torch.float32.itemsize]

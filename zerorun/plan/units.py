@@ -1,0 +1,208 @@
+"""Which parameters form a unit.
+
+[Note: choosing units]
+A unit is entered and left through its module's forward, so units never lie inside one another: a policy takes the
+outermost modules that fit. A module without a forward of its own is never called: in its place stand its children.
+Whatever no unit takes, and every parameter that two units share (tied weights), belongs to the root unit, which stays
+gathered from the beginning of a forward to the end of its backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..errors import ConfigError, ConfigProblem
+from .weights import stays_apart
+
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """How to cut a model into units. ``kind``: by_block, by_block_and_size, by_block_group, size_based or classes."""
+
+    kind: str = "by_block"
+    block_count: int = 2  # blocks in a unit, for by_block_group
+    numel: int = 50_000_000  # elements, for size_based and by_block_and_size
+    classes: tuple[str, ...] = ()
+
+
+@dataclass
+class UnitSpec:
+    """A unit before it has memory: the modules that enter it and the parameters it owns."""
+
+    name: str
+    modules: list[nn.Module]
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    shares_slots: bool = True  # False: an embedding or head, which keeps a slot of its own
+
+
+def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+    """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes.
+
+    What stays apart (weights.py) is in none of them.
+    """
+    specs = _candidates(module, policy)
+    owners: dict[int, set[int]] = defaultdict(set)
+    inside: set[int] = set()
+    for index, spec in enumerate(specs):
+        for part in spec.modules:
+            for submodule in part.modules():
+                inside.add(id(submodule))
+                for param in submodule._parameters.values():
+                    if param is not None:
+                        owners[id(param)].add(index)
+    for submodule in module.modules():
+        if id(submodule) not in inside:
+            for param in submodule._parameters.values():
+                if param is not None:
+                    owners[id(param)].add(-1)
+    root = UnitSpec(ROOT, [module])
+    for name, param in module.named_parameters():
+        if stays_apart(param):
+            continue
+        holders = owners[id(param)]
+        owner = next(iter(holders)) if len(holders) == 1 else -1
+        (specs[owner] if owner >= 0 else root).params.append((name, param))
+    return [root, *(spec for spec in specs if spec.params)]
+
+
+def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+    if policy.kind == "classes":
+        return _by_class(module, policy.classes)
+    if policy.kind == "size_based":
+        found: list[UnitSpec] = []
+        _by_size(module, "", policy.numel, found, is_root=True)
+        return found
+    blocks = repeated_blocks(module)
+    if policy.kind == "by_block_group":
+        return _grouped(blocks, policy.block_count)
+    specs = [UnitSpec(name, [block]) for name, block in blocks]
+    if policy.kind == "by_block_and_size":
+        taken = {id(part) for _, block in blocks for part in block.modules()}
+        for name, part in module.named_modules():
+            leaf = id(part) not in taken and part is not module and not list(part.children())
+            if leaf and has_forward(part) and _numel(part) >= policy.numel:
+                specs.append(UnitSpec(name, [part], shares_slots=False))
+    return specs
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    return [(f"{prefix}{name}", child) for name, child in module.named_children()]
+
+
+def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(name, block): members of the outermost lists in which one class with parameters comes at least twice.
+
+    Members that have no forward, such as the inner lists of a list of lists, give their own members in their place.
+
+    Of a model that is cut into pipeline stages, a list may be short: there a module made of others is a block as well.
+    """
+    return list(_blocks(module, "", set()))
+
+
+def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    members = _callable_members(module, prefix) if is_list else _children(module, prefix)
+    children = [(name, child) for name, child in members if id(child) not in seen]
+    repeated: set[type] = set()
+    elsewhere = is_list and any(getattr(child, "is_elsewhere", False) for child in module.children())
+    cut = elsewhere or getattr(module, "is_cut", False)
+    if cut or is_list:
+        counts = Counter(type(child) for _, child in children if _numel(child))
+        repeated = {kind for kind, count in counts.items() if count >= 2}
+    if cut:
+        made = [child for _, child in children if any(_numel(part) for part in child.children())]
+        repeated |= {type(child) for child in made if has_forward(child)}
+    for name, child in children:
+        seen.add(id(child))
+        if type(child) in repeated and _numel(child):
+            yield name, child
+        else:
+            yield from _blocks(child, f"{name}.", seen)
+
+
+def _callable_members(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children, and in place of those without a forward their own, and so on."""
+    for name, child in _children(module, prefix):
+        if has_forward(child):
+            yield name, child
+        else:
+            yield from _callable_members(child, f"{name}.")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """False for lists, dicts and other modules that only hold parameters or modules: hooks on them never run."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _grouped(blocks: Sequence[tuple[str, nn.Module]], count: int) -> list[UnitSpec]:
+    """Neighbouring blocks of one list, ``count`` to a unit."""
+    specs: list[UnitSpec] = []
+    last_parent, filled = None, 0
+    for name, block in blocks:
+        parent = name.rpartition(".")[0]
+        if parent != last_parent or filled == count:
+            specs.append(UnitSpec(name, []))
+            last_parent, filled = parent, 0
+        specs[-1].modules.append(block)
+        filled += 1
+    return specs
+
+
+def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
+    specs: list[UnitSpec] = []
+    inside: set[int] = set()
+    found: set[str] = set()
+    for name, part in module.named_modules():
+        found.add(type(part).__name__)
+        if id(part) in inside or type(part).__name__ not in classes or part is module:
+            continue
+        if not has_forward(part):
+            raise ConfigError([_without_forward(name, part)])
+        inside.update(id(sub) for sub in part.modules())
+        specs.append(UnitSpec(name, [part]))
+    missing = [name for name in classes if name not in found]
+    parts = any(getattr(part, "is_cut", False) or getattr(part, "is_elsewhere", False) for part in module.modules())
+    if missing and not parts:  # other pipeline stages may have them
+        raise ConfigError(
+            [
+                ConfigProblem(
+                    "zero_optimization.unit_policy",
+                    missing,
+                    "the model has no module of this class.",
+                    f"name classes out of {sorted(found)}, or use 'by_block'.",
+                )
+            ]
+        )
+    return specs
+
+
+def _without_forward(name: str, part: nn.Module) -> ConfigProblem:
+    inner = sorted({type(child).__name__ for _, child in _callable_members(part, "") if _numel(child)})
+    return ConfigProblem(
+        "zero_optimization.unit_policy",
+        type(part).__name__,
+        f"{name!r} is of this class, which has no forward: it is never called, so nothing would gather its parameters.",
+        f"name the classes that are called in it, out of {inner}.",
+    )
+
+
+def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], *, is_root: bool) -> bool:
+    """Smallest modules with at least ``numel`` elements, bottom up. True if ``module`` holds a unit."""
+    before = len(found)
+    holds = False
+    for name, child in _children(module, prefix):
+        holds = _by_size(child, f"{name}.", numel, found, is_root=False) or holds
+    if not holds and not is_root and has_forward(module) and _numel(module) >= numel:
+        found.insert(before, UnitSpec(prefix[:-1], [module]))
+        return True
+    return holds

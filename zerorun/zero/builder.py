@@ -1,0 +1,185 @@
+"""The builder: carries out a plan on an ordinary module, whose parameters become views of flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..distributed.transport.communicator import Communicator
+from ..distributed.transport.mapped_shards import MappedShards
+from ..errors import ModelError
+from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
+from .flat_group import FlatGroup, GradientBuffers, TrainedGroup
+from .init import forget_part, whole_value
+from .offload.host_link import Disk, HostLink
+from .offload.host_memory import give_back_freed
+from .unit import SlotPool, Unit
+
+
+@dataclass(frozen=True)
+class ShardedParameters:
+    """What the builder has made: units, and the slots that they share."""
+
+    units: list[Unit]
+    param_slots: SlotPool
+    grad_slots: SlotPool
+
+
+def build(
+    plan: ShardingPlan,
+    model: nn.Module,
+    comm: Communicator,
+    *,
+    pinned: bool = True,
+    mapping: MappedShards | None = None,
+    disk: Disk | None = None,
+) -> ShardedParameters:
+    """Make the units of ``plan``. All data-parallel ranks must call it; rank 0's values win.
+
+    ``pinned``: host memory, for a GPU. ``mapping``: memory that ranks share, for flat groups that the plan maps, in their
+    order. ``disk``: room for what the plan puts there. Raises ModelError for parameters without values, before anything.
+    """
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ModelError(
+                f"parameter {name} is on the meta device and has no values. Remedy: build the model inside "
+                "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
+            )
+    return _Builder(plan, model, comm, pinned, mapping, disk).build()
+
+
+def mapped_sizes(plan: ShardingPlan) -> list[int]:
+    """Bytes of the shards that ranks are to map, in the order in which the builder takes them."""
+    return [group.shard_numel * group.dtype.itemsize for group in plan.flat_groups if group.mapped]
+
+
+class _Builder:
+    """One call of ``build``."""
+
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        model: nn.Module,
+        comm: Communicator,
+        pinned: bool,
+        mapping: MappedShards | None,
+        disk: Disk | None,
+    ) -> None:
+        self._plan, self._comm, self._device = plan, comm, comm.device
+        self._modules, self._params = dict(model.named_modules()), dict(model.named_parameters())
+        self._mapping, self._disk = mapping, disk
+        self._param_slots = SlotPool(plan.param_slots, self._device)
+        self._grad_slots = SlotPool(plan.grad_slots, self._device)
+        self._link = HostLink(self._device, pinned=pinned, store=disk.states if disk is not None else None)
+        if self._link.apart:
+            self._link.reserve(plan.staging.gradients, plan.staging.rounded)
+
+    def build(self) -> ShardedParameters:
+        units = [self._unit(unit) for unit in self._plan.units]
+        if self._mapping is not None:
+            self._mapping.close()
+        return ShardedParameters(units, self._param_slots, self._grad_slots)
+
+    def _unit(self, plan: UnitPlan) -> Unit:
+        in_param_slot, in_grad_slot = self._in_param_slot(plan), self._in_grad_slot(plan)
+        groups = [self._flat_group(plan, group, in_param_slot, in_grad_slot) for group in plan.flat_groups]
+        if self._disk is not None and self._disk.states is not None and plan.placement.states_on_disk:
+            self._disk.states.let_go(plan.index)
+        unit = Unit(plan, [self._modules[name] for name in plan.modules], groups, self._link)
+        if not plan.resident:
+            unit.reshard()
+        give_back_freed()
+        return unit
+
+    def _in_param_slot(self, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        """Where the flat groups of the unit lie in the slot that it shares."""
+        needing = [group for group in plan.flat_groups if not group.mapped] if not plan.resident else []
+        numels, dtypes = [group.layout.numel for group in needing], [group.dtype for group in needing]
+        return iter(self._param_slots.carve(plan.param_slot, numels, dtypes) if needing else ())
+
+    def _in_grad_slot(self, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        numels = [group.layout.numel for group in plan.trainable] if plan.grad_slot >= 0 else []
+        return iter(self._grad_slots.carve(plan.grad_slot, numels, [torch.float32] * len(numels)) if numels else ())
+
+    def _flat_group(
+        self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor], grad_slot: Iterator[torch.Tensor]
+    ) -> FlatGroup:
+        params = [self._params[entry.name] for entry in plan.layout.entries]
+        values = self._values(plan, params)
+        full, shard = self._weights(unit, plan, values, param_slot)
+        master = self._master(unit, plan, full, shard, values) if plan.trainable else None
+        del values  # before anything else is made
+        if master is None:
+            return FlatGroup(plan, params, full, shard)
+        gradients = self._gradients(unit, plan, grad_slot)
+        return TrainedGroup(plan, params, full, shard, master, gradients)
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def _values(self, plan: FlatGroupPlan, params: list[nn.Parameter]) -> torch.Tensor:
+        """The flat buffer [numel] of rank 0's parameters, on this rank's device, in the dtype that the user gave."""
+        flat = torch.zeros(plan.layout.numel, dtype=plan.given_dtype, device=self._device)
+        for entry, param in zip(plan.layout.entries, params, strict=True):
+            flat[entry.offset : entry.end].copy_(_taken_value(param))
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # so that it does not lie there twice
+        self._comm.broadcast(flat, 0, "initial parameters")
+        return flat
+
+    def _weights(
+        self, unit: UnitPlan, plan: FlatGroupPlan, values: torch.Tensor, param_slot: Iterator[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(where the whole parameters lie [numel], this rank's shard) in compute dtype."""
+        if unit.resident:
+            full = values.to(plan.dtype)
+            return full, full[plan.low : plan.high]
+        if plan.mapped:
+            assert self._mapping is not None
+            full = self._mapping.take().view(plan.dtype)
+            return full, full[plan.low : plan.high].copy_(values[plan.low : plan.high])
+        return next(param_slot), self._kept_shard(unit, values[plan.low : plan.high], plan.dtype)
+
+    def _kept_shard(self, unit: UnitPlan, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if unit.placement.params_on_disk and self._disk is not None:
+            return self._disk.take(values.numel(), dtype).copy_(values)
+        return self._kept(values, dtype, on_host=unit.placement.params)
+
+    def _kept(self, values: torch.Tensor, dtype: torch.dtype, *, on_host: bool) -> torch.Tensor:
+        """A copy of ``values`` where it is to stay."""
+        if on_host:
+            return self._link.empty(values.numel(), dtype).copy_(values)
+        return values.to(dtype, copy=True)
+
+    def _master(
+        self, unit: UnitPlan, plan: FlatGroupPlan, full: torch.Tensor, shard: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """[owned] fp32."""
+        if plan.master_is_weight:
+            return full if plan.owns_everything and unit.resident else shard
+        owned = values[plan.owned[0] : plan.owned[1]]
+        if unit.placement.states_on_disk and self._disk is not None and self._disk.states is not None:
+            return self._disk.states.master(unit.index, unit.trainable.index(plan)).copy_(owned)
+        return self._kept(owned, torch.float32, on_host=unit.placement.optimizer)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def _gradients(self, unit: UnitPlan, plan: FlatGroupPlan, grad_slot: Iterator[torch.Tensor]) -> GradientBuffers:
+        own, on_host = plan.shard_numel, unit.placement.optimizer  # then a reduced gradient leaves its slot at once
+        full = next(grad_slot) if unit.grad_slot >= 0 else self._zeros(plan.layout.numel)
+        apart = self._plan.policy.share_grad_slots and not on_host
+        shard = self._zeros(own) if apart else full[plan.low : plan.high]
+        return GradientBuffers(full, shard, self._link.empty(own, torch.float32) if on_host else None)
+
+    def _zeros(self, numel: int) -> torch.Tensor:
+        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+
+
+def _taken_value(param: nn.Parameter) -> torch.Tensor:
+    """The full value [numel], put together if ``Init`` partitioned it, which ends here."""
+    whole = whole_value(param)
+    if whole is None:
+        return param.detach().reshape(-1)
+    forget_part(param)
+    return whole.reshape(-1)

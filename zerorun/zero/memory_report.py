@@ -1,0 +1,60 @@
+"""The byte ledger of an engine: what its tensors occupy, under the kinds that the plan gives them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..plan.ledger import DEVICE_KINDS, kind_in
+from ..plan.weights import apart_from, stored_bytes
+from .flat_group import FlatGroup
+from .runtime import Runtime
+from .sharded_optimizer import ShardedOptimizer
+from .unit import links_of
+
+
+def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimizer | None) -> dict[str, int]:
+    """Bytes by kind, counted from the tensors that there are. See ``planned_bytes``, which says the same beforehand."""
+    ledger: defaultdict[str, int] = defaultdict(int)
+    ledger |= dict.fromkeys(DEVICE_KINDS, 0)
+    for unit in runtime.units:
+        for flat_group in unit.flat_groups:
+            for kind, size in _counted(flat_group):
+                ledger[kind] += size
+    taken = [param for unit in runtime.units for flat_group in unit.flat_groups for param in flat_group.params]
+    ledger["parameters"] += sum(map(stored_bytes, apart_from(module, taken).values()))
+    ledger["slots"] += runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.pool.bytes
+    ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
+    if sharded is not None:
+        for kind, size in _states(runtime, sharded):
+            ledger[kind] += size
+    staging = sum(link.bytes for link in links_of(runtime.units))
+    if staging:
+        ledger["host staging"] = staging
+    return dict(ledger)
+
+
+def _counted(flat_group: FlatGroup) -> Iterator[tuple[str, int]]:
+    """What of a tensor the plan puts under several kinds is its parts, and the last the rest of it."""
+    left: dict[str, int] = {}
+    last = {buffer.tensor: index for index, buffer in enumerate(flat_group.plan.buffers)}
+    for index, buffer in enumerate(flat_group.plan.buffers):
+        there = left.setdefault(buffer.tensor, _nbytes(getattr(flat_group, buffer.tensor)))
+        size = there if index == last[buffer.tensor] else buffer.bytes
+        left[buffer.tensor] -= size
+        yield kind_in(buffer.place, buffer.kind), size
+
+
+def _states(runtime: Runtime, sharded: ShardedOptimizer) -> Iterator[tuple[str, int]]:
+    place = {id(flat_group): unit.plan.states_place for unit in runtime.units for flat_group in unit.trainable}
+    for piece in sharded.pieces:
+        for value in sharded.optimizer.state.get(piece.tensor, {}).values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                yield kind_in(place[id(piece.flat_group)], "moments"), stored_bytes(value)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
