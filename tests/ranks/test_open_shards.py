@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import subprocess
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from harness import patience, run_ranks, start_two
 from models import CASES, Place
+from torch import nn
 from training import make_config, make_engine
 
 import zerorun
@@ -66,6 +68,27 @@ def test_a_forward_needs_an_exchange_only_after_a_step(world: int) -> None:
     """The first forward has another one for the order of units, on which ranks agree, not through this memory."""
     for counts in run_ranks(world, count_exchanges):
         assert counts == [1, 0, 0, 1]
+
+
+def differences_of_whole_matrices() -> list[float]:
+    """From the module itself, of units that are a matrix each, which lies on one rank as a whole."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    plain, x = copy.deepcopy(module), torch.ones(2, 8)
+    config = make_config(3) | {"optimizer": {"type": "Adafactor", "params": {}}}
+    engine = zerorun.initialize(module, config)
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            found.append(float((engine(x) - plain(x)).abs().max()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_ranks_without_a_part_of_a_unit_gather_it_too(world: int) -> None:
+    for found in run_ranks(world, differences_of_whole_matrices):
+        assert found == [0.0, 0.0]
 
 
 def run_ahead(file: str) -> float:
