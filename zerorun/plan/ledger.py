@@ -36,8 +36,9 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
         for group in unit.flat_groups:
             for buffer in group.buffers:
                 ledger[kind_in(buffer.place, buffer.kind)] += buffer.bytes
-            if group.trainable and plan.states is not None:
-                ledger[kind_in(unit.states_place, "moments")] += next(states)
+            size = next(states) if group.trainable and plan.states is not None else 0
+            if size:  # some optimizers keep nothing
+                ledger[kind_in(unit.states_place, "moments")] += size
     ledger["parameters"] += plan.kept_apart
     ledger["slots"] += plan.param_slots.bytes + plan.grad_slots.bytes + receive_buffer_bytes(plan)
     ledger["buffers"] = plan.buffers

@@ -5,26 +5,44 @@ NCCL has buffers of its own, which are not counted.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
-from ..distributed.transport.buffer_pool import STRETCH, BufferPool
+from ..distributed.transport.buffer_pool import BufferPool, stretch_bytes
 from ..distributed.transports import NCCL, PEER_MEMORY
-from .reductions import Reductions
+from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
 _PEERS = 16  # buffers at most that stand for those of all peers, with as many bytes: the pool looks at each
 
 
 def receive_buffer_bytes(plan: ShardingPlan) -> int:
-    """Bytes of the pool of one rank over two steps: the second finds what the first has left. In host memory."""
+    """Bytes that one rank has come to after a step, or two: the second finds what the first has left. In host memory."""
     if plan.transport == NCCL or plan.topology.data_parallel_size == 1:
         return 0
     receiving = _Receiving(plan)
     for _ in range(2):
         receiving.step()
-    return receiving.pool.bytes
+    return receiving.pool.bytes + _stretches(plan)
+
+
+def _stretches(plan: ShardingPlan) -> int:
+    """Where ranks read each other's memory: a stretch of each peer, on both axes."""
+    if plan.transport != PEER_MEMORY:
+        return 0
+    topology, over_shards, over_replicas = plan.topology, 0, 0
+    for group in plan.trainable:
+        longest = max((piece.numel for piece in group.shard_pieces), default=0)
+        dtype, numel = (torch.float32, longest) if group.unpacked else (plan.wire_dtype, group.shard_numel)
+        over_shards = max(over_shards, stretch_bytes(numel, dtype))
+        low, high = _part_of_replica(plan, group.shard_numel)
+        over_replicas = max(over_replicas, stretch_bytes(high - low, plan.wire_dtype))
+    return (topology.shard - 1) * over_shards + (topology.replicate - 1) * over_replicas
+
+
+def _part_of_replica(plan: ShardingPlan, numel: int) -> tuple[int, int]:
+    """What of a shard this rank adds up for all replicas."""
+    step, rank = -(-numel // plan.topology.replicate), plan.topology.replicate_rank
+    return min(step * rank, numel), min(step * (rank + 1), numel)
 
 
 class _Receiving:
@@ -38,12 +56,11 @@ class _Receiving:
         self._received: dict[int, list[torch.Tensor]] = {}
 
     def step(self) -> None:
-        """The reductions of one backward."""
+        """The reductions of one step. Those of one micro-batch may still be on their way when the next begins."""
         trained = [unit for unit in reversed(self._plan.units) if unit.trainable]
-        for unit in sorted(trained, key=lambda unit: unit.deferred):
-            if not unit.gradients_stay:
-                self._reductions.free_slot(unit)
-            self._reductions.begin(unit)
+        for _ in range(self._plan.micro_batches if self._plan.shares_grads else 1):
+            for unit in sorted(trained, key=lambda unit: unit.deferred):
+                reduce(unit, self._reductions)
         self._reductions.end()
 
     def _start(self, unit: UnitPlan) -> None:
@@ -62,28 +79,19 @@ class _Receiving:
 
     def _receive(self, group: FlatGroupPlan) -> list[torch.Tensor]:
         ranks = self._plan.topology.shard
-        if group.unpacked:
-            self._read_stretches(max((piece.numel for piece in group.shard_pieces), default=0), ranks, torch.float32)
+        if group.unpacked or ranks == 1:
             return []
-        return self._sum(group.layout.numel, group.shard_numel, ranks) if ranks > 1 else []
+        return self._sum(group.layout.numel, group.shard_numel, ranks)
 
     def _sum(self, sent: int, owned: int, ranks: int) -> list[torch.Tensor]:
         wire = self._plan.wire_dtype
         taken = [self.pool.take(sent, wire)] if wire != torch.float32 else []
         if self._plan.transport == PEER_MEMORY:
-            self._read_stretches(owned, ranks, wire)
             return taken
         peers = min(ranks - 1, _PEERS)
         return taken + [self.pool.take(owned * (ranks - 1) // peers, wire) for _ in range(peers)]
 
-    def _read_stretches(self, numel: int, ranks: int, dtype: torch.dtype) -> None:
-        for buffer in [self.pool.take(min(STRETCH, numel), dtype) for _ in range(ranks - 1)]:  # ranks of one host
-            self.pool.give(buffer)
-
     def _sum_over_replicas(self, owned: int) -> None:
-        size = self._plan.topology.replicate
-        step = -(-owned // size)
-        ends = [min(step * index, owned) for index in range(size + 1)]
-        low, high = list(pairwise(ends))[self._plan.topology.replicate_rank]
-        for buffer in self._sum(owned, high - low, size):
+        low, high = _part_of_replica(self._plan, owned)
+        for buffer in self._sum(owned, high - low, self._plan.topology.replicate):
             self.pool.give(buffer)

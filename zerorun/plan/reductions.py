@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from .sharding_plan import UnitPlan
+
 # Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
 MAX_REDUCING = 2
 
@@ -67,3 +69,12 @@ class Reductions(Generic[U]):
         if unit in self._in_flight:
             self._in_flight.remove(unit)
             self._finish(unit)
+
+
+def reduce(unit: UnitPlan, reductions: Reductions[UnitPlan]) -> None:
+    """What becomes of a planned unit's gradients when it is left in a backward that reduces."""
+    if unit.grad_slot < 0:
+        reductions.end(of=unit)
+    if not unit.gradients_stay:
+        reductions.free_slot(unit)
+    reductions.begin(unit)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.transports import NCCL
-from .reductions import Reductions
+from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
 CONTROL = "control"
@@ -52,7 +52,7 @@ class _Step:
             if reduces:
                 for unit in reversed(plan.units):
                     if unit.trainable and unit.deferred:
-                        self._reduce(unit)
+                        reduce(unit, self._reductions)
         self._reductions.end()
         if plan.topology.world_size > 1:
             self._issued.append(Collective(CONTROL, SUMMARY_NUMEL * torch.float64.itemsize))
@@ -95,14 +95,7 @@ class _Step:
 
     def _leave(self, unit: UnitPlan) -> None:
         if unit.trainable and not unit.deferred:
-            self._reduce(unit)
-
-    def _reduce(self, unit: UnitPlan) -> None:
-        if unit.grad_slot < 0:
-            self._reductions.end(of=unit)
-        if not unit.gradients_stay:
-            self._reductions.free_slot(unit)
-        self._reductions.begin(unit)
+            reduce(unit, self._reductions)
 
     def _start_reduction(self, unit: UnitPlan) -> None:
         label = f"{unit.name}: reduce-scatter gradients"

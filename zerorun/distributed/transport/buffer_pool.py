@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..layout import aligned_bytes
+
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
 STRETCH = 262144
 
@@ -25,7 +27,7 @@ class BufferPool:
                 best = index
         if best >= 0:
             return self._free.pop(best)[:size].view(dtype)
-        buffer = torch.empty(-(-size // 64) * 64, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(aligned_bytes(size), dtype=torch.uint8, device=self._device)
         self.bytes += buffer.numel()
         return buffer[:size].view(dtype)
 
@@ -33,3 +35,30 @@ class BufferPool:
         """Return a buffer taken before."""
         storage = view.untyped_storage()
         self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+
+
+class Stretches:
+    """Where a sum puts what it reads of each peer, a stretch at a time. They are as large as the largest has been.
+
+    Sums are carried out when the peers have come, in any order: what they need must not depend on it.
+    """
+
+    def __init__(self, peers: int) -> None:
+        self._peers = peers
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def take(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """[numel] for each peer; contents undefined. Valid until it is called again."""
+        size = stretch_bytes(numel, dtype)
+        if not self._buffers or self._buffers[0].numel() < size:
+            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(self._peers)]
+        return [buffer[: numel * dtype.itemsize].view(dtype) for buffer in self._buffers]
+
+
+def stretch_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Of the buffer for one peer, for a sum of which this rank gets ``numel`` elements."""
+    return aligned_bytes(min(STRETCH, numel) * dtype.itemsize)

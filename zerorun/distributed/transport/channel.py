@@ -37,7 +37,7 @@ from ..layout import Piece
 from ..transports import GLOO, NCCL, PEER_MEMORY
 from ..waits import waiting
 from ..wire import gather_values
-from .buffer_pool import STRETCH, BufferPool
+from .buffer_pool import STRETCH, BufferPool, Stretches
 from .mapped_shards import MappedShards
 from .open_shards import OpenShards, close_all
 from .peer_memory import PeerCollective, PeerMemory, PeerMemoryError
@@ -196,6 +196,7 @@ class Channel:
         self.nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD))
         self.memory = self._connect() if reads_peers and size > 1 and not self.nccl else None
         self.open_shards: OpenShards | None = None
+        self.stretches = Stretches(size - 1)
         _live.add(self)
 
     def _connect(self) -> PeerMemory | None:
@@ -451,13 +452,13 @@ class Channel:
         ``parts`` are flat, as are ``offered``, what the others may read of them. ``pieces`` says what of them goes where
         in ``out``.
         """
-        rank, memory, pool = self.rank, self.memory, self.statistics.pool
+        rank, memory = self.rank, self.memory
         assert memory is not None
         dtype = offered[0].dtype
 
         def take(tables: list[torch.Tensor]) -> None:
             longest = min(STRETCH, max((piece.numel for piece in pieces), default=0))
-            scratch = [pool.take(longest, dtype) for _ in tables[1:]]
+            scratch = self.stretches.take(longest, dtype)
             for piece in pieces:
                 addresses = [int(table[piece.entry]) for table in tables]
                 for begin in range(0, piece.numel, STRETCH):
@@ -469,8 +470,6 @@ class Channel:
                             memory.read_tensor(peer, address + start * dtype.itemsize, found[peer])
                     into = piece.shard_start + begin
                     sum_in_rank_order(found, out[into : into + numel], accumulate)
-            for buffer in scratch:
-                pool.give(buffer)
 
         return memory.exchange(self.statistics.tag(label), label, offered, take, until_given=until_given)
 

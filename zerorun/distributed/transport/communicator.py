@@ -296,6 +296,11 @@ class Communicator:
         return self._shard.sum_parts(parts, pieces, out, label, accumulate=accumulate)
 
     @property
+    def buffer_bytes(self) -> int:
+        """Of the buffers into which reductions receive."""
+        return self.pool.bytes + self._shard.stretches.bytes + self._replicate.stretches.bytes
+
+    @property
     def reads_peers(self) -> bool:
         """True if the ranks that shard copy from one another's memory by themselves: nothing moves while they compute."""
         return self._shard.memory is not None

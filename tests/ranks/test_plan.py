@@ -1,0 +1,167 @@
+"""The plan says beforehand what an engine holds and sends: random models and configurations, exactly.
+
+The plan is made in this process, from shapes and without process groups. The engine runs on its ranks. Its plan, the bytes
+of its tensors by kind and every call of a collective in its third step, in their order, are compared.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from torch import nn
+from training import make_config
+
+import zerorun
+from zerorun.distributed.transport.channel import CommunicationStatistics
+from zerorun.plan.ledger import planned_bytes, with_states
+from zerorun.plan.make import make_plan, planned_topology
+from zerorun.plan.optimizer_states import OptimizerStates
+from zerorun.plan.sharding_plan import ShardingPlan
+from zerorun.plan.step import Collective, step_collectives
+from zerorun.startup.inputs import take_in
+
+BY_DAY, BY_NIGHT = 12, 75  # cases on each number of ranks
+WORLDS = (1, 2, 3, 4)
+Observed = tuple[ShardingPlan, dict[str, int], list[Collective]]
+
+
+# -- random models and configurations ----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A feed-forward block; some of its parameters may be frozen, or of another dtype than the others."""
+
+    def __init__(self, width: int, rng: random.Random) -> None:
+        super().__init__()
+        inner = rng.choice((3, 16, 37))
+        self.norm = nn.LayerNorm(width)  # defined in the order in which they run
+        self.up, self.down = nn.Linear(width, inner, bias=rng.random() < 0.7), nn.Linear(inner, width)
+        if rng.random() < 0.3:
+            self.norm.requires_grad_(False)
+        if rng.random() < 0.1:
+            self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks between an embedding and a head, which may be tied."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        rng = random.Random(seed)
+        width = rng.choice((4, 16, 48))
+        self.embedding = nn.Embedding(rng.choice((5, 64)), width)
+        self.blocks = nn.ModuleList(Block(width, rng) for _ in range(rng.randint(1, 5)))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(width, self.embedding.num_embeddings, bias=False)
+        if rng.random() < 0.3:
+            self.head.weight = self.embedding.weight
+        elif rng.random() < 0.3:
+            self.embedding.requires_grad_(False)
+        self.register_buffer("table", torch.arange(7.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) * self.scale
+
+
+def config_of(seed: int, world: int) -> dict[str, Any]:
+    """Everything that plans depend on, at random."""
+    rng = random.Random(-seed)
+    zero: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        zero["overlap_comm"] = rng.random() < 0.5
+    if rng.random() < 0.2:
+        zero["stage3_prefetch_bucket_size"] = rng.choice((100, 5000))
+    zero |= rng.choice(
+        (
+            {},
+            {"unit_policy": "by_block_group", "unit_block_count": 2},
+            {"unit_policy": "size_based", "unit_numel": rng.choice((20, 300))},
+            {"unit_policy": "by_block_and_size", "unit_numel": 100},
+            {"unit_policy": ["Block"]},
+        )
+    )
+    stage = rng.randrange(4)
+    if stage and rng.random() < 0.4:
+        zero["shard_degree"] = rng.choice([degree for degree in (1, 2, 4) if world % degree == 0])
+    optimizer = rng.choice(("AdamW", "SGD", "Adagrad", "Lion", "RAdam", "Adafactor"))
+    if stage and rng.random() < 0.4:
+        zero["offload_optimizer"] = {"device": "cpu", "ratio": rng.choice((1.0, 0.5))}
+    if stage == 3 and rng.random() < 0.3:
+        zero["offload_param"] = {"device": "cpu"}
+    more: dict[str, Any] = {"communication_data_type": "bf16"} if rng.random() < 0.2 else {}
+    made = make_config(
+        stage,
+        precision=rng.choice(("fp32", "bf16")),
+        accumulation=rng.randint(1, 3),
+        zero_optimization=zero,
+        **more,
+    )
+    return {**made, "optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+
+
+# -- both sides --------------------------------------------------------------------------------------------------
+
+
+def planned(seed: int, world: int, rank: int) -> Observed:
+    """As a process says that has neither ranks nor values."""
+    with torch.device("meta"):
+        model = Net(seed)
+    config, raw = take_in(model, config_of(seed, world), None, None, None, world)
+    transport = "peer memory" if world in (2, 4) else "gloo"  # as the harness has it
+    plan = make_plan(model, config, raw, planned_topology(config, world, world, rank), transport, "cpu")
+    complete = with_states(plan, OptimizerStates(raw, torch.device("cpu")))
+    return plan, planned_bytes(complete), step_collectives(plan)
+
+
+def observed(seeds: list[int]) -> list[Observed]:
+    """What engines do, on a rank."""
+    return [observe(seed) for seed in seeds]
+
+
+def observe(seed: int) -> Observed:
+    world = torch.distributed.get_world_size()
+    torch.manual_seed(seed)
+    model = Net(seed)
+    engine = zerorun.initialize(model, config_of(seed, world))
+    tokens = torch.arange(6).view(2, 3) % 5
+    calls: list[Collective] = []
+    real = CommunicationStatistics.count
+
+    def count(self: CommunicationStatistics, label: str, sent_bytes: int) -> None:
+        calls.append(Collective(label, sent_bytes))
+        real(self, label, sent_bytes)
+
+    CommunicationStatistics.count = count  # type: ignore[method-assign]
+    try:
+        for _ in range(3):
+            calls.clear()
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(tokens).float().square().mean())
+                engine.step()
+    finally:
+        CommunicationStatistics.count = real  # type: ignore[method-assign]
+    found = engine.runtime.plan, engine.memory_report(), list(calls)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("cases", [BY_DAY, pytest.param(BY_NIGHT, marks=pytest.mark.nightly)])
+def test_the_engine_is_as_planned(world: int, cases: int) -> None:
+    seeds = [1000 * world + case for case in range(cases)]
+    for rank, results in enumerate(run_ranks(world, observed, seeds, timeout_s=2.0 * cases + 30)):
+        for seed, (plan, held, calls) in zip(seeds, results, strict=True):
+            expected, ledger, collectives = planned(seed, world, rank)
+            assert plan == expected, (seed, rank)
+            assert held == ledger, (seed, rank, config_of(seed, world))
+            assert calls == collectives, (seed, rank, config_of(seed, world))
