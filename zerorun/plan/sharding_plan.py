@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, Any
 
 import torch
+from pydantic import PlainSerializer, PlainValidator
 
 from ..distributed.layout import Layout, Piece, aligned_bytes
 from ..distributed.replication import ALONE, Replication
@@ -25,6 +27,26 @@ from .placement import ON_DEVICE, Placement
 from .policy import Policy
 
 DEVICE, HOST, DISK = "device", "host", "disk"
+
+
+def _dtype(value: Any) -> torch.dtype:
+    found = value if isinstance(value, torch.dtype) else getattr(torch, str(value), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{value!r} is no dtype of torch")
+    return found
+
+
+def _topology(value: Any) -> Topology:
+    return value if isinstance(value, Topology) else Topology(**value)
+
+
+def _degrees(topology: Topology) -> dict[str, int]:
+    return {name: getattr(topology, name) for name in ("replicate", "shard", "rank", "pipe", "tensor")}
+
+
+# As they are in JSON: "bfloat16", and the degrees with the rank.
+DType = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
+Place = Annotated[Topology, PlainValidator(_topology), PlainSerializer(_degrees)]
 
 
 @dataclass(frozen=True)
@@ -77,8 +99,8 @@ class FlatGroupPlan:
 
     layout: Layout
     shard_rank: int
-    dtype: torch.dtype
-    given_dtype: torch.dtype
+    dtype: DType
+    given_dtype: DType
     packed: bool = False
     replication: Replication = ALONE
     optimizer_groups: tuple[int, ...] = ()
@@ -266,12 +288,12 @@ class ShardingPlan:
     buffers. ``states``: bytes of optimizer states, by trained flat group; None if they are not known.
     """
 
-    topology: Topology
+    topology: Place
     policy: Policy
     transport: str
     device_type: str
-    compute_dtype: torch.dtype | None
-    wire_dtype: torch.dtype
+    compute_dtype: DType | None
+    wire_dtype: DType
     overlap: bool
     whole: bool
     micro_batches: int

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 
-from torch import nn
-
-from ..errors import ModelError, ZerorunError
+from ..errors import ZerorunError
+from ..startup.model_factory import model_from
 from .describe import bytes_per_rank, describe
 from .infer import infer_plan
 from .planning import make_plan, own_plan
-
-
-def load_model(name: str) -> nn.Module:
-    """The model that ``module:factory`` gives. Raises ModelError if it gives none."""
-    module_name, _, factory = name.partition(":")
-    try:
-        model = getattr(importlib.import_module(module_name), factory)()
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ModelError(
-            f"--model {name}: {error}. Remedy: give module:factory, a function that returns the model."
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"--model {name} gives a {type(model).__name__}. Remedy: let it return an nn.Module.")
-    return model
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     sys.path.insert(0, "")
     try:
-        model = load_model(given.model)
+        model = model_from(given.model)
         shipped = own_plan(model)
         plan = make_plan(model, None if shipped else infer_plan(model, given.size), given.size)
     except ZerorunError as error:

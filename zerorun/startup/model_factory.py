@@ -1,0 +1,23 @@
+"""The model that a command is given by the name of a function."""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import nn
+
+from ..errors import ModelError
+
+
+def model_from(name: str) -> nn.Module:
+    """The model that ``module:factory`` gives. Raises ModelError if it gives none."""
+    module_name, _, factory = name.partition(":")
+    try:
+        model = getattr(importlib.import_module(module_name), factory)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(
+            f"--model {name}: {error}. Remedy: give module:factory, a function that returns the model."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"--model {name} gives a {type(model).__name__}. Remedy: let it return an nn.Module.")
+    return model
