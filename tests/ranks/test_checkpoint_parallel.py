@@ -164,7 +164,7 @@ def tie_stages(engine: zerorun.Engine) -> None:
         state = zerorun.zero.safe_get_full_optimizer_state(mine, key).contiguous()
         dist.broadcast(state, 0)
         zerorun.zero.safe_set_full_optimizer_state(mine, state, key)
-    engine.runtime.publish()
+    engine.runtime.gather_updated()
 
 
 def save(folder: str, cells: dict[str, Cell], asynchronous: bool) -> dict[str, tuple[Whole, Whole]]:

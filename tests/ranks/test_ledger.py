@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -185,7 +186,7 @@ def account(name: str, config: dict[str, Any]) -> tuple[dict[str, int], int, int
     before = sent_bytes(engine)
     run_step(engine, case, 2)
     sent = sent_bytes(engine) - before
-    memory, pool = engine.memory_report(), engine.comm.pool.bytes
+    memory, pool = engine.memory_report(), engine.comm.buffer_bytes
     memory["slots"] -= pool
     engine.destroy()
     return memory, pool, sent
@@ -333,7 +334,15 @@ def addresses(engine: zerorun.Engine) -> list[int]:
 
 
 def live_tensors() -> tuple[int, int]:
-    """(tensors, bytes of their storages) that Python can reach."""
+    """(tensors, bytes of their storages) that Python can reach, once gloo's threads have let go of theirs."""
+    found = [count_tensors()]
+    while (len(found) < 100 and len(set(found[-5:])) > 1) or len(found) < 5:
+        time.sleep(0.01)
+        found.append(count_tensors())
+    return found[-1]
+
+
+def count_tensors() -> tuple[int, int]:
     gc.collect()
     real = (torch.Tensor, torch.nn.Parameter)  # torch.compile leaves others, without storage, in a worker it ran in
     tensors = [thing for thing in gc.get_objects() if type(thing) in real]
@@ -348,7 +357,7 @@ def watch(name: str, config: dict[str, Any]) -> list[tuple[Any, ...]]:
     for step in range(5):
         run_step(engine, case, step)
         engine.comm.fence()  # what others may still read is alive until they have
-        found.append((addresses(engine), engine.memory_report(), engine.comm.pool.bytes, live_tensors()))
+        found.append((addresses(engine), engine.memory_report(), engine.comm.buffer_bytes, live_tensors()))
     engine.destroy()
     return found
 

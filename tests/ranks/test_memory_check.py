@@ -65,7 +65,7 @@ def refused_and_mended(config: dict[str, Any], available: int) -> tuple[str, boo
 def test_refusal_suggests_what_then_works(precision: str, expected: int) -> None:
     """Two ranks of stage 0 need 24 P in fp32 and 28 P in bf16, beyond their modules."""
     config = make_config(0, precision=precision)
-    available = {"fp32": 15, "bf16": 20}[precision] * PARAMETERS
+    available = {"fp32": 14, "bf16": 20}[precision] * PARAMETERS
     results = run_ranks(2, refused_and_mended, config, available)
     for text, same, stage in results:
         assert same
