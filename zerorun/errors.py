@@ -35,6 +35,13 @@ class ConfigError(ZerorunError, ValueError):
         lines = [f"{source}: {len(self.problems)} {noun}", *(f"  {problem}" for problem in self.problems)]
         super().__init__("\n".join(lines))
 
+    @classmethod
+    def saying(cls, text: str) -> ConfigError:
+        """With the message that another rank's error has."""
+        error = cls([])
+        error.args = (text,)
+        return error
+
 
 class ModelError(ZerorunError, ValueError):
     """The module, its parameters or the optimizer given for them cannot be trained as they are."""

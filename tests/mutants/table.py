@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "norm-of-replicas",
         "divisor",
-        "zerorun/zero/sharded_optimizer.py",
+        "zerorun/zero/sharded_model.py",
         "        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)",
         "        return Summary(square_sum / topology.shard, int(bad), weights, unused_sum > 0, apart, counts)",
         ("tests/ranks/test_settings.py::test_shard_degree_changes_nothing",),
@@ -113,9 +113,9 @@ MUTANTS = (
     Mutant(
         "weighted-gradients-scaled",
         "divisor",
-        "zerorun/engine/engine.py",
-        "        return 1.0 / (self._divisor(Summary(0.0, 0, total, False)) * self.scaler.scale)",
-        "        return 1.0 / self._divisor(Summary(0.0, 0, total, False))",
+        "zerorun/engine/accumulation.py",
+        "            return 1.0 / (weight * self._scaler.scale)",
+        "            return 1.0 / weight",
         ("tests/ranks/test_gradients.py::test_gradients_of_weighted_losses_have_neither_weight_nor_scale",),
     ),
     Mutant(
@@ -260,8 +260,8 @@ MUTANTS = (
         "norms-of-divided-layers",
         "rank",
         "zerorun/zero/gradients.py",
-        "    squares = [value for flat_group in flat_groups for value in _square_sums(registry, flat_group, topology.shard_rank)]",
-        "    squares = [value for flat_group in flat_groups for value in _square_sums(registry, flat_group, topology.rank)]",
+        "    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.shard_rank)]",
+        "    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.rank)]",
         ("tests/ranks/test_gradients.py::test_gradients_of_divided_layers_are_whole",),
     ),
     Mutant(
@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "slot-keeps-its-name",
         "stale",
-        "zerorun/zero/runtime.py",
-        "            self.param_slots.occupant[slot] = None",
+        "zerorun/zero/gathers.py",
+        "        self.slots.occupant[slot] = None",
         "",
         ("tests/ranks/test_open_shards.py::test_gathers_see_what_was_changed_last",),
     ),
@@ -435,7 +435,7 @@ MUTANTS = (
     Mutant(
         "stage-that-keeps-weights",
         "remedy",
-        "zerorun/zero/runtime.py",
+        "zerorun/zero/reducer.py",
         '            "zero_optimization.unit_policy, or use stage 2."',
         '            "zero_optimization.unit_policy, or use stage 3."',
         ("tests/unit/test_order.py::test_a_gradient_that_comes_too_late_says_which_stage_would_do",),

@@ -13,8 +13,7 @@ from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
-from zerorun.engine import engine as engine_module
-from zerorun.engine import label_counts
+from zerorun.engine import accumulation, label_counts
 from zerorun.zero import sharded_optimizer
 
 STEPS = sharded_optimizer.WATCHED_STEPS
@@ -108,7 +107,7 @@ def accumulate(calls: int) -> list[str]:
             if micro % calls == calls - 1:
                 engine.step()
 
-    found = said(engine_module, act)
+    found = said(accumulation, act)
     engine.zero_grad()
     engine.destroy()
     return found

@@ -119,8 +119,8 @@ def make_engine(cell: Cell, seed: int, *, frozen: bool = False, model: nn.Module
     with different_models():
         engine = zerorun.initialize(made, config, topology=topology)
     if pipe > 1 and topology.pipe_rank > 0:
-        engine.parallelized.copies = {"head.weight": "embed.weight"}
-        engine._checkpointer = None  # it had been made without
+        engine.sharded_model.parts.copies = {"head.weight": "embed.weight"}
+        vars(engine).pop("checkpointer")  # it had been made without
     return engine
 
 
@@ -141,7 +141,7 @@ def whole_of(engine: zerorun.Engine) -> Whole:
     """Weights, masters and moments of all stages, under the names of the whole model."""
     found: Whole = {}
     for name, param in engine.module.named_parameters():
-        name = engine.parallelized.copies.get(name, name)
+        name = engine.sharded_model.parts.copies.get(name, name)
         states = [("master", zerorun.zero.safe_get_full_fp32_param(param))]
         states += [(k, zerorun.zero.safe_get_full_optimizer_state(param, k)) for k in ("exp_avg", "exp_avg_sq")]
         found |= {f"{name}/{key}": value.clone() for key, value in states if value is not None}
@@ -164,7 +164,7 @@ def tie_stages(engine: zerorun.Engine) -> None:
         state = zerorun.zero.safe_get_full_optimizer_state(mine, key).contiguous()
         dist.broadcast(state, 0)
         zerorun.zero.safe_set_full_optimizer_state(mine, state, key)
-    engine.runtime.gather_updated()
+    engine.sharded_model.publish()
 
 
 def save(folder: str, cells: dict[str, Cell], asynchronous: bool) -> dict[str, tuple[Whole, Whole]]:
@@ -444,7 +444,7 @@ def use_without_optimizer(folder: str, cell: Cell, load: bool) -> Whole:
     engine = make_engine(cell, seed=0, model=Model(topology.pipe_rank if cell[0] > 1 else None))
     if topology.pipe_rank == 1:
         engine.sharded = None
-        engine._checkpointer = None
+        vars(engine).pop("checkpointer")
     if load:
         engine.load_checkpoint(folder, allow_missing=["rng"])
     else:

@@ -233,7 +233,7 @@ def check_textbook(found: tuple[dict[str, int], int, int], params: int, ranks: i
 def slots(config: dict[str, Any]) -> tuple[int, bool]:
     """(shared slots for parameters, whether ranks read each other's memory)."""
     engine = make_engine(CASES["even"], config)
-    found = engine.runtime.param_slots.count, engine.comm.reads_peers
+    found = engine.runtime.made.param_slots.count, engine.comm.reads_peers
     engine.destroy()
     return found
 
@@ -325,7 +325,7 @@ def test_a_broadcast_is_sent_to_every_other_rank() -> None:
 
 def addresses(engine: zerorun.Engine) -> list[int]:
     """Of every buffer that the engine keeps."""
-    tensors = [*engine.runtime.param_slots.buffers, *engine.runtime.grad_slots.buffers]
+    tensors = [*engine.runtime.made.param_slots.buffers, *engine.runtime.made.grad_slots.buffers]
     for unit in engine.units:
         for flat_group in unit.flat_groups:
             kept = (flat_group.full, flat_group.shard, flat_group.master, flat_group.grad_full, flat_group.grad_shard)

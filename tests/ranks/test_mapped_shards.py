@@ -99,7 +99,7 @@ def count_memory() -> dict[str, Any]:
     found = {
         "mapped": all(flat_group.plan.mapped for flat_group in flat_groups(engine)),
         "ranges of one segment": (mappings() - before[0]) / len(flat_groups(engine)),
-        "bytes of parameter slots": engine.runtime.param_slots.bytes,
+        "bytes of parameter slots": engine.runtime.made.param_slots.bytes,
         "shards are in place": all(s.shard.data_ptr() == s.full[s.plan.low :].data_ptr() for s in flat_groups(engine)),
         "gathered per own byte": (bytes_of_gathers(engine) - sent[1]) / own,
     }
@@ -133,7 +133,7 @@ def large_shards(width: int) -> tuple[list[bool], int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, width), nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(2))))
     engine = make_engine(Case("large", lambda: model, lambda model, place: model(torch.ones(1, 8)).sum()), make_config(3))
-    found = [flat_group.plan.mapped for flat_group in flat_groups(engine)], engine.runtime.param_slots.bytes
+    found = [flat_group.plan.mapped for flat_group in flat_groups(engine)], engine.runtime.made.param_slots.bytes
     engine.destroy()
     return found
 
@@ -189,7 +189,7 @@ def resident_bytes(kept: float) -> dict[str, Any]:
     return {
         "mapped": sum(s.plan.mapped for s in flat_groups(engine)),
         "steps": found,
-        "slots": engine.runtime.param_slots.count,
+        "slots": engine.runtime.made.param_slots.count,
     }
 
 

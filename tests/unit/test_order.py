@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from zerorun.errors import OrderError
 from zerorun.zero.execution_trace import merge_orders
-from zerorun.zero.runtime import Runtime
+from zerorun.zero.reducer import Reducer
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,11 @@ def test_every_order_is_a_part_of_the_merged_one(visited: list[set[int]], univer
 def test_a_gradient_that_comes_too_late_says_which_stage_would_do() -> None:
     """Up to stage 2 units keep their weights, so that the message cannot come there."""
     unit = SimpleNamespace(index=1, name="block", resident=False, param_slot=0)
-    unit.names_with_gradient = lambda: ["block.weight"]
-    runtime = SimpleNamespace(param_slots=SimpleNamespace(occupant=[2]))
+    unit.names_with_gradient, unit.has_gradient, unit.trainable = (lambda: ["block.weight"]), (lambda: True), []
+    reducer: Any = SimpleNamespace(_units=[unit], _backwards=SimpleNamespace(ended=lambda: None), late=set())
     with pytest.raises(OrderError, match=r"gradient of parameter 'block\.weight' .* unit 'block' .* or use stage 2\."):
-        Runtime._refuse_lost_slot(runtime, unit)  # type: ignore[arg-type]
-    for changed in ({"resident": True}, {"index": 2}, {"names_with_gradient": list}):
-        Runtime._refuse_lost_slot(runtime, SimpleNamespace(**{**vars(unit), **changed}))  # type: ignore[arg-type]
+        Reducer.end(reducer, held=False, in_slot=lambda unit: False)
+    Reducer.end(reducer, held=True, in_slot=lambda unit: False)
+    Reducer.end(reducer, held=False, in_slot=lambda unit: True)
+    reducer._units = [SimpleNamespace(**{**vars(unit), "resident": True})]
+    Reducer.end(reducer, held=False, in_slot=lambda unit: False)

@@ -49,6 +49,10 @@ class BlockForward:
         args, kwargs = self._caches.without((args, kwargs))
         return run(self.inner, args, kwargs, self._pool, self._selection)
 
+    def compile(self, **options: Any) -> None:
+        """torch.compile what it stands for: what is recomputed is compiled, and recomputing is not."""
+        self.inner = torch.compile(self.inner, **options)
+
     def remove(self) -> None:
         """Give the module its forward back; one that has been compiled meanwhile stays compiled."""
         if self._own or getattr(self.inner, "__func__", None) is not type(self._module).forward:

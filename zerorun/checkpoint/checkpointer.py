@@ -232,9 +232,9 @@ class Checkpointer:
 
     def _describe_optimizer(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
         """Its type and the hyperparameters of its groups."""
-        if self.subject.sharded is None:
+        if self.subject.optimizer is None:
             return None
-        optimizer = self.subject.sharded.optimizer
+        optimizer = self.subject.optimizer.optimizer
         groups = [{key: v for key, v in group.items() if key not in IMPLEMENTATION} for group in optimizer.param_groups]
         return {"type": optimizer_kind(optimizer), "groups": encode(groups, tensors, "optimizer.groups"), "scalars": {}}
 
@@ -250,7 +250,7 @@ class Checkpointer:
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
         ranks = self.saver.ranks
-        self.subject.runtime.finish_updates()  # else they would change what is loaded
+        self.subject.model.finish_updates()  # else they would change what is loaded
         if named is not None:
             return self._load_one(path, named, wanted)
         names = candidates(ranks, path)
@@ -293,7 +293,7 @@ class Checkpointer:
         tensors = reader.state_tensors(ranks)
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
         lines = []
-        trains = any(ranks.gather(self.subject.sharded is not None))  # a pipeline stage may have nothing to train
+        trains = any(ranks.gather(self.subject.optimizer is not None))  # a pipeline stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
             lines.append("optimizer " + loader.load_optimizer(ranks, tensors))
         loader.load_weights(ranks)

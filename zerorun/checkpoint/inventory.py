@@ -20,10 +20,9 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import inner_tensors
-from ..zero.access import Parts
 from ..zero.flat_group import FlatGroup
 from ..zero.pieces import OptimizerPiece
-from ..zero.runtime import Runtime
+from ..zero.sharded_model import Parts, ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
 from .ranks import leads_stage
@@ -38,17 +37,32 @@ def stored_name(name: str) -> str:
     return name.replace(_WRAPPER, "")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Subject:
-    """The sharded model and its optimizer, as far as checkpoints need them."""
+    """What checkpoints are of: ``module``, which ``model`` is or is a part of."""
 
     module: nn.Module
-    units: list[Unit]
-    runtime: Runtime
-    sharded: ShardedOptimizer | None
-    comm: Communicator
-    topology: Topology
-    parts: Parts
+    model: ShardedModel
+
+    @property
+    def units(self) -> list[Unit]:
+        return self.model.units
+
+    @property
+    def optimizer(self) -> ShardedOptimizer | None:
+        return self.model.optimizer
+
+    @property
+    def comm(self) -> Communicator:
+        return self.model.comm
+
+    @property
+    def topology(self) -> Topology:
+        return self.model.comm.topology
+
+    @property
+    def parts(self) -> Parts:
+        return self.model.parts
 
 
 @dataclass(frozen=True)
@@ -155,12 +169,8 @@ class Inventory:
 
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(persistent buffers by name, what modules return from get_extra_state by name)."""
-        runtime = self.subject.runtime
-        runtime.state_dict_allowed = True
-        try:
+        with self.subject.model.runtime.guard.allowing_state_dict():
             everything = self.subject.module.state_dict(keep_vars=True)
-        finally:
-            runtime.state_dict_allowed = False
         found: dict[str, torch.Tensor] = {}
         extra: dict[str, Any] = {}
         seen: dict[int, str] = {}
@@ -217,13 +227,13 @@ class Inventory:
         return {names[id(piece.flat_group), run.entry]: piece.group for piece in self._pieces() for run in piece.runs}
 
     def _pieces(self) -> list[OptimizerPiece]:
-        return self.subject.sharded.pieces if self.subject.sharded is not None else []
+        return self.subject.optimizer.pieces if self.subject.optimizer is not None else []
 
     # -- what this rank holds ------------------------------------------------------------------------------------
 
     def weights(self, *, frozen: bool = True) -> Iterator[TensorPart]:
         """Weights and masters of this rank; of trainable parameters only, unless ``frozen``."""
-        self.subject.runtime.finish_updates()
+        self.subject.model.finish_updates()
         runs = {}
         for name, home in self.homes.items():
             flat_group = home.flat_group
@@ -251,13 +261,13 @@ class Inventory:
 
     def optimizer_state(self) -> tuple[list[TensorPart], dict[str, dict[str, Any]]]:
         """(state tensors of this rank, scalar states: key -> name -> value)."""
-        self.subject.runtime.finish_updates()
+        self.subject.model.finish_updates()
         parts: list[TensorPart] = []
         scalars: dict[str, dict[str, Any]] = {}
         names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
         for piece in self._pieces():
-            assert self.subject.sharded is not None
-            state = self.subject.sharded.optimizer.state.get(piece.tensor, {})
+            assert self.subject.optimizer is not None
+            state = self.subject.optimizer.optimizer.state.get(piece.tensor, {})
             members = [(names[id(piece.flat_group), run.entry], run) for run in piece.runs]
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:

@@ -166,11 +166,10 @@ class ModelLoader:
     def load_weights(self, ranks: Ranks) -> None:
         """Read weights, masters and buffers. Collective."""
         subject = self.subject
-        subject.runtime.finish_updates()
+        subject.model.finish_updates()
         subject.comm.fence()
         ranks.gather(None)  # from here on nobody reads another's shards
-        for slot in range(subject.runtime.param_slots.count if subject.runtime.shares_params else 0):
-            subject.runtime.evict(slot)
+        subject.model.runtime.gathers.evict_all()
         reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
         buffers, _ = self.inventory.buffers()
         copies = []
@@ -184,11 +183,11 @@ class ModelLoader:
         for buffer, flat in copies:
             buffer.copy_(flat.view(buffer.shape))
         ranks.agree(attempt(lambda: self._require_scales(buffers))[1])
-        if subject.sharded is not None:
-            subject.sharded.write_back()
+        if subject.optimizer is not None:
+            subject.optimizer.write_back()
         wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
         self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
-        subject.runtime.gather_updated()
+        subject.model.publish()
 
     def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError if a layer does not take the scales of its packed weight, but makes them anew."""
@@ -234,7 +233,7 @@ class ModelLoader:
 
     def load_optimizer(self, ranks: Ranks, tensors: dict[str, torch.Tensor]) -> str:
         """Read the optimizer's state and hyperparameters; what was restored. Collective: also ranks without one call it."""
-        sharded, manifest = self.subject.sharded, self.reader.manifest
+        sharded, manifest = self.subject.optimizer, self.reader.manifest
         assert manifest is not None
         described = manifest.optimizer
         if described is None:
@@ -263,7 +262,7 @@ class ModelLoader:
         return f"{described['type']} ({', '.join(names)})"
 
     def _compare_optimizer(self, described: dict[str, Any]) -> None:
-        sharded = self.subject.sharded
+        sharded = self.subject.optimizer
         if sharded is None:
             return
         kind = optimizer_kind(sharded.optimizer)
@@ -295,7 +294,7 @@ class ModelLoader:
 
     def _make_states(self, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]) -> None:
         """Give every piece a state of the right keys and shapes, to be filled by ``reads``."""
-        sharded = self.subject.sharded
+        sharded = self.subject.optimizer
         if sharded is None:
             return
         self._separate(sharded, keys, scalars)
@@ -323,7 +322,7 @@ class ModelLoader:
         state: dict[str, Any] = {}
         first = self._stored_name(piece, piece.runs[0])
         for key, value in scalars.get(first, {}).items():
-            state[key] = value.clone().to(_place_of_scalars(self.subject.sharded, piece)) if _is_tensor(value) else value
+            state[key] = value.clone().to(_place_of_scalars(self.subject.optimizer, piece)) if _is_tensor(value) else value
         state |= self._wrapped(piece, first, keys, reads)
         for kind in keys:
             if first not in self.reader.places(kind) or _is_inner(kind):
@@ -355,8 +354,8 @@ class ModelLoader:
         stored = {kind for kind in keys if _is_inner(kind) and name in self.reader.places(kind)}
         if not stored:
             return {}
-        assert self.subject.sharded is not None
-        made = new_states(self.subject.sharded.optimizer, piece.group, piece.tensor)
+        assert self.subject.optimizer is not None
+        made = new_states(self.subject.optimizer.optimizer, piece.group, piece.tensor)
         found = {}
         for key, value in made.items():
             inner = dict(inner_tensors(value)) if _is_tensor(value) else {}

@@ -12,8 +12,8 @@ from torch import nn
 from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.transport.communicator import default_device, init_distributed
 from ..errors import CheckpointError
-from ..zero.access import registry_of
 from ..zero.init import keep_part, part_of
+from ..zero.sharded_model import model_of
 from .directory import has_manifest
 from .inventory import Inventory, Subject, stored_name
 from .load import ModelLoader, NameMap, Wanted, compare_tensors
@@ -39,16 +39,13 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     manifest = read_manifest(path) if has_manifest(path) else None
     # Inside of Init, no parameter is to become whole because somebody looks at it.
     with Reader(path, manifest) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
-        registry = registry_of(model)
-        if registry is None:
+        sharded = model_of(model)
+        if sharded is None:
             _load_unsharded(model, reader, Wanted(strict))
             return
-        runtime = registry.runtime
-        topology = runtime.comm.topology
-        subject = Subject(model, runtime.units, runtime, registry.sharded, runtime.comm, topology, registry.parts)
-        ranks = Ranks(topology)
+        ranks = Ranks(sharded.comm.topology)
         try:
-            ModelLoader.compared(Inventory.of(subject), reader, Wanted(strict), ranks).load_weights(ranks)
+            ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, Wanted(strict), ranks).load_weights(ranks)
         finally:
             ranks.close()
 

@@ -18,8 +18,6 @@ from .. import errors
 from ..activations.blocks import CheckpointedBlocks, Recompute
 from ..activations.checkpointing import Adopted
 from ..activations.host_pool import HostPool
-from ..checkpoint.automatic import AutomaticSaves
-from ..checkpoint.directory import newest_first
 from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.topology import Topology
@@ -27,7 +25,7 @@ from ..distributed.transport.communicator import Communicator, default_device, i
 from ..distributed.waits import waiting
 from ..distributed.wire import gather_values
 from ..errors import ConfigError, ModelError, ZerorunError
-from ..log import info_once, logger, setup_logging
+from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
@@ -37,22 +35,24 @@ from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.module import PipelineModule
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.split_pretrained import PretrainedPipeline
-from ..plan.make import compute_dtype, make_plan, planned_topology, wire_dtype
+from ..plan.make import make_plan, planned_topology, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
 from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import ParallelizedModel, cut, divide, is_part, plan_layers
-from ..zero.access import Registry, adopt_loaded_weights, guard_state_dict
+from ..zero.access import adopt_loaded_weights, guard_state_dict
 from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
 from ..zero.pieces import OptimizerPiece, build_pieces
-from ..zero.runtime import Runtime, refuse_managed
+from ..zero.runtime import Removable, Runtime, refuse_managed
+from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit, links_of
+from .accumulation import Accumulation
 from .engine import Engine
 from .pipeline_engine import PipelineEngine
 
@@ -127,39 +127,28 @@ def initialize(
         plan = planned_for(maps_shards=False)
     pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
     made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=disk)
-    units = made.units
-    _settle_apart(model, units, comm)
-    reduce_now: list[Callable[[], bool]] = []
-    runtime = Runtime(model, plan, made, comm, lambda: reduce_now[0]())
-    sharded = _shard_optimizer(raw, units, comm)
-    if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
-        runtime._handles.append(OutsideStep(sharded, runtime))
-    registry = Registry(runtime, sharded, lambda: engine.gradient_factor(), parallelized)
-    runtime._handles += [*_guards(model, runtime, parallelized), adopt_loaded_weights(model, runtime)]
-    runtime._handles += _recompute(model, wanted, device)
+    _settle_apart(model, made.units, comm)
+    scaler = _scaler(wanted)
+    accumulation = Accumulation(wanted, comm, scaler)
+    runtime = Runtime(model, plan, made, comm, accumulation)
+    sharded = _shard_optimizer(raw, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
+    sharded_model = ShardedModel(runtime, sharded, parallelized, accumulation.gradient_factor)
+    runtime.keep(_changes(sharded_model, wanted, device))
     kind = PipelineEngine if isinstance(model, Pipelined) else Engine
     engine = kind(
         model,
         wanted,
         topology,
-        comm,
-        units,
-        runtime,
-        sharded,
-        _scaler(wanted),
+        sharded_model,
+        accumulation,
+        scaler,
         _scheduler(wanted, lr_scheduler, sharded),
         _loader(wanted, training_data, collate_fn, topology),
-        compute_dtype(wanted),
+        owns_topology=owns_topology,
     )
-    engine.registry = registry
-    engine.owns_topology, engine.parallelized = owns_topology, parallelized
-    engine.checkpointer  # noqa: B018  it remembers the model as it is now
-    reduce_now.append(engine._reduce_in_this_backward)
-    if sharded is not None:
-        sharded.refuse_unused = not settings.ignore_unused_parameters
     if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
-    _begin_automatic_saves(engine)
+    engine.begin_saving()
     engine.announce()
     _note_batch_norm(model, topology)
     for note in wanted.notes:
@@ -193,11 +182,7 @@ def _agree(check: Callable[[], T]) -> T:
 def _same_error(name: str, text: str) -> ZerorunError:
     """The error of this name in errors.py."""
     kind = vars(errors)[name]
-    if issubclass(kind, ConfigError):
-        error = ConfigError([], "")
-        error.args = (text,)
-        return error
-    return kind(text)
+    return ConfigError.saying(text) if issubclass(kind, ConfigError) else kind(text)
 
 
 def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
@@ -308,7 +293,9 @@ def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> No
                 inner.copy_(memory.view(inner.dtype).view(inner.shape))
 
 
-def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -> ShardedOptimizer | None:
+def _shard_optimizer(
+    raw: RawOptimizer, units: list[Unit], comm: Communicator, *, refuse_unused: bool
+) -> ShardedOptimizer | None:
     if not raw.groups:
         return None
     pieces = build_pieces(units, whole=raw.whole)
@@ -327,7 +314,7 @@ def _shard_optimizer(raw: RawOptimizer, units: list[Unit], comm: Communicator) -
     store = next((link.store for link in links_of(units)), None)
     if store is not None and isinstance(optimizer, SinglePassOptimizer):
         optimizer.state_home = store.home
-    return ShardedOptimizer(optimizer, pieces, units, comm, split_state)
+    return ShardedOptimizer(optimizer, pieces, units, comm, split_state, refuse_unused=refuse_unused)
 
 
 def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:
@@ -339,11 +326,19 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
     return build_schedule(config.scheduler.type, dict(config.scheduler.params), optimizer)
 
 
-def _guards(model: nn.Module, runtime: Runtime, parallelized: ParallelizedModel) -> list[Any]:
-    """A PipelineModule is known to be a part; what else is cut or divided looks like the whole model."""
+def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) -> Iterator[Removable]:
+    """What else changes the module and the optimizer, and goes with the engine."""
+    model, parts = sharded_model.module, sharded_model.parts
+    sharded = sharded_model.optimizer
+    if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
+        yield OutsideStep(sharded_model, sharded)
+    # A PipelineModule is known to be a part; what else is cut or divided looks like the whole model.
     guarded = [model, model.whole_model] if isinstance(model, PretrainedPipeline) else [model]
-    is_part = len(guarded) > 1 or bool(parallelized.shards)
-    return [guard_state_dict(module, runtime, is_part=is_part) for module in guarded]
+    is_part = len(guarded) > 1 or bool(parts.shards)
+    for module in guarded:
+        yield guard_state_dict(module, sharded_model.runtime, is_part=is_part)
+    yield adopt_loaded_weights(model, sharded_model)
+    yield from _recompute(model, config, device)
 
 
 def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
@@ -358,32 +353,15 @@ def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
         )
 
 
-def _recompute(model: nn.Module, config: Config, device: torch.device) -> list[Any]:
-    """Carry out the section ``activation_checkpointing``; returns handles that undo it."""
+def _recompute(model: nn.Module, config: Config, device: torch.device) -> Iterator[Removable]:
+    """Carry out the section ``activation_checkpointing``."""
     section = config.activation_checkpointing
     pool = HostPool(device) if section.cpu_checkpointing else None
     settings = Recompute(section.policy, section.every_n, pool)
-    handles: list[Any] = [Adopted(settings)] if settings != Recompute() else []
+    if settings != Recompute():
+        yield Adopted(settings)
     if section.policy != "none":
-        handles.append(CheckpointedBlocks(model, repeated_blocks(model), settings))
-    return handles
-
-
-def _begin_automatic_saves(engine: Engine) -> None:
-    """What the section ``checkpoint`` asks for: saves and signals from now on, and the newest checkpoint loaded."""
-    section = engine.config.checkpoint
-    if section.dir is None:
-        return
-    if section.every_steps or section.every_minutes or section.on_signal:
-        first = engine.topology.rank == 0
-        engine.automatic_saves = AutomaticSaves(
-            Path(section.dir), section.every_steps, section.every_minutes, section.on_signal, section.asynchronous, first
-        )
-        engine.automatic_saves.watch()
-    if section.auto_resume:
-        engine.resume()
-    elif engine.topology.rank == 0 and (newest := newest_first(Path(section.dir))[:1]):
-        logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
+        yield CheckpointedBlocks(model, repeated_blocks(model), settings)
 
 
 def _loader(

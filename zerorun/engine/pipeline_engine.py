@@ -39,8 +39,8 @@ class PipelineEngine(Engine):
 
     module: Pipelined
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         section, topology = self.config.pipeline, self.topology
         self._later = WeightGradients()
         self._undo_split: Callable[[], None] | None = None
@@ -59,12 +59,11 @@ class PipelineEngine(Engine):
             self._later,
             self._root_of,
             self._begin,
-            self._tell_last,
+            self.accumulation.tell_last,
             self._autocast,
         )
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
-        self._is_last_backward = False
         self._schedules: dict[int, PipelineSchedule] = {}  # by number of micro-batches
         self._times: Times | None = None
         self._batches = 0
@@ -87,9 +86,7 @@ class PipelineEngine(Engine):
         batches = self._take(data_iter, count)
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
-        self.runtime.reduce_accumulated()
-        self._backwards = self._steps_seen = count
-        self.micro_steps += count
+        self.accumulation.count_batch(count)
         loss = self._mean(self._executor.losses, count)
         self._step_now()
         if schedule.kind == ZERO_BUBBLE and self._times is None:
@@ -273,19 +270,13 @@ class PipelineEngine(Engine):
         return cast_floats(value, self.compute_dtype) if self.compute_dtype is not None else value
 
     def _root_of(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        self._backwards = micro_batch
+        self.accumulation.at_micro_batch(micro_batch)
         self._note_bad_loss(loss, ignore=False)
         return loss * self.scaler.scale if self.scaler.scale != 1.0 else loss
 
     def _autocast(self) -> AbstractContextManager[Any]:
         section = self.config.torch_autocast
         return torch.autocast(self.device.type, DTYPES[section.dtype], enabled=section.enabled)
-
-    def _tell_last(self, is_last: bool) -> None:
-        self._is_last_backward = is_last
-
-    def _reduce_in_this_backward(self) -> bool:
-        return self._is_last_backward
 
     def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
         """Of all micro-batches and data-parallel ranks, on all ranks."""

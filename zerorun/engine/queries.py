@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.parse import Config
 from ..distributed.topology import Topology
-from ..zero.sharded_optimizer import ShardedOptimizer
+from ..zero.sharded_model import ShardedModel
 
 
 class LoopQueries:
@@ -16,7 +16,7 @@ class LoopQueries:
 
     config: Config
     topology: Topology
-    sharded: ShardedOptimizer | None
+    sharded_model: ShardedModel
 
     # -- ranks ---------------------------------------------------------------------------------------------------
 
@@ -97,4 +97,5 @@ class LoopQueries:
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
-        return self.sharded.optimizer.param_groups if self.sharded is not None else []
+        sharded = self.sharded_model.optimizer
+        return sharded.optimizer.param_groups if sharded is not None else []

@@ -154,9 +154,8 @@ class Executor:
         module, (micro_batch, chunk) = self._module, key
         if module.is_first(chunk):
             self._kept[key] = _Kept(self._begin(module.inputs_of(batch)))
-        kept, self._runtime.part = self._kept[key], self._parts[chunk]
-        last = module.is_last(chunk)
-        with self._around():
+        kept, last = self._kept[key], module.is_last(chunk)
+        with self._runtime.running(self._parts[chunk]), self._around():
             output = module(kept.value, chunk, batch if last else None)
         kept.passes = self._runtime.take_passes()
         if not last:
@@ -167,7 +166,7 @@ class Executor:
             self.outputs.append(output)
         if not self._needs_loss:
             return
-        with self._around():
+        with self._runtime.running(self._parts[chunk]), self._around():
             loss = module.loss_of(output, batch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
@@ -179,11 +178,11 @@ class Executor:
 
     def _backward(self, key: Key, *, held: bool) -> None:
         kept, part = self._kept[key], self._parts[key[1]]
-        self._runtime.part = replace(part, held=held)
         pairs = [(e, g) for e, g in zip(kept.outputs, kept.gradients, strict=True) if e is not None and g is not None]
         if pairs:
             self._runtime.expect(kept.passes)
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            with self._runtime.running(replace(part, held=held)):
+                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         kept.outputs, kept.gradients, kept.passes = [], [], []
         if held:
             kept.jobs = self._later.take()

@@ -57,6 +57,14 @@ class ParallelizedModel:
         shard = self.shards.get(id(param))
         return whole if shard is None or tuple(whole.shape) == shard.local_shape != shard.shape else shard.cut(whole)
 
+    def of_tensor_ranks(self, number: int) -> list[int]:
+        """What each tensor rank gives. All of them must call it."""
+        if self.axis is None:
+            return [number]
+        mine = torch.tensor([number], device=self.axis.channel.device)
+        found: list[int] = self.axis.all_gather(mine, 0, range(self.axis.size + 1), "comparison of data").tolist()
+        return found
+
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
         """Let ``whole`` be that of another tensor rank, in place. All tensor ranks call it."""
         if self.axis is not None:

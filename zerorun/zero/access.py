@@ -3,117 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count, groupby
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..distributed.same_request import compare
-from ..distributed.tensor_shard import TensorShard
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..plan.weights import copied_to_cpu
 from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
-from .sharded_optimizer import ShardedOptimizer
+from .sharded_model import ParameterHome, ShardedModel, find, model_of
 from .unit import Unit
 
-_numbers = count()
 
-
-@dataclass
-class ParameterHome:
-    """Where a parameter lives."""
-
-    unit: Unit
-    flat_group: FlatGroup
-    entry: int
-
-    @property
-    def name(self) -> str:
-        return self.flat_group.names[self.entry]
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """The same on all ranks that have this part of the model, and another for every parameter."""
-        return self.unit.index, self.unit.flat_groups.index(self.flat_group), self.entry
-
-
-class Parts(Protocol):
-    """Between a parameter's part on this rank and the whole, where layers are divided. ``whole`` is collective.
-
-    ``shards``: id(parameter) -> what of it is here, of divided ones. ``copies``: this stage's name of a parameter that an
-    earlier pipeline stage has, too -> its name there.
-    """
-
-    shards: dict[int, TensorShard]
-    copies: dict[str, str]
-
-    def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor: ...
-
-    def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
-
-    def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
-        """Let ``whole`` be that of another tensor rank, in place. Collective."""
-        ...
-
-
-@dataclass(eq=False)
-class Registry:
-    """The parameters of one engine. ``unscale`` gives the factor from accumulated to averaged gradients."""
-
-    runtime: Runtime
-    sharded: ShardedOptimizer | None
-    unscale: Callable[[], float]
-    parts: Parts
-    homes: dict[int, ParameterHome] = field(default_factory=dict)
-    number: int = field(default_factory=lambda: next(_numbers))  # of the engine, the same on all ranks
-
-    def __post_init__(self) -> None:
-        for unit in self.runtime.units:
-            for flat_group in unit.flat_groups:
-                for entry, param in enumerate(flat_group.params):
-                    self.homes[id(param)] = ParameterHome(unit, flat_group, entry)
-        _registries.add(self)
-
-
-_registries: weakref.WeakSet[Registry] = weakref.WeakSet()
-
-
-def find(param: torch.Tensor) -> tuple[Registry, ParameterHome] | None:
-    for registry in _registries:
-        home = registry.homes.get(id(param))
-        if home is not None and home.flat_group.params[home.entry] is param:
-            registry.runtime.finish_updates()
-            return registry, home
-    return None
-
-
-def registry_of(module: nn.Module) -> Registry | None:
-    """The registry of the engine that manages ``module``; None if none does."""
-    found = next((find(param) for param in module.parameters()), None)
-    return found[0] if found is not None else None
-
-
-def compare_request(registry: Registry, function: str, wanted: Sequence[str]) -> None:
+def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -> None:
     """Raise OrderError, on all ranks of this pipeline stage alike, unless they all call ``function`` for ``wanted``."""
-    comm, problem = registry.runtime.comm, f"{function}(...) was called for different parameters on different ranks"
+    comm, problem = model.comm, f"{function}(...) was called for different parameters on different ranks"
     compare(problem, [f"a call of {function}", *wanted], comm.stage_gather, comm.data_objects)
 
 
-def gathered(registry: Registry, flat_group: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
+def gathered(model: ShardedModel, flat_group: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
     """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
-    owned = owned.to(registry.runtime.comm.device)
+    owned = owned.to(model.comm.device)
     if owned.numel() == flat_group.layout.numel:
         return owned
     full = torch.empty(flat_group.layout.numel, dtype=owned.dtype, device=owned.device)
-    registry.runtime.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
-    registry.runtime.comm.fence()  # the script may write to parameters next, which others read
+    model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
+    model.comm.fence()  # the script may write to parameters next, which others read
     return full
 
 
@@ -134,20 +55,17 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
     return full
 
 
-def full_state_dict(module: nn.Module, units: list[Unit], runtime: Runtime, parts: Parts) -> dict[str, torch.Tensor]:
-    """``module.state_dict()`` with full CPU tensors, one unit at a time. Collective at stage 3."""
+def full_state_dict(model: ShardedModel) -> dict[str, torch.Tensor]:
+    """The module's state dict with full CPU tensors, one unit at a time. Collective at stage 3."""
     values: dict[int, torch.Tensor] = {}
-    for unit in units:
+    for unit in model.units:
         for flat_group in unit.flat_groups:
-            flat = _weights(runtime, unit, flat_group)
+            flat = _weights(model.runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 part = flat[entry.offset : entry.end].view(entry.shape)
-                values[id(param)] = parts.whole(param, part).to("cpu", copy=True)
-    runtime.state_dict_allowed = True
-    try:
-        found = module.state_dict(keep_vars=True)
-    finally:
-        runtime.state_dict_allowed = False
+                values[id(param)] = model.parts.whole(param, part).to("cpu", copy=True)
+    with model.runtime.guard.allowing_state_dict():
+        found = model.module.state_dict(keep_vars=True)
     return {n: values[id(t)] if id(t) in values else copied_to_cpu(t) for n, t in found.items()}
 
 
@@ -158,7 +76,7 @@ def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> A
     """
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if (runtime.shares_params or is_part) and not runtime.state_dict_allowed:
+        if (runtime.plan.shares_params or is_part) and not runtime.guard.state_dict_allowed:
             what = "parts of the model, of which other ranks have the rest" if is_part else "placeholders"
             where = "here" if is_part else "at stage 3"
             raise ReleasedParameterError(
@@ -169,14 +87,14 @@ def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> A
     return module.register_state_dict_pre_hook(before)
 
 
-def adopt_loaded_weights(module: nn.Module, runtime: Runtime) -> Any:
+def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Any:
     """Let ``module.load_state_dict()`` set masters, too, where they are not the weights. Returns the hook's handle."""
 
     def after(module: nn.Module, incompatible: Any) -> None:
-        runtime.finish_updates()
-        for unit in runtime.units:
+        model.finish_updates()
+        for unit in model.units:
             for flat_group in unit.trainable if unit.resident else ():
-                if flat_group.master is not None and not flat_group.plan.master_is_weight:
+                if not flat_group.plan.master_is_weight:
                     flat_group.master.copy_(flat_group.weight)
 
     return module.register_load_state_dict_post_hook(after)
@@ -186,9 +104,9 @@ class WholeValues:
     """Whole values of the parameters of ``module``, which an engine manages, asked for layer by layer. Collective."""
 
     def __init__(self, module: nn.Module) -> None:
-        registry = registry_of(module)
-        assert registry is not None
-        self._registry: Registry = registry
+        model = model_of(module)
+        assert model is not None
+        self._model: ShardedModel = model
         self._flats: dict[tuple[int, bool], torch.Tensor] = {}  # by flat group: neighbours are in one
 
     def value(self, param: torch.Tensor, *, master: bool = False) -> torch.Tensor:
@@ -196,26 +114,27 @@ class WholeValues:
 
         Not to be written to. Valid until ``forget_all_but`` is called without it.
         """
-        home = self._registry.homes[id(param)]
+        home = self._model.homes[id(param)]
         flat_group = home.flat_group
         key = id(flat_group), master and flat_group.master is not None
         if key not in self._flats and flat_group.master is not None and key[1]:
-            self._flats[key] = gathered(self._registry, flat_group, flat_group.master, home.unit.name)
+            self._flats[key] = gathered(self._model, flat_group, flat_group.master, home.unit.name)
         elif key not in self._flats:
-            self._flats[key] = _weights(self._registry.runtime, home.unit, flat_group)
-        return self._registry.parts.whole(param, entry_view(home, self._flats[key]))
+            self._flats[key] = _weights(self._model.runtime, home.unit, flat_group)
+        return self._model.parts.whole(param, entry_view(home, self._flats[key]))
 
     def forget_all_but(self, params: Iterable[torch.Tensor]) -> None:
         """Give the memory back of what is not together with any of ``params``."""
-        needed = {id(self._registry.homes[id(param)].flat_group) for param in params}
+        needed = {id(self._model.homes[id(param)].flat_group) for param in params}
         self._flats = {key: flat for key, flat in self._flats.items() if key[0] in needed}
 
 
-def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> None:
+def restore_module(model: ShardedModel) -> None:
     """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
+    runtime = model.runtime
     with contextlib.suppress(OrderError):  # that ranks went different ways is told before, or does no harm any more
         runtime.comm.fence()
-    for unit in units:
+    for unit in model.units:
         for flat_group in unit.flat_groups:
             flat = _weights(runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
@@ -224,9 +143,7 @@ def restore_module(module: nn.Module, units: list[Unit], runtime: Runtime) -> No
     runtime.comm.fence()
     runtime.comm.barrier()  # others may still be looking whether this rank has settled
     runtime.remove_hooks()
-    for registry in list(_registries):
-        if registry.runtime is runtime:
-            _registries.discard(registry)
+    model.forget()
 
 
 def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] | None:
@@ -268,16 +185,15 @@ def _store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: 
             owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
 
 
-def _store_weight(registry: Registry, home: ParameterHome, value: torch.Tensor) -> None:
+def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor) -> None:
     flat_group = home.flat_group
-    registry.runtime.comm.fence()
+    model.comm.fence()
     if home.unit.resident:
         entry_view(home, flat_group.full).copy_(value)
     else:
         _store_owned(flat_group, home.entry, flat_group.shard, value)
-        slots = registry.runtime.param_slots
-        if slots.occupant[home.unit.param_slot] == home.unit.index:
-            registry.runtime.evict(home.unit.param_slot)
+        if model.runtime.gathers.holds(home.unit):
+            model.runtime.gathers.evict(home.unit.param_slot)
     if flat_group.master is not None and not flat_group.plan.master_is_weight:
         _store_owned(flat_group, home.entry, flat_group.master, value)
 
@@ -300,7 +216,7 @@ class GatheredParameters:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = chosen if enabled else []
         self._modifier_rank = modifier_rank
-        self._held: list[tuple[Registry, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
+        self._held: list[tuple[ShardedModel, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # of Init, which no engine has yet
         self._being_made: list[torch.Tensor] = []  # of Init, in its block: these are whole by turns
 
@@ -311,43 +227,43 @@ class GatheredParameters:
             self._unsettled = [(held, _checksum(held.param)) for held in hold(self._params)]
         found = self._managed()
         if self._modifier_rank is not None:
-            for registry, home in found:
+            for model, home in found:
                 _refuse_copies(home)
-                _refuse_other_stage(registry, home, self._modifier_rank)
-        for registry, members in groupby(found, lambda pair: pair[0]):
-            exchanges = registry.runtime.shares_params or bool(registry.parts.shards) or self._modifier_rank is not None
+                _refuse_other_stage(model, home, self._modifier_rank)
+        for model, members in groupby(found, lambda pair: pair[0]):
+            exchanges = model.runtime.plan.shares_params or bool(model.parts.shards) or self._modifier_rank is not None
             if exchanges:
-                compare_request(registry, "GatheredParameters", [repr(home.name) for _, home in members])
+                compare_request(model, "GatheredParameters", [repr(home.name) for _, home in members])
         flats: dict[int, torch.Tensor] = {}
-        for registry, home in found:
+        for model, home in found:
             managed = home.flat_group.params[home.entry]
             key = id(home.flat_group)
             if key not in flats:
-                flats[key] = _weights(registry.runtime, home.unit, home.flat_group)
+                flats[key] = _weights(model.runtime, home.unit, home.flat_group)
             view = entry_view(home, flats[key])
-            value = registry.parts.whole(managed, view)
+            value = model.parts.whole(managed, view)
             if not home.unit.resident or value is not view:
                 value = value.clone()
                 managed.data = value
-            registry.runtime.held.add(id(managed))
-            self._held.append((registry, home, managed, value, _checksum(value)))
+            model.runtime.guard.held.add(id(managed))
+            self._held.append((model, home, managed, value, _checksum(value)))
 
-    def _managed(self) -> list[tuple[Registry, ParameterHome]]:
+    def _managed(self) -> list[tuple[ShardedModel, ParameterHome]]:
         """Where those are that an engine has and no block holds: each once, in the order of the engine's units."""
-        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.held}
+        found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.guard.held}
         return sorted(found.values(), key=lambda pair: (pair[0].number, pair[1].place))
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
-        for registry, home, param, value, checksum in self._held:
-            registry.runtime.held.discard(id(param))
+        for model, home, param, value, checksum in self._held:
+            model.runtime.guard.held.discard(id(param))
             name, now = home.name, _value_now(home, param, value)
             if reshaped:
                 pass  # nothing is kept
             elif kind is None and self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
-                _take_from(registry, self._modifier_rank, fresh)
-                _store_weight(registry, home, registry.parts.part(param, fresh))
+                _take_from(model, self._modifier_rank, fresh)
+                _store_weight(model, home, model.parts.part(param, fresh))
             elif kind is None and _checksum(now) != checksum:
                 edited.append(name)
             param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
@@ -366,14 +282,14 @@ class GatheredParameters:
     def _reshaped(self) -> list[str]:
         """What the block has given other shapes; with ``modifier_rank``, on any rank, as its values would be sent."""
         found: list[str] = []
-        for registry, members in groupby(self._held, lambda held: held[0]):
+        for model, members in groupby(self._held, lambda held: held[0]):
             changed = [
                 f"{home.name!r} from {tuple(value.shape)} to {tuple(now.shape)}"
                 for _, home, param, value, _ in members
                 if (now := _value_now(home, param, value)).shape != value.shape
             ]
             if self._modifier_rank is not None:
-                anywhere = any(map(int, registry.runtime.comm.stage_gather(torch.tensor([len(changed)]))))
+                anywhere = any(map(int, model.comm.stage_gather(torch.tensor([len(changed)]))))
                 changed = changed or ["those of other ranks"] * anywhere
             found += changed
         return found
@@ -402,17 +318,17 @@ def _value_now(home: ParameterHome, param: nn.Parameter, value: torch.Tensor) ->
     return value if param.data_ptr() in [tensor.data_ptr() for tensor in own] else param.detach()
 
 
-def _take_from(registry: Registry, rank: int, whole: torch.Tensor) -> None:
+def _take_from(model: ShardedModel, rank: int, whole: torch.Tensor) -> None:
     """Let ``whole`` be that of ``rank`` of the world, on all ranks of its pipeline stage, in place."""
-    comm = registry.runtime.comm
+    comm = model.comm
     data = comm.topology.ranks_along("data", comm.topology.rank_at(tensor=0))
     source = comm.topology.coordinate(rank)
     comm.broadcast(whole, data.index(comm.topology.rank_at(**{**source._asdict(), "tensor": 0})), "edited parameters")
-    registry.parts.take(whole, source.tensor)
+    model.parts.take(whole, source.tensor)
 
 
-def _refuse_other_stage(registry: Registry, home: ParameterHome, rank: int) -> None:
-    topology = registry.runtime.comm.topology
+def _refuse_other_stage(model: ShardedModel, home: ParameterHome, rank: int) -> None:
+    topology = model.comm.topology
     if topology.coordinate(rank).pipe != topology.pipe_rank:
         raise ModelError(
             f"modifier_rank = {rank} has no {home.name!r}, which is on pipeline stage "
@@ -449,20 +365,20 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     found = find(param)
     if found is None or found[1].flat_group.master is None:
         return None
-    registry, home = found
+    model, home = found
     master = home.flat_group.master
     assert master is not None
-    if master.numel() != home.flat_group.layout.numel or registry.parts.shards:
-        compare_request(registry, "safe_get_full_fp32_param", [repr(home.name)])
-    part = entry_view(home, gathered(registry, home.flat_group, master, home.unit.name)).clone()
-    return registry.parts.whole(param, part)
+    if master.numel() != home.flat_group.layout.numel or model.parts.shards:
+        compare_request(model, "safe_get_full_fp32_param", [repr(home.name)])
+    part = entry_view(home, gathered(model, home.flat_group, master, home.unit.name)).clone()
+    return model.parts.whole(param, part)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the master and the weight of ``param`` to ``value`` (full, the same on all ranks, which must all call it)."""
-    registry, home = _managed(param)
+    model, home = _managed(param)
     _refuse_copies(home)
-    _store_weight(registry, home, registry.parts.part(param, value))
+    _store_weight(model, home, model.parts.part(param, value))
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
@@ -471,29 +387,29 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
     None if no engine optimizes ``param`` or there is no state yet. Raises ModelError if the state has another shape.
     """
     found = find(param)
-    if found is None or found[0].sharded is None or found[1].flat_group.master is None:
+    if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
-    registry, home = found
-    compare_request(registry, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
-    flat, known = _owned_state(registry, home.flat_group, key)
-    if not any(registry.runtime.comm.data_objects(known)):
+    model, home = found
+    compare_request(model, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
+    flat, known = _owned_state(model, home.flat_group, key)
+    if not any(model.comm.data_objects(known)):
         return None
-    part = entry_view(home, gathered(registry, home.flat_group, flat, home.unit.name)).clone()
-    return registry.parts.whole(param, part)
+    part = entry_view(home, gathered(model, home.flat_group, flat, home.unit.name)).clone()
+    return model.parts.whole(param, part)
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks)."""
-    registry, home = _managed(param)
+    model, home = _managed(param)
     _refuse_copies(home)
-    flat, known = _owned_state(registry, home.flat_group, key)
+    flat, known = _owned_state(model, home.flat_group, key)
     if not known:
         return
-    _store_owned(home.flat_group, home.entry, flat, registry.parts.part(param, value))
-    assert registry.sharded is not None
-    for piece in registry.sharded.pieces:
+    _store_owned(home.flat_group, home.entry, flat, model.parts.part(param, value))
+    assert model.optimizer is not None
+    for piece in model.optimizer.pieces:
         if piece.flat_group is home.flat_group:
-            state = registry.sharded.optimizer.state[piece.tensor][key]
+            state = model.optimizer.optimizer.state[piece.tensor][key]
             state.copy_(flat[piece.low : piece.low + state.numel()].view(state.shape))
 
 
@@ -511,7 +427,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
     None if no engine optimizes ``param`` or this rank has no state yet. Raises ModelError if the state has another shape.
     """
     found = find(param)
-    if found is None or found[0].sharded is None or found[1].flat_group.master is None:
+    if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
     flat, known = _owned_state(found[0], found[1].flat_group, key)
     return owned_part(found[1], flat) if known else None
@@ -525,14 +441,14 @@ def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
     return owned[:0]
 
 
-def _owned_state(registry: Registry, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
+def _owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
     """(state ``key`` of what this rank owns of ``flat_group`` [owned], whether there is any)."""
-    assert registry.sharded is not None
+    assert model.optimizer is not None
     assert flat_group.master is not None
     flat = torch.zeros_like(flat_group.master, dtype=torch.float32)
     known = False
-    for piece in registry.sharded.pieces:
-        state = registry.sharded.optimizer.state.get(piece.tensor, {}).get(key) if piece.flat_group is flat_group else None
+    for piece in model.optimizer.pieces:
+        state = model.optimizer.optimizer.state.get(piece.tensor, {}).get(key) if piece.flat_group is flat_group else None
         if state is None:
             continue
         if state.shape != piece.tensor.shape:
@@ -542,7 +458,7 @@ def _owned_state(registry: Registry, flat_group: FlatGroup, key: str) -> tuple[t
     return flat, known
 
 
-def _managed(param: torch.Tensor) -> tuple[Registry, ParameterHome]:
+def _managed(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome]:
     found = find(param)
     if found is None:
         raise ModelError(f"a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine.")

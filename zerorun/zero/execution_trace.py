@@ -23,32 +23,61 @@ from itertools import pairwise
 
 @dataclass
 class ExecutionTrace:
-    """One pass along ``plan``. ``plan`` is None while there is no agreed list."""
+    """One pass along ``order``, an agreed list of units. It is None while there is none."""
 
     key: Hashable
-    plan: list[int] | None
+    order: list[int] | None
     cursor: int = -1  # position of the unit in use
     issued: int = -1  # last position whose gather was issued
-    current: int | None = None  # the unit in use
-    recorded: list[int] = field(default_factory=list)  # in the order in which this rank needed them
-    _last: dict[int, int] = field(default_factory=dict)  # unit -> its last position in the plan
+    recorded: list[int] = field(default_factory=list)  # units, in the order in which this rank needed them
+    _current: int | None = None  # the unit in use
+    _last: dict[int, int] = field(default_factory=dict)  # unit -> its last position in the order
 
     def __post_init__(self) -> None:
-        self._last = {unit: position for position, unit in enumerate(self.plan or [])}
+        self._last = {unit: position for position, unit in enumerate(self.order or [])}
+
+    @property
+    def with_gradients(self) -> bool:
+        """Of a forward: whether it is recorded by autograd."""
+        return bool(self.key[2])  # type: ignore[index]
+
+    def enters(self, unit: int) -> bool:
+        """``unit`` is needed. True if another one was in use; that is noted. ``has_entered`` must follow."""
+        if self._current == unit:
+            return False
+        self.recorded.append(unit)
+        return True
+
+    def has_entered(self, unit: int) -> None:
+        """``unit`` is in use."""
+        self._current = unit
+
+    def advance(self) -> None:
+        """The next unit of the order is in use."""
+        self.cursor += 1
+
+    def issue(self) -> None:
+        """The gather of the next unit that has none was issued, or was not needed."""
+        self.issued += 1
+
+    def leave_order(self) -> None:
+        """The rest of the pass has no order."""
+        self.order = None
 
     def find(self, unit: int) -> int | None:
         """The next position of ``unit``, not before the cursor."""
-        if self.plan is None:
+        if self.order is None:
             return None
         try:
-            return self.plan.index(unit, max(self.cursor, 0))
+            return self.order.index(unit, max(self.cursor, 0))
         except ValueError:
             return None
 
-    def finished(self, position: int) -> bool:
-        """True if the unit at ``position`` does not come again after it."""
-        assert self.plan is not None
-        return self._last[self.plan[position]] == position
+    def left_for_good(self) -> int | None:
+        """The unit under the cursor, if it does not come again after it."""
+        assert self.order is not None
+        unit = self.order[self.cursor]
+        return unit if self._last[unit] == self.cursor else None
 
 
 def merge_orders(orders: Sequence[Sequence[int]], universe: Sequence[int]) -> list[int] | None:

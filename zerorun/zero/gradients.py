@@ -14,12 +14,13 @@ from torch import nn
 
 from ..distributed.same_request import fingerprint
 from ..errors import ModelError, OrderError
-from .access import ParameterHome, Registry, compare_request, entry_view, find, gathered, owned_part, registry_of
+from .access import compare_request, entry_view, gathered, owned_part
 from .flat_group import TrainedGroup
+from .gathers import ORDER_TIMEOUT_S
 from .norm import square_sum
 from .pieces import owned_gradient
-from .runtime import ORDER_TIMEOUT_S
-from .unit import Unit, links_of
+from .sharded_model import ParameterHome, ShardedModel, find, model_of
+from .unit import Unit
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -27,8 +28,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     found = _reduced(param, "safe_get_full_grad")
     if found is None:
         return None
-    registry, home, flat_group = found
-    return _whole(registry, home, _gathered(registry, home.unit, flat_group), registry.unscale())
+    model, home, flat_group = found
+    return _whole(model, home, _gathered(model, home.unit, flat_group), model.gradient_factor())
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -39,8 +40,8 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     found = _reduced(param, "safe_get_local_grad")
     if found is None:
         return None
-    registry, home, flat_group = found
-    return owned_part(home, _summed(registry, flat_group)) * registry.unscale()
+    model, home, flat_group = found
+    return owned_part(home, _summed(model, flat_group)) * model.gradient_factor()
 
 
 def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,15 +49,15 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     Raises ModelError if no engine manages ``module``.
     """
-    registry = _registry(module)
-    _reduce_all(registry, "full_gradients")
-    factor = registry.unscale()  # once: ranks may have to add up the weights of their losses for it
-    for unit in registry.runtime.units:
+    model = _managed(module)
+    _reduce_all(model, "full_gradients")
+    factor = model.gradient_factor()  # once: ranks may have to add up the weights of their losses for it
+    for unit in model.units:
         for flat_group in unit.trainable:
             if flat_group.reduced:
-                flat = _gathered(registry, unit, flat_group)
+                flat = _gathered(model, unit, flat_group)
                 for entry, name in enumerate(flat_group.names):
-                    yield name, _whole(registry, ParameterHome(unit, flat_group, entry), flat, factor)
+                    yield name, _whole(model, ParameterHome(unit, flat_group, entry), flat, factor)
 
 
 def not_finite(units: list[Unit]) -> list[str]:
@@ -76,22 +77,22 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
 
     Raises ModelError if no engine manages ``module``.
     """
-    registry = _registry(module)
-    _reduce_all(registry, "gradient_norms")
-    comm, topology = registry.runtime.comm, registry.runtime.comm.topology
-    flat_groups = [flat_group for unit in registry.runtime.units for flat_group in unit.trainable if flat_group.reduced]
+    model = _managed(module)
+    _reduce_all(model, "gradient_norms")
+    comm, topology = model.comm, model.comm.topology
+    flat_groups = [flat_group for unit in model.units for flat_group in unit.trainable if flat_group.reduced]
     names = [name for flat_group in flat_groups for name in flat_group.names]
-    squares = [value for flat_group in flat_groups for value in _square_sums(registry, flat_group, topology.shard_rank)]
+    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.shard_rank)]
     total = comm.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
     if topology.tensor > 1:
         comm.sum_over_axis([total], "tensor")
-    factor = abs(registry.unscale()) / math.sqrt(topology.replicate)
+    factor = abs(model.gradient_factor()) / math.sqrt(topology.replicate)
     return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
 
 
-def _square_sums(registry: Registry, flat_group: TrainedGroup, shard_rank: int) -> list[torch.Tensor]:
+def _square_sums(model: ShardedModel, flat_group: TrainedGroup, shard_rank: int) -> list[torch.Tensor]:
     """By parameter, of the elements that this rank is to count: fp64 scalars."""
-    gradient = _summed(registry, flat_group)
+    gradient = _summed(model, flat_group)
     sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(flat_group.names)
     if flat_group.plan.replication.counted and not (flat_group.plan.owns_everything and shard_rank):
         for run in flat_group.plan.owned_runs():
@@ -99,34 +100,34 @@ def _square_sums(registry: Registry, flat_group: TrainedGroup, shard_rank: int) 
     return sums
 
 
-def _summed(registry: Registry, flat_group: TrainedGroup) -> torch.Tensor:
+def _summed(model: ShardedModel, flat_group: TrainedGroup) -> torch.Tensor:
     """What this rank owns of the gradient [owned], to read only; summed over the other axes where ranks have summands."""
     owned = owned_gradient(flat_group)
     if flat_group.plan.replication.sums:
         owned = owned.clone()
     for axis in flat_group.plan.replication.sums:
-        registry.runtime.comm.sum_over_axis([owned], axis)
+        model.comm.sum_over_axis([owned], axis)
     return owned
 
 
-def _gathered(registry: Registry, unit: Unit, flat_group: TrainedGroup) -> torch.Tensor:
+def _gathered(model: ShardedModel, unit: Unit, flat_group: TrainedGroup) -> torch.Tensor:
     """The gradients of a flat group, scaled as the losses were: [numel], to read only."""
-    return gathered(registry, flat_group, _summed(registry, flat_group), unit.name)
+    return gathered(model, flat_group, _summed(model, flat_group), unit.name)
 
 
-def _whole(registry: Registry, home: ParameterHome, flat: torch.Tensor, factor: float) -> torch.Tensor:
+def _whole(model: ShardedModel, home: ParameterHome, flat: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor`` times the gradient of the parameter at ``home``, of what ``_gathered`` gives for its flat group."""
-    return registry.parts.whole(home.flat_group.params[home.entry], entry_view(home, flat) * factor)
+    return model.parts.whole(home.flat_group.params[home.entry], entry_view(home, flat) * factor)
 
 
-def _registry(module: nn.Module) -> Registry:
-    registry = registry_of(module)
-    if registry is None:
+def _managed(module: nn.Module) -> ShardedModel:
+    model = model_of(module)
+    if model is None:
         raise ModelError("the module is not managed by any zerorun engine. Remedy: give it to zerorun.initialize() first.")
-    return registry
+    return model
 
 
-def _reduced(param: torch.Tensor, function: str) -> tuple[Registry, ParameterHome, TrainedGroup] | None:
+def _reduced(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome, TrainedGroup] | None:
     """Where ``param`` is, with its reduced gradient there; None if it has none."""
     found = find(param)
     if found is None or not isinstance(found[1].flat_group, TrainedGroup):
@@ -135,21 +136,18 @@ def _reduced(param: torch.Tensor, function: str) -> tuple[Registry, ParameterHom
     return (*found, found[1].flat_group) if found[1].flat_group.reduced else None
 
 
-def _reduce_all(registry: Registry, function: str, *wanted: str) -> None:
+def _reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
     """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for it."""
-    runtime = registry.runtime
-    asked = torch.cat([torch.tensor([len(runtime.late)]), fingerprint([function, *wanted])])
+    asked = torch.cat([torch.tensor([len(model.runtime.reducer.late)]), fingerprint([function, *wanted])])
     try:
-        answers = runtime.comm.data_gather(asked, ORDER_TIMEOUT_S)
+        answers = model.comm.data_gather(asked, ORDER_TIMEOUT_S)
     except OrderError as error:
         raise OrderError(
-            f"gradients were asked for on rank {runtime.comm.topology.rank}, and not on all other ranks within "
+            f"gradients were asked for on rank {model.comm.topology.rank}, and not on all other ranks within "
             f"{ORDER_TIMEOUT_S:.0f} s. Remedy: call the functions of zerorun.zero on all ranks, and use the result on one."
         ) from error
     if len({int(theirs) for _, theirs in answers}) > 1:
-        compare_request(registry, function, wanted)
+        compare_request(model, function, wanted)
     if any(int(late) for late, _ in answers):
-        runtime.reduce_late()
-    runtime.finish_reductions()
-    for link in links_of(runtime.units):
-        link.drain()
+        model.reduce_late()
+    model.finish_reductions()

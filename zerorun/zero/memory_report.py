@@ -26,7 +26,7 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
                 ledger[kind] += size
     taken = [param for unit in runtime.units for flat_group in unit.flat_groups for param in flat_group.params]
     ledger["parameters"] += sum(map(stored_bytes, apart_from(module, taken).values()))
-    ledger["slots"] += runtime.param_slots.bytes + runtime.grad_slots.bytes + runtime.comm.buffer_bytes
+    ledger["slots"] += runtime.made.param_slots.bytes + runtime.made.grad_slots.bytes + runtime.comm.buffer_bytes
     ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
     if sharded is not None:
         for kind, size in _states(runtime, sharded):

@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
-from .runtime import Runtime
+from .sharded_model import ShardedModel
 from .sharded_optimizer import ShardedOptimizer
 
 _TENSOR: Any = torch.Tensor
@@ -32,10 +32,10 @@ _GRADIENT = _TENSOR.grad.__get__
 
 
 class OutsideStep:
-    """Watches those methods until ``remove``. ``sharded``: with an optimizer of the client's."""
+    """Watches those methods until ``remove``. ``sharded``: of ``model``, with an optimizer of the client's."""
 
-    def __init__(self, sharded: ShardedOptimizer, runtime: Runtime) -> None:
-        self._sharded, self._runtime = sharded, runtime
+    def __init__(self, model: ShardedModel, sharded: ShardedOptimizer) -> None:
+        self._model, self._sharded = model, sharded
         self._optimizer: Any = sharded.optimizer
         self._together = {"train", "eval"}  # methods that all ranks call
         self._running = False
@@ -63,8 +63,8 @@ class OutsideStep:
         return watched
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
-        comm, together = self._runtime.comm, name in self._together
-        self._runtime.finish_updates()
+        comm, together = self._model.comm, name in self._together
+        self._model.finish_updates()
         if together:
             comm.fence()
         before, reads = self._versions(), _Reads(piece.tensor for piece in self._sharded.pieces)
@@ -82,7 +82,7 @@ class OutsideStep:
             self._together.add(name)
             comm.fence()
             self._sharded.write_back()
-            self._runtime.gather_updated()
+            self._model.publish()
         return result
 
     def _refuse_reading(self, name: str, reads: _Reads, error: Exception | None = None) -> None:

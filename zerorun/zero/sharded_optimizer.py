@@ -2,46 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..distributed.transport.communicator import Communicator
-from ..distributed.waits import waiting
 from ..errors import StepError
 from ..log import warn_once
 from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, beside_master, weight_of
-from .pieces import OptimizerPiece, owned_gradient, split_lengths, split_piece
-from .runtime import Runtime
-from .unit import Unit, links_of
+from .pieces import OptimizerPiece, split_lengths, split_piece
+from .unit import Unit, finish_updates
 
 # Steps after which parameters that never had a gradient are named.
 WATCHED_STEPS = 10
 
 Splitter = Callable[[torch.optim.Optimizer, torch.Tensor, list[int]], list[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What all ranks know, alike, about the gradients of a step. Sums over all data-parallel ranks."""
-
-    square_sum: float  # of all gradient elements, each once, before unscaling and averaging
-    bad_losses: int  # losses that were NaN or infinite
-    weight: float  # of the losses that came with one
-    unused: bool  # some parameter had no gradient on some rank
-    apart: float = 0.0  # how much the losses of ranks differ that should have the same; relative
-    wishes: tuple[int, ...] = ()  # how many ranks wish each of the things that ``summarise`` was given
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.square_sum)
 
 
 class ShardedOptimizer:
@@ -54,16 +36,21 @@ class ShardedOptimizer:
         units: list[Unit],
         comm: Communicator,
         split: Splitter,
+        *,
+        refuse_unused: bool = False,
     ) -> None:
+        """``refuse_unused``: a parameter without a gradient on any rank is an error."""
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
-        self._split = split
-        self.own_hooks = 0  # of the engine, on the optimizer's step
+        self._split, self._refuses_unused = split, refuse_unused
         self.stepping = False  # the optimizer's step is running
-        self.refuse_unused = False  # True: a parameter without a gradient on any rank is an error
         self._flat_groups = [flat_group for unit in units for flat_group in unit.trainable]
         self._updates = 0
         self._never_used: set[tuple[int, int]] = set()  # (id of flat group, entry): no gradient in any update so far
         self.tell_overflow(False)
+        optimizer.register_step_pre_hook(self._refuse_direct_step)
+        optimizer.register_state_dict_pre_hook(lambda _: finish_updates(units))
+        if isinstance(optimizer, SinglePassOptimizer):
+            optimizer.before_access = partial(finish_updates, units)
 
     def tell_overflow(self, overflow: bool) -> None:
         """Set ``optimizer.overflow``, by which training loops decide whether their own schedules advance.
@@ -71,65 +58,6 @@ class ShardedOptimizer:
         True after a step that was skipped. It is there from the start: accelerate looks for it once, before any step.
         """
         self.optimizer.overflow = overflow  # type: ignore[attr-defined]
-
-    def summarise(
-        self, runtime: Runtime, bad_losses: int, weight: float, loss: float = 0.0, wishes: Sequence[bool] = ()
-    ) -> Summary:
-        """Finish the reductions and agree on the result: one small all-reduce, more only if gradients came late.
-
-        ``loss``: the sum of this rank's, which must be that of all ranks of its tensor group. ``wishes``: what else ranks
-        want to know of each other; as many on every rank.
-        """
-        runtime.finish_reductions()
-        self.drain()
-        if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
-            self._sum_over_model_axes(runtime)
-        unused = any(False in flat_group.used for flat_group in self._flat_groups)
-        topology = self.comm.topology
-        first = topology.tensor_rank == 0  # of ranks with the same losses one counts
-        other = loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
-        values = [self._square_sum(), len(runtime.late), unused, bad_losses, weight if first else 0.0, other, abs(other)]
-        values += wishes
-        total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
-        if total[1]:
-            runtime.reduce_late()
-            self.drain()
-            total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
-        square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
-        counts, apart = tuple(int(count) for count in wished), abs(others) / scale if scale else 0.0
-        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
-
-    def _sum_over_model_axes(self, runtime: Runtime) -> None:
-        """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""
-        if self.comm.control_sum(torch.tensor([float(len(runtime.late))]))[0]:
-            runtime.reduce_late()
-            self.drain()
-        for axis in self.comm.model_axes:
-            members = [flat_group for flat_group in self._flat_groups if axis in flat_group.plan.replication.sums]
-            if members:
-                self.comm.sum_over_axis([owned_gradient(flat_group) for flat_group in members], axis)
-            for flat_group in members:
-                flat_group.gradient_changed()
-
-    def drain(self) -> None:
-        """Wait for the gradients that are on their way to host memory."""
-        for link in links_of(self.units):
-            link.drain()
-
-    def _square_sum(self) -> float:
-        """Of this rank's reduced gradient shards. NaN or inf if any element is.
-
-        The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all
-        stages add the same numbers in the same order.
-        """
-        total = torch.zeros((), dtype=torch.float64)
-        for flat_group in self._flat_groups:
-            if not flat_group.plan.replication.counted:
-                continue
-            part = flat_group.local_square_sum()
-            total = part + total.to(part.device)
-        with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
-            return float(total)
 
     def update(self, coefficient: float, *, unused: bool, order: Sequence[Unit]) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
@@ -141,7 +69,7 @@ class ShardedOptimizer:
         for unit in self.units:
             unit.updated()
         self.comm.fence()
-        if unused and self.refuse_unused:
+        if unused and self._refuses_unused:
             self._refuse_unused(left_out)
         self._watch_unused(left_out)
         if left_out:  # parameters that move must not share a piece with those that do not
@@ -161,7 +89,11 @@ class ShardedOptimizer:
         """True if somebody besides the engine wants to know of the optimizer's steps."""
         before = len(self.optimizer._optimizer_step_pre_hooks) + len(_global_optimizer_pre_hooks)
         after = len(self.optimizer._optimizer_step_post_hooks) + len(_global_optimizer_post_hooks)
-        return before + after > self.own_hooks
+        return before + after > 1  # that refuses direct steps
+
+    def _refuse_direct_step(self, *unused: Any) -> None:
+        if not self.stepping:
+            raise StepError("optimizer.step() was called directly. Remedy: call engine.step().")
 
     def _update_now(self, pieces: list[OptimizerPiece], coefficient: float) -> None:
         for piece in pieces:

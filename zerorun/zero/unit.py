@@ -38,7 +38,6 @@ from ..distributed.transport.channel import Pending
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
-from ..plan.placement import Placement
 from ..plan.sharding_plan import SlotPlan, UnitPlan
 from .flat_group import FlatGroup, TrainedGroup
 from .offload.host_link import HostLink
@@ -80,6 +79,9 @@ class Unit:
     ) -> None:
         """``modules``: that enter and leave the unit; hooks sit on them. ``link``: to the host, for what lies there."""
         self.plan, self.modules, self.flat_groups = plan, list(modules), list(flat_groups)
+        self.index, self.name, self.placement = plan.index, plan.name, plan.placement
+        self.resident = plan.resident  # its parameters are whole all the time
+        self.param_slot, self.grad_slot = plan.param_slot, plan.grad_slot
         self.trainable = [group for group in flat_groups if isinstance(group, TrainedGroup)]
         self.link = link
         self.unsharded = True
@@ -89,31 +91,7 @@ class Unit:
         self._is_final = False  # no more will be added in this step to what is being reduced
         self._leaving: list[Callable[[], None]] = []  # reduced gradients on their way to the host
         self._updating: Callable[[], None] | None = None  # waits for the update that is going on
-
-    @property
-    def index(self) -> int:
-        return self.plan.index
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def resident(self) -> bool:
-        """True if it has a slot of its own for parameters, and they are whole all the time."""
-        return self.plan.resident
-
-    @property
-    def param_slot(self) -> int:
-        return self.plan.param_slot
-
-    @property
-    def grad_slot(self) -> int:
-        return self.plan.grad_slot
-
-    @property
-    def placement(self) -> Placement:
-        return self.plan.placement
+        self._was_updated = False
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -174,11 +152,13 @@ class Unit:
                 let_go(flat_group.full[: flat_group.plan.low])
                 let_go(flat_group.full[flat_group.plan.high :])
 
-    def use_huge_pages(self) -> None:
-        """Let the rank's own mapped parameters lie in huge pages, if the kernel makes them."""
-        for flat_group in self.flat_groups:
+    def has_new_values(self) -> None:
+        """The shards have changed: others' pages are old, and from the first time on this rank's may be huge ones."""
+        self.let_go_of_others()
+        for flat_group in self.flat_groups if not self._was_updated else ():
             if flat_group.plan.mapped:
                 make_huge(flat_group.shard)
+        self._was_updated = True
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -266,3 +246,11 @@ class Unit:
 def links_of(units: Sequence[Unit]) -> list[HostLink]:
     """The links of ``units`` to the host, each once."""
     return list(dict.fromkeys(unit.link for unit in units))
+
+
+def finish_updates(units: Sequence[Unit]) -> None:
+    """Wait for the updates that go on behind the program: masters, moments and weights may be used by anybody then."""
+    for unit in units:
+        unit.updated()
+    for link in links_of(units):
+        link.flush()

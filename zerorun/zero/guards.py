@@ -1,0 +1,131 @@
+"""Guards: what a script may not do with parameters that the engine manages, found out where a pass begins."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError, ReleasedParameterError, StepError
+from ..plan.weights import repacking
+from .execution_trace import ExecutionTrace
+from .placeholders import ReadWatch, tensors_in
+from .unit import Unit
+
+# Forwards in which placeholders are looked at for what the script has written, where looking means to wait for the device.
+_LOOKED_AT = 10
+_BY_COPY = (
+    "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
+    "modifier_rank=0)"
+)
+
+
+class ScriptGuard:
+    """Finds what a script does with parameters that would be lost, or is not what it seems.
+
+    ``held``: ids of parameters inside a GatheredParameters block. ``state_dict_allowed``: though it has placeholders.
+    """
+
+    def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
+        self.held: set[int] = set()
+        self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
+        self.state_dict_allowed = False
+        self._units, self._on_cpu = units, device.type == "cpu"
+        self._passes = 0
+
+    @contextmanager
+    def allowing_state_dict(self) -> Iterator[None]:
+        """Inside, ``module.state_dict()`` gives the parameters as they are."""
+        self.state_dict_allowed = True
+        try:
+            yield
+        finally:
+            self.state_dict_allowed = False
+
+    def look(self) -> None:
+        """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""
+        for unit in self._units:
+            for name, param in unit.replaced():
+                if id(param) not in self.held:
+                    raise ModelError(
+                        f"parameter {name!r} was given another tensor after initialize(), by param.data = ... or by a call "
+                        f"like model.half() or model.to(...); its optimizer does not know. Remedy: {_BY_COPY}."
+                    )
+        self._passes += 1
+        if self._on_cpu or self._passes <= _LOOKED_AT:
+            for name in (name for unit in self._units for name in unit.overwritten()):
+                raise ReleasedParameterError(
+                    f"parameter {name!r} was written to where only a placeholder of it is on this rank, so the values are "
+                    f"lost. Remedy: {_BY_COPY}."
+                )
+
+    def refuse_thawed(self) -> None:
+        """Parameters that were frozen when room for gradients and optimizer states was made would never be updated."""
+        thawed = [name for name, param in self._frozen if param.requires_grad]
+        if thawed:
+            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
+            raise StepError(
+                f"parameter {thawed[0]!r}{more} requires a gradient now, and was frozen when initialize() was called: it "
+                "has no optimizer state and would never change. Weights are those before this step. Remedy: let every "
+                "parameter that is ever trained require a gradient when initialize() is called, and freeze it after that "
+                "with requires_grad_(False) for as long as it is not trained."
+            )
+
+    def refuse_repacked(self, unit: Unit) -> None:
+        """Raise if a layer has packed its frozen weight anew: what it says of the bytes is not true of those here."""
+        for name, param in unit.replaced() if unit.has_packed else ():
+            if repacking(param) and id(param) not in self.held:
+                raise ModelError(
+                    f"the layer of parameter {name!r}, a {type(param).__name__}, gave it another tensor in its forward, "
+                    f"which would be lost, and may have changed its scales to fit: {repacking(param)}. Remedy: set that "
+                    "before initialize(), and build the model anew."
+                )
+
+
+class ReadGuard:
+    """Watches the first pass of each kind for reads of placeholders: see [Note: the watch] of placeholders.py.
+
+    ``watches``: False if there are none, or nobody is to look.
+    """
+
+    def __init__(self, module: nn.Module, units: Iterable[Unit], device: torch.device, *, watches: bool) -> None:
+        self._module, self._on_cpu = module, device.type == "cpu"
+        self._units = [unit for unit in units if not unit.resident]
+        self._watches = watches
+        self._watch: ReadWatch | None = None  # that is on
+        self._watched: set[Hashable] = set()  # kinds of passes
+        self._seen_nan: set[Hashable] = set()
+
+    @property
+    def is_watching(self) -> bool:
+        return self._watch is not None
+
+    def stop(self) -> None:
+        """Forwards are compiled, in their first pass: under a watch they would not be."""
+        self._watches = False
+
+    def begin(self, key: Hashable) -> None:
+        """A pass of the kind ``key`` begins."""
+        kind = (key, self._module.training)
+        if self._watches and self._watch is None and kind not in self._watched:
+            self._watched.add(kind)
+            self._watch = ReadWatch((g.marks, g.names, unit.name) for unit in self._units for g in unit.flat_groups)
+            self._watch.__enter__()
+
+    def end(self) -> None:
+        """The outermost forward is over."""
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            watch.__exit__(None, None, None)
+
+    def look_at(self, output: Any, trace: ExecutionTrace) -> None:
+        """Watch the next pass of this kind, too, once, if an evaluation gives NaN: it may have come from a placeholder."""
+        kind = (trace.key, self._module.training)
+        if trace.with_gradients or not self._units or not self._on_cpu or kind in self._seen_nan:
+            return
+        if any(bool(tensor.sum().isnan()) for tensor in tensors_in(output) if tensor.is_floating_point()):
+            self._seen_nan.add(kind)
+            self._watched.discard(kind)

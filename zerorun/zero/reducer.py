@@ -1,0 +1,163 @@
+"""The reducer: gradients on their way from where autograd leaves them to the reduced shards.
+
+[Note: complete, late, deferred]
+A unit's gradients are *complete* when the backward has left it: then they are collected, and reduced if this backward
+reduces. Gradients that come even later stay on the parameter. They are found at the end of the backward, are *late*, and
+are reduced before the step, on all ranks. A unit that is late again is from then on *deferred* to the end of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ..distributed.transport.channel import Pending
+from ..distributed.transport.communicator import Communicator
+from ..errors import OrderError
+from ..plan.reductions import Reductions
+from ..plan.sharding_plan import ShardingPlan
+from .placeholders import released_parameter
+from .unit import Unit
+
+
+class Backwards(Protocol):
+    """Who counts the backwards of a step, and is told of them."""
+
+    def reduces_now(self) -> bool:
+        """Asked when a backward begins: may gradients that accumulate be reduced in it?"""
+        ...
+
+    def inspect(self, unit: Unit) -> None:
+        """Sees a unit before its gradients are collected."""
+        ...
+
+    def ended(self) -> None:
+        """A backward is over."""
+        ...
+
+
+class Reducer:
+    """The reductions of one engine. All data-parallel ranks make the same calls, in the same order."""
+
+    def __init__(self, plan: ShardingPlan, units: list[Unit], comm: Communicator, backwards: Backwards) -> None:
+        self.late: set[int] = set()  # units whose gradients came after their turn
+        self._units, self._comm, self._backwards = units, comm, backwards
+        self._shares_slots = plan.shares_grads
+        # At stage 0 every rank updates everything: reduced gradients go on to all.
+        self._gathers_reduced = not plan.policy.shard_optimizer and plan.topology.shard > 1
+        self._gathering: list[Pending] = []
+        self._reduces = False  # in this backward
+        self._is_last = False  # no other backward comes before the step, as far as is known
+        self._used: set[int] = set()  # units with a forward since the last step
+        self._completed: set[int] = set()  # units, in this backward
+        self._late_before: set[int] = set()
+        self._reductions = Reductions(self._start, self._finish, Unit.vacate, overlap=plan.overlap)
+
+    def use(self, unit: Unit) -> None:
+        """``unit`` is needed: gradients may come for it."""
+        self._used.add(unit.index)
+
+    # -- in a backward -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """No unit's gradients are complete yet; find out whether those that will be are reduced."""
+        self._is_last = self._backwards.reduces_now()
+        self._reduces = self._shares_slots or self._is_last
+        self._completed.clear()
+
+    def leave(self, unit: Unit) -> None:
+        """The backward has left ``unit`` for good."""
+        if unit.trainable and not unit.deferred and unit.index not in self._completed:
+            self._complete(unit)
+
+    def complete(self, units: Iterable[Unit]) -> None:
+        """So has it all of ``units`` whose turn has not come."""
+        for unit in units:
+            if unit.trainable and unit.index not in self._completed:
+                self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """Collect the gradients of ``unit`` and, where this backward reduces, start their reduction."""
+        self._refuse_stray(unit)
+        self._completed.add(unit.index)
+        if unit.grad_slot < 0 and any(flat_group.reduced for flat_group in unit.trainable):
+            self.finish(of=unit)
+        self._backwards.inspect(unit)
+        if not (self._reduces and unit.take_loose()):
+            self._reductions.free_slot(unit)
+            unit.accumulate()
+        if self._reduces:
+            self._reductions.begin(unit)
+
+    def _start(self, unit: Unit) -> None:
+        unit.start_reduce(self._comm, final=self._is_last)
+
+    def _finish(self, unit: Unit) -> None:
+        unit.finish_reduce()
+        for flat_group in unit.trainable if self._gathers_reduced else ():
+            label = f"{unit.name}: all-gather gradients"
+            self._gathering.append(self._comm.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
+
+    def end(self, *, held: bool, in_slot: Callable[[Unit], bool]) -> None:
+        """The backward is over; look for gradients that are late. ``held``: they are not complete yet.
+
+        ``in_slot``: whether a unit that shares slots still has its own.
+        """
+        late = [unit for unit in self._units if unit.has_gradient()]
+        for unit in late:
+            if not (held or unit.resident or in_slot(unit)):
+                _refuse_lost_slot(unit)
+            for flat_group in unit.trainable:
+                flat_group.set_late_aside()
+        self.late = set() if held else {unit.index for unit in late}
+        self._backwards.ended()
+
+    def _refuse_stray(self, unit: Unit) -> None:
+        """A gradient for a unit that never had its slot comes from a use of a placeholder."""
+        if not unit.resident and unit.index not in self._used and unit.has_gradient():
+            raise released_parameter(unit.names_with_gradient()[0], unit.name)
+
+    # -- before a step -------------------------------------------------------------------------------------------
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what accumulated in backwards that did not (the boundary was not known then)."""
+        for unit in reversed(self._units):
+            if any(flat_group.accumulated for flat_group in unit.trainable):
+                self._reductions.begin(unit)
+        self.finish()
+
+    def finish(self, of: Unit | None = None) -> None:
+        """Wait for all reductions in flight, or until that of one unit is done."""
+        self._reductions.end(of)
+        for pending in self._gathering:
+            pending.wait()
+        self._gathering.clear()
+
+    def reduce_late(self) -> None:
+        """Reduce the gradients that came late on any rank. A unit that is late again waits for the end of the backward."""
+        for index in sorted(set().union(*self._comm.data_objects(self.late))):
+            unit = self._units[index]
+            if index in self._late_before:
+                unit.defer()
+            self._late_before.add(index)
+            self._reductions.free_slot(unit)
+            unit.accumulate()
+            self._reductions.begin(unit)
+        self.finish()
+        self.late.clear()
+
+    def forget(self) -> None:
+        """After a step: nothing is outstanding."""
+        self._used.clear()
+        self.late.clear()
+
+
+def _refuse_lost_slot(unit: Unit) -> None:
+    """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
+    names = unit.names_with_gradient()
+    if names:
+        raise OrderError(
+            f"a gradient of parameter {names[0]!r} came when its unit {unit.name!r} had been left: the backward "
+            "goes back and forth between units. Remedy: name the module around both units in "
+            "zero_optimization.unit_policy, or use stage 2."
+        )
