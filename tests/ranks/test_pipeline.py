@@ -203,6 +203,32 @@ def count_kept(schedule: str, chunks: int) -> list[int]:
     return found
 
 
+def count_reductions(schedule: str, stage: int, chunks: int, accumulation: int) -> set[int]:
+    """How often each unit of blocks is reduced in a step."""
+    topology = zerorun.Topology.create(4, dist.get_rank(), pipe=2, device_type="cpu")
+    config = make_config(stage, accumulation=accumulation, pipeline={"stages": 2, "schedule": schedule, "chunks": chunks})
+    engine = zerorun.initialize(build(6, topology=topology, chunks=chunks), config, topology=topology)
+    data = data_of(topology.data_parallel_rank, accumulation)
+    engine.train_batch(data)
+    before = engine.communication_report()
+    engine.train_batch(data)
+    after = engine.communication_report()
+    labels = [f"{unit.name}: reduce-scatter gradients" for unit in engine.units[1:] if not unit.deferred]
+    found = {after[label]["calls"] - before[label]["calls"] for label in labels}
+    assert labels
+    engine.destroy()
+    topology.close()
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)))
+@pytest.mark.parametrize("stage", (1, 2))
+def test_a_unit_is_reduced_once_where_its_gradients_are_complete(schedule: str, chunks: int, stage: int) -> None:
+    """For each micro-batch where units share slots for gradients, else for each step."""
+    for found in run_ranks(4, count_reductions, schedule, stage, chunks, 4):
+        assert found == {4 if stage == 2 else 1}
+
+
 @pytest.mark.parametrize(("schedule", "chunks"), (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)))
 def test_a_stage_keeps_what_its_schedule_says(schedule: str, chunks: int) -> None:
     planned = simulate(make_schedule(schedule, 4, 8, chunks=chunks), Times.make(4)).peak_kept

@@ -253,7 +253,7 @@ class Engine(Saving):
 
     def compile(self, **options: Any) -> None:
         """torch.compile the forward of every unit but the root; hooks stay outside the graphs."""
-        self.runtime.do_not_watch()
+        self.runtime.reads.stop()
         for unit in self.units[1:]:
             for module in unit.modules:
                 if isinstance(module.forward, BlockForward):

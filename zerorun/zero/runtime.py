@@ -183,7 +183,7 @@ class Runtime:
         self.gathers = Gathers(made.units, made.param_slots, comm)
         self.reducer = Reducer(plan, made.units, comm, backwards)
         self.guard = ScriptGuard(module, made.units, comm.device)
-        self._reads = ReadGuard(module, made.units, comm.device, watches=plan.shares_params)
+        self.reads = ReadGuard(module, made.units, comm.device, watches=plan.shares_params)
         self._part = ModelPart()  # that is running, or will next
         self._forward: ExecutionTrace | None = None  # that is running
         self._backward: ExecutionTrace | None = None
@@ -219,10 +219,6 @@ class Runtime:
             handle.remove()
         self._handles = []
 
-    def do_not_watch(self) -> None:
-        """Forwards are compiled, in their first pass: nobody is to look for reads of placeholders."""
-        self._reads.stop()
-
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit.index == 0:
             self._recover()
@@ -243,15 +239,15 @@ class Runtime:
             if self._inside.leave(unit) and not unit.resident:
                 unit.reshard()
             if not self._inside and self._forward is not None:
-                self._reads.look_at(output, self._forward)
+                self.reads.look_at(output, self._forward)
                 self._end_forward(self._forward)
         if torch.is_grad_enabled():
             self._hook_outputs(unit, (args, kwargs), output)
 
     def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
         """The watch ends with the outermost forward, also where that raises."""
-        if self._reads.is_watching and not self._inside.on_the_stack():
-            self._reads.end()
+        if self.reads.is_watching and not self._inside.on_the_stack():
+            self.reads.end()
 
     def _hook_outputs(self, unit: Unit, given: Any, output: Any) -> None:
         inputs = list(tensors_in(given))
@@ -279,7 +275,11 @@ class Runtime:
 
     def _leaving(self, trace: ExecutionTrace) -> Callable[[Unit], None] | None:
         """What becomes of units that a pass leaves: in a backward their gradients are complete, unless they are held."""
-        return self.reducer.leave if trace is self._backward and not self._part.held else None
+        return self._leave if trace is self._backward and not self._part.held else None
+
+    def _leave(self, unit: Unit) -> None:
+        if self._part.has(unit):  # the agreed order has the units of other parts, too
+            self.reducer.leave(unit)
 
     def _recover(self) -> None:
         """An exception left a forward or backward half-way, and the program went on: forget it."""
@@ -294,11 +294,11 @@ class Runtime:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, entry: Unit, *, watched: bool = True) -> ExecutionTrace:
-        if not self._reads.is_watching:
+        if not self.reads.is_watching:
             self.guard.look()
         self._forward = self.gathers.begin_forward(("forward", entry.index, torch.is_grad_enabled(), self._part.name))
         if watched:
-            self._reads.begin(self._forward.key)
+            self.reads.begin(self._forward.key)
         return self._forward
 
     def _end_forward(self, trace: ExecutionTrace) -> None:
