@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,76 @@ class Job:
         }
 
 
+class Nursery:
+    """The process that forks ranks: see rank_process.py."""
+
+    def __init__(self, folder: str) -> None:
+        names = ("SLURM_", "ZERORUN_")
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(names)}
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        settings = {"RANK": "0", "LOCAL_RANK": "0", "ZERORUN_DEVICE": "cpu", "ZERORUN_ORDER_TIMEOUT_S": "15"}
+        self._control, theirs = Pipe()
+        command = [sys.executable, str(TESTS / "rank_process.py"), str(theirs.fileno()), folder]
+        environment = {**kept, **one_thread, **settings}
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def start(self, rank: int, pipe: Connection) -> RankProcess:
+        """A new rank, at the other end of ``pipe``."""
+        self._control.send(("rank", rank))
+        send_handle(self._control, pipe.fileno(), self._process.pid)
+        return RankProcess(self, self._control.recv())
+
+    def ended(self, pid: int, *, wait: bool) -> int | None:
+        """The exit code of a rank; None if it has not ended, and nobody is to wait for it."""
+        self._control.send(("wait" if wait else "poll", pid))
+        code: int | None = self._control.recv()
+        return code
+
+    def close(self) -> None:
+        """End it, and all ranks that are left."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait()
+
+
+class RankProcess:
+    """A rank, as far as the test process sees it."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._nursery.ended(self.pid, wait=False)
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        if self.returncode is None:
+            self.returncode = self._nursery.ended(self.pid, wait=True)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Unless it has ended. The number is nobody else's until ``poll`` or ``wait`` have told of it."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Pool:
     """Worker processes, one for each rank. Those of the first ranks serve every job, the others only larger ones."""
 
     def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="zerorun-ranks-")
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}  # by rank, and so the pipes
+        self._nursery: Nursery | None = None
+        self._processes: dict[int, RankProcess] = {}  # by rank, and so the pipes
         self._pipes: dict[int, Connection] = {}
         self._jobs = 0
 
@@ -99,17 +164,10 @@ class Pool:
             theirs.close()
         self._collect(new, _START_TIMEOUT_S * patience(), "start")
 
-    def _start(self, rank: int, pipe: Connection) -> subprocess.Popen[bytes]:
-        env = {
-            **{key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "ZERORUN_"))},
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "OMP_NUM_THREADS": "1",
-            "ZERORUN_DEVICE": "cpu",
-            "ZERORUN_ORDER_TIMEOUT_S": "15",
-        }
-        command = [sys.executable, str(TESTS / "rank_process.py"), str(pipe.fileno()), self.folder.name]
-        return subprocess.Popen(command, env=env, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL)
+    def _start(self, rank: int, pipe: Connection) -> RankProcess:
+        if self._nursery is None:
+            self._nursery = Nursery(self.folder.name)
+        return self._nursery.start(rank, pipe)
 
     def _send(self, world_size: int, message: Job | None) -> None:
         packed = pickle.dumps(message)
@@ -169,6 +227,9 @@ class Pool:
     def close(self) -> None:
         """End all processes; the next job starts new ones. Safe to call twice."""
         self._end(list(self._processes))
+        if self._nursery is not None:
+            self._nursery.close()
+            self._nursery = None
         for left in Path(self.folder.name).iterdir():
             left.unlink()
 

@@ -1,9 +1,12 @@
 """A rank of the jobs of harness.py: calls functions for the test process, each on a clean slate.
 
-``python rank_process.py DESCRIPTOR FOLDER`` reads a ``Job`` from the pipe, makes its process group, calls the function, and
-answers with what it returned or raised. When all ranks have returned, it looks at what the job has left behind: engines,
-parts of the process group, open files, threads, memory. Whatever it finds is the job's failure. Then everything that a
-job may have changed is put back: environment, folder, seeds, threads, dtypes and modes of torch.
+``python rank_process.py DESCRIPTOR FOLDER`` is a *nursery*: a process with one thread that has imported torch and zerorun,
+and forks a rank whenever it is asked to. That takes milliseconds, where a new interpreter takes a second and a half.
+
+A rank reads a ``Job`` from its pipe, makes its process group, calls the function, and answers with what it returned or
+raised. When all ranks have returned, it looks at what the job has left behind: engines, parts of the process group, open
+files, threads, memory. Whatever it finds is the job's failure. Then everything that a job may have changed is put back:
+environment, folder, seeds, threads, dtypes and modes of torch.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +38,7 @@ from zerorun.distributed.transport import open_shards
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
 _GRACE_S = 1.0  # for threads that are ending
+_PR_SET_PDEATHSIG = 1
 _KEPT_THREADS = ("zerorun waits", "tqdm_monitor")  # one for the process
 
 
@@ -203,5 +208,52 @@ def bytes_in_use() -> int:
     return int(told.uordblks + told.hblkhd)
 
 
+def nursery(control: Connection, folder: str) -> None:
+    """Fork ranks, and tell how they ended, until the test process closes the pipe. They end with this process."""
+    gc.collect()
+    gc.freeze()
+    while True:
+        try:
+            what, number = control.recv()
+        except EOFError:
+            os._exit(0)
+        if what == "rank":
+            descriptor = recv_handle(control)
+            pid = os.fork()
+            if not pid:
+                control.close()
+                be_rank(number, Connection(descriptor), folder)
+            os.close(descriptor)
+            control.send(pid)
+        else:
+            found, status = os.waitpid(number, os.WNOHANG if what == "poll" else 0)
+            control.send(os.waitstatus_to_exitcode(status) if found else None)
+
+
+def be_rank(rank: int, pipe: Connection, folder: str) -> NoReturn:
+    """What a forked process does."""
+    end_with_parent()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    random.seed()
+    code = 1
+    try:
+        serve(pipe, folder)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def end_with_parent() -> None:
+    """SIGKILL to this process when the one that started it has ended."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), sys.argv[2])
+    end_with_parent()
+    nursery(Connection(int(sys.argv[1])), sys.argv[2])
