@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import patience
+from forked_scripts import ForkedScripts, RunningScript
 
 from zerorun.ops import build, native
 from zerorun.report import software
@@ -52,15 +52,24 @@ def environment(cache: Path | None, **changed: str) -> dict[str, str]:
     return {**kept, **({} if cache is None else {"ZERORUN_CACHE_DIR": str(cache)}), **changed}
 
 
-def start(env: dict[str, str]) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", SCRIPT], env=env, stdout=pipe, stderr=pipe, text=True)
+_scripts: list[ForkedScripts] = []  # at most one
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+@pytest.fixture(scope="module", autouse=True)
+def _forks_scripts() -> Iterator[None]:
+    _scripts.append(ForkedScripts("torch", "zerorun.ops.native", "zerorun.ops.single_pass"))
+    yield
+    _scripts.pop().close()
+
+
+def start(env: dict[str, str]) -> RunningScript:
+    return _scripts[0].start(SCRIPT, env)
+
+
+def finish(script: RunningScript) -> dict[str, Any]:
     """What the script printed, with ``warnings``: the lines on its stderr."""
-    out, err = process.communicate(timeout=120 * patience())
-    assert process.returncode == 0, err
+    code, out, err = script.finish()
+    assert code == 0, err
     return {**json.loads(out), "warnings": err.splitlines()}
 
 
@@ -218,9 +227,9 @@ def test_library_of_another_version(cache: Path, monkeypatch: pytest.MonkeyPatch
 @needs_compiler
 def test_instruction_set_by_name(cache: Path) -> None:
     assert run(environment(cache, ZERORUN_ISA="scalar"))["isa"] == "scalar"
-    process = start(environment(cache, ZERORUN_ISA="sse9"))
-    assert "ZERORUN_ISA is 'sse9'; on this machine it can be scalar" in process.communicate(timeout=120 * patience())[1]
-    assert process.returncode
+    code, _, err = start(environment(cache, ZERORUN_ISA="sse9")).finish()
+    assert "ZERORUN_ISA is 'sse9'; on this machine it can be scalar" in err
+    assert code
 
 
 def test_compilers_are_found_once_each(tmp_path: Path) -> None:
