@@ -64,10 +64,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite, or a folder, goes to a process for every two cores; tests that are named run in this one."""
+    """The whole suite, or a folder, goes to three processes or more; tests that are named run in this one.
+
+    They wait for ranks of theirs as long as they compute, so that two would leave a fifth of two cores idle.
+    """
     if any(Path(argument.split("::")[0]).is_file() for argument in config.args):
         return 0
-    return max(2, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+    return max(3, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

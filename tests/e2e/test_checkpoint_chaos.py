@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
@@ -313,6 +313,7 @@ def starve(
         assert str(small_disk) in message, f"{room}: it does not say which file: {message}"
 
 
+@pytest.mark.each_value
 @at_once_and_later
 @pytest.mark.parametrize("narrow", [None, 0, 1], ids=["both ranks", "rank 0", "rank 1"])
 def test_no_space_left(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
@@ -327,6 +328,7 @@ def test_no_space_left_for_small_files(nursery: Nursery, small_disk: Path, tmp_p
     starve(nursery, small_disk, tmp_path / "wide", None, rooms, asynchronous)
 
 
+@pytest.mark.each_value
 @at_once_and_later
 @pytest.mark.parametrize("narrow", [None, 0, 1], ids=["both ranks", "rank 0", "rank 1"])
 def test_no_more_files(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
@@ -439,8 +441,13 @@ def files_of(folder: Path, start: str) -> list[Path]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", _KINDS)
+def by_turns(kinds: Iterable[str]) -> list[Any]:
+    """Each of ``kinds`` on one rank or on two, in turn; on the other number of ranks at night."""
+    rows = [(kind, world, world == 1 + index % 2) for index, kind in enumerate(kinds) for world in (1, 2)]
+    return [pytest.param(kind, world, marks=() if by_day else pytest.mark.nightly) for kind, world, by_day in rows]
+
+
+@pytest.mark.parametrize(("kind", "world"), by_turns(_KINDS))
 def test_damaged_file(nursery: Nursery, pair: Pair, tmp_path: Path, kind: str, world: int) -> None:
     """Any file of the newest checkpoint: one bit, one byte, all of it. The one before is loaded, and a warning says why."""
     folder, digests = pair
@@ -456,7 +463,7 @@ def test_damaged_file(nursery: Nursery, pair: Pair, tmp_path: Path, kind: str, w
     assert [one.error for one in results[0]] == [one.error for one in results[-1]]
 
 
-@pytest.mark.parametrize("how", ["flip", "delete", "truncate"])
+@pytest.mark.parametrize("how", ["flip", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("delete", "truncate"))])
 def test_a_damaged_checkpoint_is_replaced(nursery: Nursery, pair: Pair, tmp_path: Path, how: str) -> None:
     """A run that went back comes to the same step again, and saves under the name that a damaged directory has."""
     files = [file for kind in _KINDS for file in files_of(pair[0], kind)[:1]]
