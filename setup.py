@@ -61,6 +61,8 @@ setup(
     name="zerorun",
     version="0.1.0",
     description="Train models too large for one device from one JSON file: ZeRO stages 0-3 for unmodified PyTorch modules",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     package_dir=ROOTS,

@@ -9,9 +9,33 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .other_paths import PATHS, OtherPaths
+
+if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types; tests/unit/test_exports.py compares the two
+    from . import config as config
+    from . import errors as errors
+    from . import zero as zero
+    from .checkpoint.pretrained import load_pretrained as load_pretrained
+    from .config import Config as Config
+    from .deepspeed.arguments import add_config_arguments as add_config_arguments
+    from .distributed.process_topology import PipeDataParallelTopology as PipeDataParallelTopology
+    from .distributed.process_topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
+    from .distributed.process_topology import ProcessTopology as ProcessTopology
+    from .distributed.topology import Topology as Topology
+    from .distributed.transport.communicator import init_distributed as init_distributed
+    from .engine.engine import Engine as Engine
+    from .engine.initialize import initialize as initialize
+    from .errors import CheckpointError as CheckpointError
+    from .errors import ConfigError as ConfigError
+    from .errors import DoesNotFitError as DoesNotFitError
+    from .errors import ZerorunError as ZerorunError
+    from .memory.estimate import Estimate as Estimate
+    from .memory.estimate import estimate_memory as estimate_memory
+    from .pipeline.layer_spec import LayerSpec as LayerSpec
+    from .pipeline.layer_spec import TiedLayerSpec as TiedLayerSpec
+    from .pipeline.module import PipelineModule as PipelineModule
 
 __version__ = "0.1.0"
 

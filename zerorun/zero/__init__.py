@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
+    from .access import GatheredParameters as GatheredParameters
+    from .access import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from .access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from .access import safe_get_local_fp32_param as safe_get_local_fp32_param
+    from .access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+    from .access import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from .access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from .gradients import full_gradients as full_gradients
+    from .gradients import gradient_norms as gradient_norms
+    from .gradients import safe_get_full_grad as safe_get_full_grad
+    from .gradients import safe_get_local_grad as safe_get_local_grad
+    from .init import Init as Init
 
 _EXPORTS = {
     "GatheredParameters": "access",
