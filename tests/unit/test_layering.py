@@ -23,7 +23,7 @@ FLOORS = (
     ("startup",),
     ("checkpoint", "memory"),
     ("checkpoint.importers", "engine"),
-    ("checkpoint.cli", "deepspeed", "report"),
+    ("checkpoint.cli", "deepspeed", "report", "__main__"),
 )
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 MOST_AT_THE_TOP = 5  # modules beside __init__.py
