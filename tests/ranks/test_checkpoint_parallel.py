@@ -443,7 +443,7 @@ def use_without_optimizer(folder: str, cell: Cell, load: bool) -> Whole:
     torch.manual_seed(2 if load else 1)
     engine = make_engine(cell, seed=0, model=Model(topology.pipe_rank if cell[0] > 1 else None))
     if topology.pipe_rank == 1:
-        engine.sharded = None
+        engine.sharded_model.optimizer = None
         vars(engine).pop("checkpointer")
     if load:
         engine.load_checkpoint(folder, allow_missing=["rng"])

@@ -313,15 +313,16 @@ def named_in_turn() -> dict[str, Any]:
             refused = PeerMemory.connect(gather, dist.get_rank(), dist.get_world_size())
         finally:
             PeerMemory._open = opened  # type: ignore[method-assign]
-        return {"two": with_two, "one": with_one, "none": without, "refused": refused, "after": recorder.named}
+        told = {"two": with_two, "one": with_one, "none": without, "refused": refused, "after": recorder.named}
+        return {**told, "launcher": os.getppid()}
     finally:
         peer_memory._readable = usual
         peer_memory._served, peer_memory._permission = others
 
 
 def test_only_the_launchers_processes_may_read_and_only_while_they_must() -> None:
-    launcher = os.getpid()
     for found in run_ranks(2, named_in_turn):
+        launcher = found["launcher"]
         assert found["two"] == found["one"] == [launcher]
         assert found["none"] == [launcher, 0]
         assert found["refused"] is None
