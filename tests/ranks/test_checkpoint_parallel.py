@@ -444,7 +444,7 @@ def use_without_optimizer(folder: str, cell: Cell, load: bool) -> Whole:
     engine = make_engine(cell, seed=0, model=Model(topology.pipe_rank if cell[0] > 1 else None))
     if topology.pipe_rank == 1:
         engine.sharded_model.optimizer = None
-        vars(engine).pop("checkpointer")
+        vars(engine).pop("checkpointer", None)
     if load:
         engine.load_checkpoint(folder, allow_missing=["rng"])
     else:
