@@ -46,7 +46,6 @@ class Gathers:
     def begin_backward(self, passes: list[ExecutionTrace]) -> ExecutionTrace:
         """The trace of the backward of ``passes``: their orders, backwards."""
         self.phases += 1
-        self._in_backward = True
         for trace in passes:
             if trace.key not in self._orders:
                 self._agree(trace, self._as_defined())
@@ -55,6 +54,7 @@ class Gathers:
             forward = [self._orders[trace.key] for trace in reversed(passes)]
             agreed = all(order is not None for order in forward)
             self._orders[key] = [unit for order in forward for unit in reversed(order or [])] if agreed else None
+        self._in_backward = True
         return ExecutionTrace(key, self._orders[key])
 
     def need(self, trace: ExecutionTrace, unit: Unit, leave: Callable[[Unit], None] | None) -> None:
