@@ -199,7 +199,7 @@ def test_other_ways_to_divide_equal_one_process(name: str, pipe: int, keys: tupl
     compare(run_ranks(2 * pipe, train, name, 2, pipe, config), reference(name, 1, 2))
 
 
-@pytest.mark.parametrize("precision", ("bf16", "fp16"))
+@pytest.mark.parametrize("precision", ("bf16", pytest.param("fp16", marks=pytest.mark.nightly)))
 def test_half_precision_has_the_same_bits_at_every_stage(precision: str) -> None:
     """And at every schedule that adds gradients in the same order."""
     first: list[dict[str, Any]] | None = None

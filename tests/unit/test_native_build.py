@@ -246,7 +246,7 @@ def test_setup_builds_it_and_never_fails(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     tree = tmp_path / "tree"
     tree.mkdir()
-    for name in ("setup.py", "pyproject.toml"):
+    for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(root / name, tree)
     for name in ("zerorun", "ops", "launcher"):
         shutil.copytree(root / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
