@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,22 @@ def test_what_was_read_before_a_series_of_updates_is_read_again(tmp_path: Path, 
     states.begin()
     assert states.open(1)(master).eq(7.0).all()
     states.close()
+
+
+def test_a_state_is_made_when_nothing_is_written(tmp_path: Path, watched: type[_Watched]) -> None:
+    """What is written through the mapping beside it could be lost: a parameter may have its first gradient in any step."""
+    store, masters = filled(tmp_path, values((64,) * 2), states=1)
+    watched.events.clear()
+    link = HostLink(torch.device("cpu"), store=store)
+    for key in (0, 1):
+        link.begin(partial(store.open, key))()
+        link.begin(partial(store.release, key))()
+    assert not [event for event in watched.events if event.startswith("wait for write")]
+    assert not link.home(masters[1], 0).any()
+    assert {"wait for write 0", "wait for write 1"} <= set(watched.events)
+    elsewhere, count = torch.ones(3), len(watched.events)
+    assert not link.home(elsewhere, 0).any() and len(watched.events) == count
+    link.close()
 
 
 def test_another_unit_than_was_announced(tmp_path: Path) -> None:

@@ -311,9 +311,9 @@ def _shard_optimizer(
             {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
         ]
         optimizer = build_optimizer(raw.name, raw.params, groups)
-    store = next((link.store for link in links_of(units)), None)
-    if store is not None and isinstance(optimizer, SinglePassOptimizer):
-        optimizer.state_home = store.home
+    link = next((link for link in links_of(units) if link.store is not None), None)
+    if link is not None and isinstance(optimizer, SinglePassOptimizer):
+        optimizer.state_home = link.home
     return ShardedOptimizer(optimizer, pieces, units, comm, split_state, refuse_unused=refuse_unused)
 
 

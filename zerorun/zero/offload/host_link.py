@@ -245,6 +245,19 @@ class HostLink:
             self._rounded.hold(place, arrival.synchronize)
         return arrival
 
+    def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
+        """A state of zeros for ``param``, as optimizers want it: on the disk if ``param`` is there, else in memory.
+
+        The state is zeroed, and then filled, through the mapping of the file. Pages of it hold neighbours as well: if the
+        disk were given those at the same time, the kernel would write back what it had read of them before. So the disk
+        finishes first.
+        """
+        if self.store is None:
+            return torch.zeros_like(param, memory_format=torch.contiguous_format)
+        if self.store.holds(param):
+            self.flush()
+        return self.store.home(param, number)
+
     def flush(self) -> None:
         """Wait until the disk has what was updated. Raises SwapError, again and again, if it did not take it."""
         if self.store is not None:

@@ -5,7 +5,9 @@ The file is mapped, and masters and moments are tensors over the mapping, from b
 some of them now and then (checkpoints, access by name) does so through the page cache, and need not know. An update needs
 every byte of a unit, in every step, and goes past the page cache: the unit's extent is read into a buffer, updated there,
 and written back. Kernels keep both ways coherent as long as they are not taken at the same time: a direct read flushes what
-the mapping changed, a direct write drops what the page cache held. ``begin`` flushes on top of that.
+the mapping changed, a direct write drops what the page cache held. ``begin`` flushes on top of that. Where a
+page was written to through the mapping while the disk was given it, Linux 6.18 reported "Page cache invalidation failure on
+direct I/O", and the next flush failed with EIO: who makes states anew must wait for the disk (``HostLink.home``).
 
 [Note: three buffers]
 One unit is read while another is worked on and a third is written: with three buffers the disk is never idle, with two it
@@ -181,7 +183,7 @@ class StateFile:
         return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
 
     def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
-        """A state of zeros for ``param``: in the file if ``param`` is, else in memory. As optimizers want it."""
+        """A state of zeros for ``param``: in the file if ``param`` is, else in memory. Nothing may be on its way to it."""
         if not self.holds(param):
             return torch.zeros_like(param, memory_format=torch.contiguous_format)
         state = self.state(param, number)
