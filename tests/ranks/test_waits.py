@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import patience, run_ranks
 from torch import nn
 from training import make_config
 
@@ -129,18 +129,22 @@ def lines_of(wait: Callable[[], None], after_s: float) -> list[str]:
 
 
 def test_short_waits_are_silent_and_0_switches_the_watch_off() -> None:
+    limit = 0.1 * patience()  # of seconds: under load, a sleep of 10 ms takes many times as long
+
     def short() -> None:
-        for _ in range(20):
+        """Together they take longer than a wait may."""
+        end = time.monotonic() + 2 * limit
+        while time.monotonic() < end:
             with waits.waiting("nothing"):
                 time.sleep(0.01)
 
     def long() -> None:
         with waits.waiting("nothing"):
-            time.sleep(0.3)
+            time.sleep(3 * limit)
 
-    assert lines_of(short, 0.1) == []
+    assert lines_of(short, limit) == []
     assert lines_of(long, 0) == []
-    assert len(lines_of(long, 0.1)) == 1
+    assert len(lines_of(long, limit)) == 1
 
 
 def test_waits_of_any_number_have_one_thread() -> None:
