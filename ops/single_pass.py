@@ -34,6 +34,14 @@ def _library(operands: Operands) -> Updates | None:
     return native.library() if device.type == "cpu" else None
 
 
+def works_on(device: torch.device) -> bool:
+    """True if updates on ``device`` are worth it: on the CPU, and on a GPU that the Triton kernels can be compiled for.
+
+    On other GPUs, fused kernels of torch are better than single-pass updates by torch.
+    """
+    return device.type == "cpu" or (device.type == "cuda" and on_cuda.kernels(device) is not None)
+
+
 @torch.no_grad()
 def adam(
     weight: Tensor,

@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
@@ -149,7 +150,7 @@ class Slate:
         alive, opened = len(comm._live), len(open_shards._open)
         for communicator in list(comm._live):
             for pending in list(communicator.statistics.in_flight):
-                pending.wait(1.0)
+                pending.wait(timedelta(seconds=1))
         comm._live.clear()
         assert not alive, f"{alive} engine(s) are still alive after the function has returned: destroy() does not free them"
         assert not opened, f"{opened} block(s) that show whole parameters are still open"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types; tests
     from .distributed.process_topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
     from .distributed.process_topology import ProcessTopology as ProcessTopology
     from .distributed.topology import Topology as Topology
-    from .distributed.transport.communicator import init_distributed as init_distributed
+    from .distributed.transport.process_group import init_distributed as init_distributed
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
     from .errors import CheckpointError as CheckpointError
@@ -50,7 +50,7 @@ _EXPORTS = {
     "Estimate": "zerorun.memory.estimate",
     "estimate_memory": "zerorun.memory.estimate",
     "add_config_arguments": "zerorun.deepspeed.arguments",
-    "init_distributed": "zerorun.distributed.transport.communicator",
+    "init_distributed": "zerorun.distributed.transport.process_group",
     "load_pretrained": "zerorun.checkpoint.pretrained",
     "CheckpointError": "zerorun.errors",
     "Config": "zerorun.config",

@@ -73,15 +73,15 @@ MUTANTS = (
     Mutant(
         "quiesce-with-readers",
         "wait",
-        "zerorun/distributed/transport/channel.py",
-        "            self.memory.finish()",
-        "            self.memory.forget_finished()",
+        "zerorun/distributed/transport/same_host.py",
+        "            self._open_shards.close()\n        self.memory.finish()",
+        "            self._open_shards.close()\n        self.memory.forget_finished()",
         ("tests/ranks/test_peer_memory.py::test_what_was_gathered_may_be_written_to_when_it_is_quiet",),
     ),
     Mutant(
         "sum-not-given",
         "wait",
-        "zerorun/distributed/transport/channel.py",
+        "zerorun/distributed/transport/transport.py",
         "        self.all_gather(buffer, bounds, label, until_given=True).wait()",
         "        self.all_gather(buffer, bounds, label).wait()",
         ("tests/ranks/test_peer_memory.py::test_a_sum_may_be_written_to_at_once",),
@@ -251,9 +251,9 @@ MUTANTS = (
     Mutant(
         "who-has-not-come",
         "rank",
-        "zerorun/distributed/transport/channel.py",
-        "        Pending(self.statistics, label, [Message(work, label, self._names[peer]) for work in works], None).wait()",
-        "        Pending(self.statistics, label, [Message(work, label, peer) for work in works], None).wait()",
+        "zerorun/distributed/transport/gloo.py",
+        "        return Message(self.receive(flat, peer, tag), label, self.names[peer])",
+        "        return Message(self.receive(flat, peer, tag), label, peer)",
         ("tests/ranks/test_waits.py::test_ranks_of_a_group_are_named_as_in_the_world",),
     ),
     Mutant(
@@ -475,7 +475,7 @@ MUTANTS = (
     Mutant(
         "broadcast-to-all",
         "bytes",
-        "zerorun/distributed/transport/channel.py",
+        "zerorun/distributed/transport/transport.py",
         "            self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)",
         "            self.statistics.count(label, through.nbytes if self.rank == source else 0)",
         ("tests/ranks/test_ledger.py::test_a_broadcast_is_sent_to_every_other_rank",),

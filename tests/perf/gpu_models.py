@@ -255,6 +255,6 @@ def _deepspeed(stage: str, options: list[str], shape: Shape, device: torch.devic
 
 def _alone(device: torch.device) -> None:
     """A process group of this process."""
-    from zerorun.distributed.transport.communicator import init_distributed
+    from zerorun.distributed.transport.process_group import init_distributed
 
     init_distributed(device)

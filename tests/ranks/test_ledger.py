@@ -29,7 +29,8 @@ from training import make_config, make_engine
 
 import zerorun
 from zerorun.distributed.layout import Layout, build_layout
-from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
+from zerorun.distributed.transport.connect import connect_axis
+from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.reductions import MAX_REDUCING, Reductions
 from zerorun.plan.units import UnitPolicy, choose_units
 from zerorun.zero.execution_trace import gathers
@@ -300,7 +301,7 @@ def test_no_more_reductions_are_on_their_way_than_are_counted(overlap: bool, mos
 
 def broadcast_bytes() -> list[int]:
     """Of a tensor of 20 bytes, from each rank in turn."""
-    channel = Channel(
+    transport = connect_axis(
         "test",
         None,
         dist.get_rank(),
@@ -311,8 +312,8 @@ def broadcast_bytes() -> list[int]:
     )
     found = []
     for source in range(dist.get_world_size()):
-        channel.broadcast(torch.zeros(5), f"from {source}", source)
-        found.append(channel.statistics.traffic[f"from {source}"].bytes)
+        transport.broadcast(torch.zeros(5), f"from {source}", source)
+        found.append(transport.statistics.traffic[f"from {source}"].bytes)
     return found
 
 

@@ -11,16 +11,19 @@ import torch.distributed as dist
 from harness import patience, run_ranks
 from torch.utils import _pytree
 
-from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
-from zerorun.distributed.transport.communicator import init_distributed
+from zerorun.distributed.transport.connect import connect_axis
+from zerorun.distributed.transport.process_group import init_distributed
+from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS, PointToPoint
 
 
 def p2p() -> PointToPoint:
     init_distributed(torch.device("cpu"))
     place = (dist.get_rank(), dist.get_world_size())
-    channel = Channel("pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics(), reads_peers=False)
-    return PointToPoint(channel, lambda message, label: message.result(60))
+    transport = connect_axis(
+        "pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics(), reads_peers=False
+    )
+    return PointToPoint(transport, lambda message, label: message.result(60))
 
 
 def travel_ahead() -> list[bool]:
@@ -52,7 +55,7 @@ def alone_before() -> bool:
         alone = dist.new_group([0], use_local_synchronization=True)
         for _ in range(3):
             PointToPoint(
-                Channel("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics(), reads_peers=False),
+                connect_axis("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics(), reads_peers=False),
                 lambda *unused: None,
             )
     carried, value = p2p(), torch.arange(6.0)
@@ -94,7 +97,7 @@ def exchange(seed: int) -> dict[str, int]:
                 assert torch.equal(mine, theirs)
         assert _pytree.tree_structure(found) == _pytree.tree_structure(value)
     carried.finish()
-    return {label: traffic.bytes for label, traffic in carried._channel.statistics.traffic.items()}
+    return {label: traffic.bytes for label, traffic in carried._transport.statistics.traffic.items()}
 
 
 def bytes_of(value: Any) -> int:

@@ -23,9 +23,10 @@ from reference import Result, differences, train_reference
 from training import make_config, make_engine, run_steps, train
 
 from zerorun.distributed.transport import peer_memory
-from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
 from zerorun.distributed.transport.communicator import Communicator
+from zerorun.distributed.transport.connect import connect_axis
 from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError
+from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan import make
 
 STEPS = 3
@@ -77,8 +78,8 @@ def test_more_exchanges_than_slots(world: int) -> None:
 def overwrite_at_once(how: str) -> list[float]:
     """The last rank is slow to read the others' parts, which these write to as soon as they may."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    channel = Channel("test", dist.group.WORLD, rank, world, torch.device("cpu"), CommunicationStatistics())
-    memory = channel.memory
+    transport = connect_axis("test", dist.group.WORLD, rank, world, torch.device("cpu"), CommunicationStatistics())
+    memory = transport.memory
     assert memory is not None
     read = memory.read_tensor
 
@@ -90,14 +91,14 @@ def overwrite_at_once(how: str) -> list[float]:
         memory.read_tensor = slowly  # type: ignore[method-assign, assignment]
     buffer = torch.full((64,), float(rank + 1))
     if how == "sum":
-        channel.all_reduce(buffer, "test")
+        transport.all_reduce(buffer, "test")
         found = sorted(set(buffer.tolist()))
     else:
         full = torch.empty(64 * world)
-        channel.all_gather(full, range(0, 64 * world + 1, 64), "test", buffer).wait()
-        channel.fence()
+        transport.all_gather(full, range(0, 64 * world + 1, 64), "test", buffer).wait()
+        transport.fence()
     buffer.fill_(-1.0)
-    channel.fence()
+    transport.fence()
     return found if how == "sum" else sorted(set(full.tolist()))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
-from zerorun.distributed.transport.channel import CommunicationStatistics
+from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.ledger import planned_bytes, with_states
 from zerorun.plan.make import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from zerorun.distributed.transport.communicator import init_distributed
+from zerorun.distributed.transport.process_group import init_distributed
 from zerorun.report import speed
 from zerorun.report.reporter import Reporter
 

@@ -73,7 +73,7 @@ def weights_of_all_stages() -> dict[str, list[float]]:
     made = Topology.create(dist.get_world_size(), dist.get_rank(), pipe=2, device_type="cpu")
     stage = made.pipe_rank
     own = {f"of stage {stage}": torch.full((3,), stage + 1.0, dtype=torch.bfloat16), "of both": torch.tensor([stage])}
-    found = Communicator(made, torch.device("cpu")).of_all_stages(own)
+    found = Communicator(made, torch.device("cpu")).control.of_all_stages(own)
     made.close()
     return {name: value.tolist() for name, value in found.items()}
 

@@ -13,9 +13,11 @@ from harness import run_ranks
 
 from zerorun.checkpoint.ranks import Ranks
 from zerorun.distributed.topology import Topology
-from zerorun.distributed.transport.channel import Channel, CommunicationStatistics
-from zerorun.distributed.transport.communicator import Communicator, init_distributed
-from zerorun.distributed.wire import gather_values
+from zerorun.distributed.transport.communicator import Communicator
+from zerorun.distributed.transport.connect import connect_axis
+from zerorun.distributed.transport.process_group import init_distributed
+from zerorun.distributed.transport.statistics import CommunicationStatistics
+from zerorun.distributed.transport.world import gather_values
 from zerorun.errors import CheckpointError, MessageError, PipelineError
 from zerorun.pipeline.p2p import ACTIVATIONS, PointToPoint
 
@@ -82,12 +84,13 @@ def be_attacked(trace: str) -> list[str]:
     rank, cpu = dist.get_rank(), torch.device("cpu")
     topology = Topology.create(2, rank, device_type="cpu")
     comm, ranks = Communicator(topology, cpu), Ranks(topology)
-    channel = Channel("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics(), reads_peers=False)
-    p2p = PointToPoint(channel, lambda message, label: message.result(60))
+    transport = connect_axis("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics(), reads_peers=False)
+    p2p = PointToPoint(transport, lambda message, label: message.result(60))
+    group = ranks._group._group if ranks._group is not None else None
     content, found = pickle.dumps(Evil(Path(trace))), []
-    for way, tell in ((comm._world, comm.control_objects), (ranks._group, ranks.gather), (None, channel._objects)):
+    for way, tell in ((None, comm.control.values), (group, ranks.gather), (None, transport.values)):
         if rank == 1:
-            if tell == comm.control_objects:
+            if tell == comm.control.values:
                 dist.barrier(group=way)
             tell_bytes(content, way)
             continue

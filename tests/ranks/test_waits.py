@@ -21,7 +21,8 @@ from training import make_config
 
 import zerorun
 from zerorun.distributed import waits
-from zerorun.distributed.transport import channel
+from zerorun.distributed.transport import gloo
+from zerorun.distributed.transport.statistics import CommunicationStatistics, Message
 
 LATE_S = 0.9
 
@@ -56,9 +57,9 @@ def late(stage: int, place: str) -> str:
         if last and place == "checkpoint":
             time.sleep(LATE_S)
         if place == "checkpoint":
-            shared = engine.comm.control_objects(folder)[0]
+            shared = engine.comm.control.values(folder)[0]
             engine.save_checkpoint(Path(shared))
-        engine.comm.barrier()
+        engine.comm.control.barrier()
         found = written.getvalue()
     engine.destroy()
     return found
@@ -92,22 +93,20 @@ def named_in_messages() -> list[int]:
     group, rank, named = dist.new_group([1, 2]), dist.get_rank(), []
     if rank == 0:
         return []
-    pair = channel.Channel(
-        "pair", group, rank - 1, 2, torch.device("cpu"), channel.CommunicationStatistics(), reads_peers=False
-    )
+    pair = gloo.Gloo("pair", group, rank - 1, 2, torch.device("cpu"), CommunicationStatistics())
 
-    class Noted(channel.Message):
+    class Noted(Message):
         def __init__(self, work: dist.Work, label: str, peer: int) -> None:
             super().__init__(work, label, peer)
             named.append(peer)
 
-    channel.Message, usual = Noted, channel.Message  # type: ignore[misc]
+    gloo.Message = Noted  # type: ignore[misc]
     try:
         assert pair.sum_of(torch.ones(4), "a sum of two").tolist() == [2.0] * 4
         pair.all_gather(torch.ones(4), (0, 2, 4), "a gather").wait()
         pair.all_reduce(torch.ones(4), "a sum in two phases")
     finally:
-        channel.Message = usual  # type: ignore[misc]
+        gloo.Message = Message  # type: ignore[misc]
     return named
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.parse import load_config
-from ..distributed.transport.communicator import default_device
+from ..distributed.device import default_device
 from .blocks import Recompute
 from .host_pool import HostPool
 from .region import Selection, map_tensors, run

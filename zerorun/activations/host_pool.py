@@ -8,12 +8,13 @@ long as nothing else has been seen, that is the group made before it.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+
+from ..distributed.device import CopyStream, host_empty, on_gpu
 
 # Bytes from which on a tensor is worth a copy: below, starting it takes longer than the bytes do.
 SMALL_BYTES = 2**16
@@ -40,7 +41,7 @@ class HostPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = CopyStream(device)
         self.counts = Counts()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._live: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
@@ -77,14 +78,10 @@ class HostPool:
             return spare.pop()
         self.counts.buffers += 1
         self.counts.buffer_bytes += numel * dtype.itemsize
-        return torch.empty(numel, dtype=dtype, pin_memory=self.stream is not None)
+        return host_empty(numel, dtype, pinned=on_gpu(self.device))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self._free[buffer.numel(), buffer.dtype].append(buffer)
-
-    def copying(self) -> contextlib.AbstractContextManager[object]:
-        """Copies inside go on beside the computation."""
-        return torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
 
 
 class Stored:
@@ -96,11 +93,8 @@ class Stored:
         self._buffer = pool.take(tensor.numel(), tensor.dtype)
         self._fetched: torch.Tensor | None = None  # [numel], on the device
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        if pool.stream is not None:
-            pool.stream.wait_stream(torch.cuda.current_stream(pool.device))
-            flat.record_stream(pool.stream)
-        with pool.copying():
-            self._buffer.copy_(flat, non_blocking=True)
+        pool.stream.follow(flat)
+        pool.stream.copy(flat, self._buffer)
         pool.counts.out_copies += 1
         pool.counts.out_bytes += flat.nbytes
 
@@ -110,7 +104,7 @@ class Stored:
 
     def fetch(self) -> None:
         if self._fetched is None:
-            with self._pool.copying():
+            with self._pool.stream.copying():
                 self._fetched = torch.empty_like(self._buffer, device=self._pool.device)
                 self._fetched.copy_(self._buffer, non_blocking=True)
             self._pool.counts.in_copies += 1
@@ -120,10 +114,7 @@ class Stored:
         self.fetch()
         fetched, self._fetched = self._fetched, None
         assert fetched is not None
-        if self._pool.stream is not None:
-            current = torch.cuda.current_stream(self._pool.device)
-            current.wait_stream(self._pool.stream)
-            fetched.record_stream(current)
+        self._pool.stream.lead(fetched)
         return fetched.as_strided(self._size, self._stride)
 
 

@@ -186,8 +186,8 @@ class Keep(TorchDispatchMode):
                 position = self._positions.pop(_storage(tensor), None)
                 if position is not None:
                     self.kept[position] = tree_map(_copied, self.kept[position])
-                    if self._group is not None and self._group.pool.stream is not None:  # the copy may be on its way
-                        torch.cuda.current_stream(tensor.device).wait_stream(self._group.pool.stream)
+                    if self._group is not None:  # the copy may be on its way
+                        self._group.pool.stream.lead()
 
 
 class Recall(TorchDispatchMode):

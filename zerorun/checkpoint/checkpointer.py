@@ -64,7 +64,7 @@ class Checkpointer:
         """Made, with a process group of its own, when it is needed first."""
         if self._saver is None:
             try:
-                self.subject.comm.barrier()  # it notices a rank that has ended; making a group would wait for it
+                self.subject.comm.control.barrier()  # it notices a rank that has ended; making a group would wait for it
             except ZerorunError as error:
                 raise CheckpointError(f"not all ranks came to save or load: {error}") from error
             self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())

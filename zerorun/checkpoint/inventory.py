@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.device import on_host
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
@@ -108,7 +109,7 @@ class TensorPart:
     def row(self) -> Row:
         code = dtype_code(self.tensor.dtype, self.name)
         rounded = dtype_code(self.rounded, self.name) if self.rounded is not None else ""
-        address = self.tensor.data_ptr() if self.tensor.device.type == "cpu" else 0
+        address = self.tensor.data_ptr() if on_host(self.tensor) else 0
         return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded, self.shard)
 
 

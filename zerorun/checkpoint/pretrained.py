@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..distributed.device import default_device
 from ..distributed.tensor_shard import TensorShard, shards_of
-from ..distributed.transport.communicator import default_device, init_distributed
+from ..distributed.transport.process_group import init_distributed
 from ..errors import CheckpointError
 from ..zero.init import keep_part, part_of
 from ..zero.sharded_model import model_of

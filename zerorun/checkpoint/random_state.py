@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..distributed.device import gpu_generator, on_gpu
 from ..errors import DamagedError
 
 
@@ -18,8 +19,8 @@ def capture(device: torch.device) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
     }
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    if on_gpu(device):
+        found["cuda"] = gpu_generator(device).get_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -42,8 +43,8 @@ def _restore(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if on_gpu(device) and "cuda" in state:
+        gpu_generator(device).set_state(state["cuda"])
     if "numpy" in state:
         import numpy
 

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.topology import Topology
+from ..distributed.transport.world import HostGroup
 from ..distributed.waits import waiting
-from ..distributed.wire import gather_values
 from ..errors import CheckpointError, DamagedError, MessageError
 from ..log import logger
 
@@ -40,12 +40,12 @@ class Ranks:
         self.topology = topology
         self.rank, self.size = topology.rank, topology.world_size
         with waiting("checkpoint: a process group"):
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE) if self.size > 1 else None
+            self._group = HostGroup(_PATIENCE) if self.size > 1 else None
 
     def close(self) -> None:
         """Give back the process group."""
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            self._group.close()
             self._group = None
 
     def gather(self, value: T) -> list[T]:
@@ -54,7 +54,7 @@ class Ranks:
             return [value]
         try:
             with waiting("checkpoint: what all ranks have to say or to write"):
-                return gather_values(value, self._group)
+                return self._group.values(value)
         except MessageError as error:
             raise CheckpointError(str(error)) from error
         except RuntimeError as error:
@@ -83,18 +83,18 @@ class Ranks:
         """Wait until every rank knows of the problem: the first to end must not cut off what the others still receive."""
         if self._group is not None:
             with suppress(RuntimeError):  # one has ended, so that it had heard
-                dist.barrier(group=self._group)
+                self._group.barrier()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
         """Begin to send a contiguous CPU tensor to one rank. Not collective."""
         assert self._group is not None
-        return self._group.send([tensor], rank, tag)
+        return self._group.send(tensor, rank, tag)
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         """Fill a contiguous CPU tensor with what ``rank`` sends. Not collective."""
         assert self._group is not None
         with waiting("checkpoint: a part of a tensor", lambda: [rank]):
-            self._group.recv([tensor], rank, tag).wait()
+            self._group.receive(tensor, rank, tag)
 
     def volumes(self, directory: Path) -> list[int]:
         """For each rank, the first rank that has the same ``directory`` as far as its name and its host tell."""

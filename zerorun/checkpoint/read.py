@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ..distributed.device import on_host
 from ..distributed.tensor_shard import TensorShard
 from ..errors import CheckpointError, DamagedError
 from . import directory as folder
@@ -179,7 +180,7 @@ class Reader:
         """Fill ``request.out`` from a file that is here. Casts, and copies to a device, through a tensor of its size."""
         file, out = self.places(request.set)[request.name], request.out
         dtype = dtype_of(self.tensor(request.set, request.name).dtype)
-        in_place = out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous()
+        in_place = out.dtype == dtype and on_host(out) and out.is_contiguous()
         found = out if in_place else torch.empty(out.numel(), dtype=dtype)
         if request.shard is None:
             self._open(file).read(request.name, request.start, found)

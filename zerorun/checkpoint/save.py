@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from ..distributed.device import host_empty, on_gpu, on_host, synchronize
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError
 from ..log import logger
@@ -81,10 +82,10 @@ class Saver:
         """Write a checkpoint. Collective. Raises CheckpointError, also for the asynchronous save before this one."""
         self.wait()
         if not asynchronous:
-            captured.parts, captured.frozen = on_host(captured.parts), on_host(captured.frozen)
+            captured.parts, captured.frozen = host_copies(captured.parts), host_copies(captured.frozen)
             return self._write(captured, target)
         captured.parts = self._stage(captured.parts)
-        captured.frozen = on_host(captured.frozen)
+        captured.frozen = host_copies(captured.frozen)
         if not self._watches_exit:
             atexit.register(self._tell_by_exit_code)
             self._watches_exit = True
@@ -140,16 +141,15 @@ class Saver:
             key = part.set, part.name
             place = self._staging.get(key)
             if place is None or place.numel() != part.tensor.numel() or place.dtype != part.tensor.dtype:
-                pinned = part.tensor.is_cuda
-                place = torch.empty(part.tensor.numel(), dtype=part.tensor.dtype, pin_memory=pinned)
+                place = host_empty(part.tensor.numel(), part.tensor.dtype, pinned=on_gpu(part.tensor))
                 self._staging[key] = place
             sources.append(part.tensor)
             places.append(place)
             staged.append(replace(part, tensor=place))
         if places:
             torch._foreach_copy_(places, sources)
-        if any(source.is_cuda for source in sources):
-            torch.cuda.synchronize()
+        for device in {source.device for source in sources}:
+            synchronize(device)
         return staged
 
     def _write(self, captured: Captured, target: Destination) -> Path:
@@ -171,9 +171,9 @@ class Saver:
         return commit(ranks, target, write, finish)
 
 
-def on_host(parts: list[TensorPart]) -> list[TensorPart]:
+def host_copies(parts: list[TensorPart]) -> list[TensorPart]:
     """The same parts with their elements in host memory."""
-    return [part if part.tensor.device.type == "cpu" else replace(part, tensor=part.tensor.cpu()) for part in parts]
+    return [part if on_host(part.tensor) else replace(part, tensor=part.tensor.cpu()) for part in parts]
 
 
 def _plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> WritePlan:
@@ -187,7 +187,7 @@ def frozen_sums(
     parts: list[TensorPart], order: list[str], ranks: Ranks, read_peer: PeerReader | None
 ) -> dict[str, dict[str, Any]]:
     """name -> dtype and CRC-32 of the whole tensors that ranks hold parts of. ``order``: as they are. Collective."""
-    parts = on_host(parts)
+    parts = host_copies(parts)
     plan = _plan_together(parts, order, ranks)
     collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
     sums = {}

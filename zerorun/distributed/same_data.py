@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
+from .device import on_gpu
+
 _COMPARED_ELEMENTS = 4096  # of each tensor, spread over it
 _BITS = 20  # sums of squares of many checksums are exact in float64
 
@@ -33,7 +35,7 @@ def checksum(value: Any) -> int | None:
 
 def is_cheap(value: Any) -> bool:
     """True if nobody has to wait for a device to look at it."""
-    return not any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in _pytree.tree_leaves(value))
+    return not any(isinstance(leaf, torch.Tensor) and on_gpu(leaf) for leaf in _pytree.tree_leaves(value))
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Any]:

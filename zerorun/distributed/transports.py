@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .device import CPU
 from .topology import Topology
 
 # How ranks exchange gradients and parameters: NCCL between GPUs, messages through gloo, or, on one host, each rank reads
@@ -19,4 +20,4 @@ def reads_peers(transport: str, topology: Topology) -> bool:
 def reads_parts(transport: str, topology: Topology, device_type: str, wire_dtype: torch.dtype) -> bool:
     """True if ranks can sum gradients from where autograd leaves them, and nothing has to be packed."""
     direct = reads_peers(transport, topology) and topology.replicate == 1
-    return direct and device_type == "cpu" and wire_dtype == torch.float32
+    return direct and device_type == CPU and wire_dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Wire: values that ranks tell each other, as bytes and back, without pickle, and the collective that tells them.
+"""Wire: values that ranks tell each other, as bytes and back, without pickle.
 
 [Note: no code from the network]
 A pickle can run anything where it is read, so that whoever gets one message into a job would own all its hosts. What comes
@@ -17,10 +17,9 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import MessageError
 
@@ -35,37 +34,6 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN: tuple[tuple[type, Callable[[Any], Any]], ...] = ((str, str.__str__), (int, int.__int__), (float, float.__float__))
 _NUMBERS = "biufc"  # numpy's kinds of scalars that are plain numbers
-T = TypeVar("T")
-
-
-def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The ranks' values, by rank of ``group`` (None: the world). Tensors arrive on the CPU. All its ranks must call it.
-
-    Raises MessageError, on all ranks alike, if a rank's value is of a type that cannot be told.
-    """
-    try:
-        content = encode((value, None))
-    except MessageError as error:
-        content = encode((None, str(error)))
-    found = [decode(other) for other in _gather_bytes(content, group)]
-    for rank, (_, problem) in enumerate(found):
-        if problem is not None:
-            raise MessageError(f"rank {rank}: {problem}")
-    return [other for other, _ in found]
-
-
-def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    on_cpu = "cpu:" in str(dist.get_backend_config(group or dist.group.WORLD))
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
-    size = dist.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    found = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(found, padded, group=group)
-    return [bytes(part[: int(length)].cpu().numpy()) for part, length in zip(found, lengths, strict=True)]
 
 
 # -- to bytes ------------------------------------------------------------------------------------------------------

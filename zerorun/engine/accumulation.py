@@ -193,4 +193,4 @@ class Accumulation:
         if self._mode != "weight":
             return self.unscale(0.0)
         weight = torch.tensor([self._weight if self._comm.topology.tensor_rank == 0 else 0.0], dtype=torch.float64)
-        return self.unscale(float(self._comm.control_sum(weight)[0]))
+        return self.unscale(float(self._comm.control.sum(weight)[0]))

@@ -13,6 +13,7 @@ from torch import nn
 from ..activations.blocks import BlockForward
 from ..config.parse import Config
 from ..data import EpochLoader
+from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
 from ..errors import StepError
@@ -156,9 +157,9 @@ class Engine(Saving):
 
     def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
-        if self.topology.tensor > 1 and (self.device.type == "cpu" or self.global_steps < COMPARED_STEPS):
+        if self.topology.tensor > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
-        if self.device.type != "cpu" or math.isfinite(float(loss.detach())):
+        if not on_host(self.device) or math.isfinite(float(loss.detach())):
             return
         if ignore:
             self.accumulation.empty.append(self.accumulation.backwards)

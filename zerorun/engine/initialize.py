@@ -20,10 +20,12 @@ from ..activations.checkpointing import Adopted
 from ..activations.host_pool import HostPool
 from ..config.parse import Config
 from ..data import EpochLoader
+from ..distributed.device import default_device, on_host
 from ..distributed.topology import Topology
-from ..distributed.transport.communicator import Communicator, default_device, init_distributed
+from ..distributed.transport.communicator import Communicator
+from ..distributed.transport.process_group import init_distributed
+from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
-from ..distributed.wire import gather_values
 from ..errors import ConfigError, ModelError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
@@ -119,7 +121,7 @@ def initialize(
     if topology.pipe * topology.tensor > 1:
         settle(unsettled, model, parallelized.part)
     _move_buffers(model, device, comm)
-    if device.type == "cpu":
+    if on_host(device):
         keep_freed()
     disk = open_disk(plan.disk, wanted, _agree)
     mapping = comm.map_shards(sizes) if (sizes := mapped_sizes(plan)) else None
@@ -266,7 +268,7 @@ def _check_memory(
     if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
         return
     fitting = Fitting(model, config, raw, plan, device)
-    shared = comm.control_objects(fitting.demand)
+    shared = comm.control.values(fitting.demand)
     _agree(lambda: fitting.require(shared))
 
 
@@ -278,7 +280,7 @@ def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) ->
                 moved = buffer.to(device)
                 if moved.numel() and not moved.is_meta:
                     moved = moved.contiguous()
-                    comm.broadcast(moved, 0, "initial buffers")
+                    comm.control.data_broadcast(moved, 0, "initial buffers")
                 module._buffers[name] = moved
 
 
@@ -288,7 +290,7 @@ def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> No
     for param in apart_from(model, taken).values():
         for _, inner in inner_tensors(param):
             memory = as_bytes(inner.contiguous())
-            comm.broadcast(memory, 0, "initial parameters")
+            comm.control.data_broadcast(memory, 0, "initial parameters")
             if not inner.is_contiguous():
                 inner.copy_(memory.view(inner.dtype).view(inner.shape))
 

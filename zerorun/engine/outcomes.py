@@ -69,7 +69,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         except LossScaleError as error:
             found = sorted(
                 (micro, rank, name)
-                for rank, culprits in enumerate(self.comm.control_objects(self.accumulation.culprits))
+                for rank, culprits in enumerate(self.comm.control.values(self.accumulation.culprits))
                 for micro, name in culprits
             )
             where = "none was found in the gradients of a single rank: the sum over ranks overflows."
@@ -92,7 +92,7 @@ class Outcomes(Reports, Counters, LoopQueries):
 
         ``micro_batches``: that had a bad loss; those that are known to weigh nothing if there are ``names``.
         """
-        answers = self.comm.control_objects((micro_batches, names))
+        answers = self.comm.control.values((micro_batches, names))
         seen = [(rank, found[0]) for rank, (found, _) in enumerate(answers) if found]
         bad = list(dict.fromkeys(name for _, found in answers for name in found))
         where = f" in {_listed(bad)}" if bad else ""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
-from ..distributed.transport.channel import Channel
+from ..distributed.transport.connect import connect_axis
 from ..errors import PipelineError
 from ..log import logger
 from ..optim.loss_scaler import DTYPES, cast_floats
@@ -49,8 +49,8 @@ class PipelineEngine(Engine):
         p2p = None
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
-            channel = Channel("pipe", group, *place, self.device, self.comm.statistics, reads_peers=False)
-            p2p = PointToPoint(channel, self.comm.finish)
+            transport = connect_axis("pipe", group, *place, self.device, self.comm.statistics, reads_peers=False)
+            p2p = PointToPoint(transport, self.comm.control.finish_message)
         self._executor = Executor(
             self.module,
             self.runtime,
@@ -176,7 +176,7 @@ class PipelineEngine(Engine):
         spans = self._executor.spans
         kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
         mine = [median([s.end - s.start for s in spans if s.action.kind is kind] or [0.0]) for kind in kinds]
-        found = self.comm.control_objects((self.topology.pipe_rank, mine))
+        found = self.comm.control.values((self.topology.pipe_rank, mine))
         stages = [[times for stage, times in found if stage == wanted] for wanted in range(self.topology.pipe)]
         columns = [[median(times[k] for times in stage) for stage in stages] for k in range(len(kinds))]
         self._times = Times.make(self.topology.pipe, *columns)
@@ -187,11 +187,11 @@ class PipelineEngine(Engine):
 
         Of the pipeline that rank 0 is in. All ranks must call it.
         """
-        self.comm.barrier()
+        self.comm.control.barrier()
         zero = time.perf_counter()  # about the same moment everywhere; clocks of hosts differ
         loss = self.train_batch(data_iter)
         spans = tuple(Span(span.action, span.start - zero, span.end - zero) for span in self._executor.spans)
-        found = self.comm.control_objects(spans)
+        found = self.comm.control.values(spans)
         if self.topology.rank == 0:
             rows = tuple(found[rank] for rank in self.topology.ranks_along("pipe", 0))
             count, section = self.config.gradient_accumulation_steps, self.config.pipeline
@@ -233,7 +233,7 @@ class PipelineEngine(Engine):
         place, places = self.topology.data_parallel_rank, self.topology.data_parallel_size
         flags = torch.tensor([float(bool(lacks)), float(ended)], dtype=torch.float64)
         told = [summands(found, place, places) for found in (labels, inputs)]
-        (nothing, too_few), *totals = self.comm.control_sum(torch.cat([flags, *told])).split([2, 3 * places, 3 * places])
+        (nothing, too_few), *totals = self.comm.control.sum(torch.cat([flags, *told])).split([2, 3 * places, 3 * places])
         if nothing:
             raise PipelineError(
                 f"train_batch() and eval_batch() need an iterator over micro-batches on the first and the last stage"
@@ -250,7 +250,7 @@ class PipelineEngine(Engine):
         """Raise PipelineError for two ranks that read different data. All ranks must call it."""
         first: dict[int, tuple[int, int]] = {}  # data-parallel rank -> (checksum, rank that has it)
         who = ""
-        for rank, (place, found) in enumerate(self.comm.control_objects((self.topology.data_parallel_rank, own))):
+        for rank, (place, found) in enumerate(self.comm.control.values((self.topology.data_parallel_rank, own))):
             known, other = first.setdefault(place, (found, rank)) if found is not None else (None, rank)
             if known != found:
                 who = who or f"ranks {other} and {rank} read"
@@ -282,7 +282,7 @@ class PipelineEngine(Engine):
         """Of all micro-batches and data-parallel ranks, on all ranks."""
         counts = self.topology.tensor_rank == 0
         total = torch.stack(losses).double().sum().cpu() if losses and counts else torch.zeros((), dtype=torch.float64)
-        mean = self.comm.control_sum(total.view(1))[0] / (count * self.topology.data_parallel_size)
+        mean = self.comm.control.sum(total.view(1))[0] / (count * self.topology.data_parallel_size)
         return mean.float()
 
 

@@ -58,7 +58,7 @@ class Reports:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The full weights under the model's own names, of all pipeline stages, in CPU memory. All ranks must call it."""
-        return self.comm.of_all_stages(full_state_dict(self.sharded_model))
+        return self.comm.control.of_all_stages(full_state_dict(self.sharded_model))
 
     def memory_report(self) -> dict[str, int]:
         """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
@@ -75,8 +75,8 @@ class Reports:
     def communication_report(self) -> dict[str, dict[str, int]]:
         """Calls and bytes sent by this rank so far, by label (unit and phase)."""
         found = dict(self.comm.traffic)
-        for channel in self.comm.model_axes.values():
-            found.update(channel.statistics.traffic)
+        for axis in self.comm.model_axes.values():
+            found.update(axis.statistics.traffic)
         return {label: {"calls": t.calls, "bytes": t.bytes} for label, t in sorted(found.items())}
 
     def describe(self) -> str:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.device import CPU, GPU, default_device
 from ..distributed.transport import peer_memory
-from ..distributed.transport.communicator import default_device
 from ..distributed.transports import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
 from ..plan.ledger import planned_bytes, total_of, with_states
@@ -214,7 +214,7 @@ def _estimate(
 
 def default_transport(device_type: str, world_size: int, ranks_per_node: int) -> str:
     """What ranks use who can."""
-    if device_type == "cuda":
+    if device_type == GPU:
         return NCCL
     return PEER_MEMORY if world_size <= ranks_per_node and peer_memory.can_be_used() else GLOO
 
@@ -230,7 +230,7 @@ def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Ho
     if stays_apart(param):
         return held_whole(param, device_type)
     part = -(-param.numel() // world_size) * param.element_size()
-    on_device = param.device.type == device_type or device_type == "cpu"
+    on_device = param.device.type == device_type or device_type == CPU
     return Holding(Bytes(part) if on_device else Bytes(host=part), param.numel() * param.element_size())
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.device import free_bytes, name_of, on_host
 from ..distributed.topology import Topology
 from ..distributed.transports import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
@@ -91,23 +92,21 @@ class Fitting:
 
     @cached_property
     def _states_on_host(self) -> OptimizerStates:
-        return self._states if self._device.type == "cpu" else OptimizerStates(self._raw, torch.device("cpu"))
+        return self._states if on_host(self._device) else OptimizerStates(self._raw, torch.device("cpu"))
 
     @cached_property
     def demand(self) -> Demand:
         """This rank's, and whom it shares memory with."""
         name = f"{self._device} of rank {self._topology.rank}"
-        if self._device.type == "cuda":
-            name = str(getattr(torch.cuda.get_device_properties(self._device), "uuid", name))
         needed = self._demand_of(self._plan)
-        return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name)
+        return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name_of(self._device, name))
 
     def _demand_of(self, plan: ShardingPlan) -> Demand:
         kinds = planned_bytes(plan)
         host = total_of(kinds, "host")
         total = total_of(kinds, "device") + host
         held, start = self._held, start_up(plan, self._model, self._held_by)
-        if self._device.type == "cpu":
+        if on_host(self._device):
             unwritten = kinds["slots"] + kinds["gradients"]  # while units are built
             written = max(total - never_written(plan), start.both - unwritten)
             return Demand(0, written - held.both, max(total, start.both) - held.both)
@@ -159,10 +158,7 @@ class Fitting:
 
     @cached_property
     def _free_on_device(self) -> int | None:
-        if self._device.type != "cuda":
-            return None
-        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return torch.cuda.mem_get_info(self._device)[0] + unused
+        return free_bytes(self._device)
 
     def _refusal(self, short: str, near: list[Demand], sharing: int) -> str:
         kinds = planned_bytes(self._plan)
@@ -218,7 +214,7 @@ class Fitting:
         stages = range(max(zero.stage, 1), 4)
         yield {}
         yield from ({"stage": stage} for stage in range(zero.stage + 1, 4))
-        if self._device.type != "cpu":  # whose memory is the host's
+        if not on_host(self._device):  # whose memory is the host's
             if zero.offload_optimizer.is_off():
                 yield from ({"stage": stage, "offload_optimizer": _TO_HOST} for stage in stages)
             if zero.offload_param.is_off():

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerorun.distributed.device import CPU, GPU
 from zerorun.errors import ConfigError, ConfigProblem, ModelError
 from zerorun.log import warn_once
-from zerorun.ops import on_cuda, single_pass
+from zerorun.ops import single_pass
 from zerorun.ops.adam import FusedAdam
 from zerorun.ops.lion import Lion
 from zerorun.ops.single_pass import SinglePassOptimizer
@@ -50,10 +51,10 @@ ELEMENTWISE: frozenset[type] = frozenset(
 # elements of a fp32 tensor by up to one unit otherwise than the rest (torch 2.13): cuts at multiples of 16 elements
 # give the same bits as no cut; other cuts need ``"fused": false`` in optimizer.params for that.
 _FUSED: dict[type, tuple[str, ...]] = {
-    torch.optim.Adam: ("cpu", "cuda"),
-    torch.optim.AdamW: ("cpu", "cuda"),
-    torch.optim.SGD: ("cpu", "cuda"),
-    torch.optim.Adagrad: ("cpu",),
+    torch.optim.Adam: (CPU, GPU),
+    torch.optim.AdamW: (CPU, GPU),
+    torch.optim.SGD: (CPU, GPU),
+    torch.optim.Adagrad: (CPU,),
 }
 
 # What updates tensors in one pass, and the parameters of the class that it has.
@@ -280,11 +281,7 @@ def _tensors(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
-    """True if single-pass updates have all that is asked for, and run on the device of some tensor.
-
-    That is the CPU, and every GPU that the Triton kernels can be compiled for: on others, fused kernels of torch are better
-    than single-pass updates by torch.
-    """
+    """True if single-pass updates have all that is asked for, and run on the device of some tensor."""
     if optimizer_class not in _SINGLE_PASS:
         return False
     known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
@@ -292,7 +289,7 @@ def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[di
     if not asked <= known or any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
         return False
     devices = {tensor.device for tensor in tensors}
-    return any(d.type == "cpu" or (d.type == "cuda" and on_cuda.kernels(d) is not None) for d in devices)
+    return any(map(single_pass.works_on, devices))
 
 
 def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.device import gpu_generator, gpus_in_use
 from ..errors import PipelineError
 from ..log import logger
 from .layer_spec import LayerSpec, TiedLayerSpec
@@ -192,20 +193,16 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
                 holder._parameters[name] = new
 
 
-def _uses_cuda() -> bool:
-    return torch.cuda.is_initialized() or torch.get_default_device().type == "cuda"
-
-
 def _seed_generators(seed: int) -> None:
     # Not torch.manual_seed: where CUDA is not yet in use, it would leave this layer's seed for later.
     torch.default_generator.manual_seed(seed)
-    if _uses_cuda():
-        torch.cuda.manual_seed(seed)
+    for device in gpus_in_use():
+        gpu_generator(device).manual_seed(seed)
 
 
 @contextlib.contextmanager
 def _same_random_numbers_after() -> Iterator[None]:
-    with torch.random.fork_rng([torch.cuda.current_device()] if _uses_cuda() else []):
+    with torch.random.fork_rng(gpus_in_use()):
         yield
 
 

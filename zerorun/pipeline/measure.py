@@ -15,6 +15,7 @@ from torch import nn
 
 from ..activations.checkpointing import kept_bytes
 from ..activations.region import map_tensors
+from ..distributed.device import gpus_in_use, synchronize
 from .layer_spec import LayerSpec
 from .pretrained_proof import examine
 
@@ -135,6 +136,6 @@ def _once(call: _Call) -> float:
 
 
 def _now() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    for device in gpus_in_use():
+        synchronize(device)
     return time.perf_counter()

@@ -30,7 +30,9 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-from ..distributed.transport.channel import Channel, Waiter
+from ..distributed.device import on_gpu
+from ..distributed.transport.transport import Transport
+from ..distributed.transport.waiter import Waiter
 from ..distributed.wire import decode, encode, is_namedtuple, loaded_class, path_of
 from ..errors import MessageError, PipelineError
 
@@ -85,11 +87,10 @@ class _Expected:
 class PointToPoint:
     """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a message."""
 
-    def __init__(self, channel: Channel, wait: Callable[[Future[None], str], None]) -> None:
-        self._channel, self._wait = channel, wait
-        assert channel.group is not None
+    def __init__(self, transport: Transport, wait: Callable[[Future[None], str], None]) -> None:
+        self._transport, self._wait = transport, wait
         # Own ones: after an error, what is on its way is not for the next engine.
-        first = 2 * next(_p2ps.setdefault(channel.group, itertools.count()))
+        first = 2 * next(_p2ps.setdefault(transport.joined, itertools.count()))
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
         self._last_sent: dict[Key, bytes] = {}
         self._sent_alike: set[Key] = set()  # the last message was like the one before it
@@ -129,7 +130,7 @@ class PointToPoint:
     def _announce(self, number: int, content: bytes, key: Key) -> None:
         """That this message is not like the last one, and what it is."""
         self._post(torch.tensor([number, len(content)]), key)
-        if key in self._sent_alike and not self._channel.nccl:
+        if key in self._sent_alike and not self._transport.queues:
             self._sent_alike.discard(key)
             for last in read_description(self._last_sent[key]).tensors():  # what the receiver has given places
                 if last.shape.numel():
@@ -139,14 +140,13 @@ class PointToPoint:
         self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), key)
 
     def _count(self, flat: torch.Tensor, key: Key) -> None:
-        self._channel.statistics.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
+        self._transport.statistics.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
 
     def _post(self, flat: torch.Tensor, key: Key) -> None:
-        assert self._channel.group is not None
-        if flat.is_cuda and not self._channel.nccl:  # ranks that share a GPU: through host memory
+        if on_gpu(flat) and not self._transport.queues:  # ranks that share a GPU: through host memory
             flat = flat.cpu()
-        work = self._channel.group.send([flat], key[0], self._tags[key[1]])
-        if flat.is_cuda:  # which tells when it is done
+        work = self._transport.send(flat, key[0], self._tags[key[1]])
+        if on_gpu(flat):  # which tells when it is done
             self._on_device = [(w, kept) for w, kept in self._on_device if not w.is_completed()] + [(work, flat)]
         else:
             self._last_leaving[key] = self._leaving[key].begin(work, flat)
@@ -165,7 +165,7 @@ class PointToPoint:
     def expect(self, peer: int, sort: str) -> None:
         """Let the next message travel. It must come, and be received, before ``finish``."""
         key = peer, sort
-        if not self._channel.nccl and key not in self._expected:
+        if not self._transport.queues and key not in self._expected:
             self._expected[key] = self._make_room(key)
 
     def receive(self, peer: int, sort: str) -> Any:
@@ -190,23 +190,22 @@ class PointToPoint:
 
     def _make_room(self, key: Key) -> _Expected:
         header = self._place(torch.empty(2, dtype=torch.int64), key)
-        guesses = key in self._received_alike and not self._channel.nccl
+        guesses = key in self._received_alike and not self._transport.queues
         return _Expected(header, self._places(key) if guesses else None)
 
     def _places(self, key: Key) -> list[_TensorPlace]:
         """For the tensors of a message like the last one."""
-        device, tensors = self._channel.device, self._last_received[key].tensors()
+        device, tensors = self._transport.device, self._last_received[key].tensors()
         return [self._place(torch.empty(like.shape, dtype=like.dtype, device=device), key) for like in tensors]
 
     def _place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:
         """``tensor`` for what comes next of this sort."""
-        assert self._channel.group is not None
-        through_host = tensor.is_cuda and not self._channel.nccl
+        through_host = on_gpu(tensor) and not self._transport.queues
         landing = torch.empty_like(tensor, device="cpu") if through_host else tensor
         if not tensor.numel():
             return _TensorPlace(tensor, landing, None)
-        work = self._channel.group.recv([landing.view(-1)], key[0], self._tags[key[1]])
-        if landing.is_cuda:  # what follows on this stream waits, not the program
+        work = self._transport.receive(landing.view(-1), key[0], self._tags[key[1]])
+        if on_gpu(landing):  # what follows on this stream waits, not the program
             work.wait()
             return _TensorPlace(tensor, landing, None)
         return _TensorPlace(tensor, landing, self._arriving[key].begin(work, landing))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.device import CPU
 from ..distributed.layout import PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
@@ -266,7 +267,7 @@ class _Planner:
     @cached_property
     def _can_map(self) -> bool:
         """True if ranks can share the memory of large shards."""
-        return self.maps_shards and self.device_type == "cpu" and reads_peers(self.transport, self.topology)
+        return self.maps_shards and self.device_type == CPU and reads_peers(self.transport, self.topology)
 
     @staticmethod
     def _in_whole_pages(group: FlatGroupPlan) -> bool:
@@ -343,7 +344,7 @@ class _Planner:
         updated = [group for unit in units if unit.placement.optimizer for group in unit.trainable]
         rounded = [group.shard_numel * group.dtype.itemsize for group in updated if group.dtype.itemsize < _FP32]
         gradients = [group.shard_numel * _FP32 for group in updated]
-        apart = self.device_type != "cpu"
+        apart = self.device_type != CPU
         return StagingPlan(max(gradients, default=0), max(rounded, default=0), on_disk, apart)
 
     def _disk(self, units: Sequence[UnitPlan]) -> DiskPlan | None:

@@ -52,8 +52,7 @@ class _Receiving:
         self._plan = plan
         self.pool = BufferPool(torch.device("meta"))
         self._reductions = Reductions(self._start, self._finish, overlap=plan.overlap)
-        self._own: dict[int, list[torch.Tensor]] = {}  # by unit: what is summed over replicas afterwards
-        self._received: dict[int, list[torch.Tensor]] = {}
+        self._received: dict[int, list[list[torch.Tensor]]] = {}  # by unit: those of each flat group
 
     def step(self) -> None:
         """The reductions of one step. Those of one micro-batch may still be on their way when the next begins."""
@@ -64,18 +63,14 @@ class _Receiving:
         self._reductions.end()
 
     def _start(self, unit: UnitPlan) -> None:
-        self._own[unit.index], self._received[unit.index] = [], []
-        for group in unit.trainable:
-            if self._plan.topology.replicate > 1:
-                self._own[unit.index].append(self.pool.take(group.shard_numel, torch.float32))
-            self._received[unit.index] += self._receive(group)
+        self._received[unit.index] = [self._receive(group) for group in unit.trainable]
 
     def _finish(self, unit: UnitPlan) -> None:
-        for buffer in self._received.pop(unit.index, ()):
-            self.pool.give(buffer)
-        for own in self._own.pop(unit.index, ()):
-            self._sum_over_replicas(own.numel())
-            self.pool.give(own)
+        for group, buffers in zip(unit.trainable, self._received.pop(unit.index, ()), strict=False):
+            for buffer in buffers:
+                self.pool.give(buffer)
+            if self._plan.topology.replicate > 1:
+                self._sum_over_replicas(group.shard_numel)
 
     def _receive(self, group: FlatGroupPlan) -> list[torch.Tensor]:
         ranks = self._plan.topology.shard

@@ -31,25 +31,26 @@ def main() -> int:
 
 def _run(reporter: Reporter, *, quick: bool) -> None:
     reporter.say(begin="start")
-    from zerorun.distributed.transport.communicator import default_device, init_distributed, shutdown  # imports torch
+    from zerorun.distributed.device import default_device, synchronize  # imports torch
+    from zerorun.distributed.transport import world
+    from zerorun.distributed.transport.process_group import init_distributed, shutdown
 
     device = default_device()
     with reporter.check(JOINING):
         init_distributed(device)
     import torch
-    import torch.distributed as dist
 
     from . import exchanges, speed
 
-    backend = "nccl" if device.type == "cuda" and "nccl" in str(dist.get_backend_config()) else "gloo"
+    backend = "nccl" if world.uses_nccl(device) else "gloo"
     node = int(os.environ.get("GROUP_RANK", "0"))
     reporter.say(joined={"hostname": socket.gethostname(), "node": node, "device": str(device), "backend": backend})
     # gloo has few collectives on GPUs: where ranks share one, the engine goes through host memory.
     wire = device if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         with reporter.check(FIRST):
-            dist.all_reduce(torch.zeros(1, device=wire))
-            torch.cuda.synchronize(device)
+            world.all_reduce(torch.zeros(1, device=wire), FIRST)
+            synchronize(device)
     parts: list[Callable[[], None]] = [
         lambda: speed.compute(reporter, device, wire),
         lambda: exchanges.check_all(reporter, device, wire),
@@ -59,7 +60,7 @@ def _run(reporter: Reporter, *, quick: bool) -> None:
     for part in parts:
         part()
     with reporter.check("leaving the process group"):
-        dist.barrier()
+        world.barrier("leaving the process group")
         shutdown()
     reporter.say(done=True)
 

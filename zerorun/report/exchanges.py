@@ -12,12 +12,11 @@ from functools import partial
 from itertools import pairwise, product
 
 import torch
-import torch.distributed as dist
 
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.topology import Topology
+from zerorun.distributed.transport import world
 from zerorun.distributed.transport.communicator import Communicator
-from zerorun.distributed.wire import gather_values
 
 from .reporter import Reporter
 
@@ -75,7 +74,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def pattern(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[numel] of this rank: 1, 2 or 3, or 0 where other ranks have their turn; wide dtypes get wide values."""
-    stride = -(-dist.get_world_size() // _MOST_SUMMANDS)
+    stride = -(-world.size() // _MOST_SUMMANDS)
     index = torch.arange(numel, device=device) + rank
     values = torch.where(index % stride == 0, index // stride % 3 + 1, 0)
     return (values * _WIDE.get(dtype, 1)).to(dtype)
@@ -84,7 +83,7 @@ def pattern(rank: int, numel: int, dtype: torch.dtype, device: torch.device) -> 
 def total(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[numel] the sum of all ranks' patterns."""
     summed = torch.zeros(numel, dtype=torch.int64, device=device)
-    for rank in range(dist.get_world_size()):
+    for rank in range(world.size()):
         summed += pattern(rank, numel, torch.int64, device) // _WIDE[torch.int64]
     return (summed * _WIDE.get(dtype, 1)).to(dtype)
 
@@ -94,51 +93,45 @@ def total(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def _all_reduce(device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:
     for numel in NUMELS:
-        buffer = pattern(dist.get_rank(), numel, dtype, device)
-        dist.all_reduce(buffer)
+        buffer = pattern(world.rank(), numel, dtype, device)
+        world.all_reduce(buffer, "all_reduce")
         yield buffer, total(numel, dtype, device)
 
 
 def _all_gather(device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:
-    size, group = dist.get_world_size(), dist.group.WORLD
-    assert group is not None
+    size = world.size()
     for numel in NUMELS:
         full = torch.zeros(numel * size, dtype=dtype, device=device)
         want = torch.cat([pattern(rank, numel, dtype, device) for rank in range(size)])
-        group._allgather_base(full, pattern(dist.get_rank(), numel, dtype, device)).wait()
+        world.all_gather_in_one(full, pattern(world.rank(), numel, dtype, device))
         yield full, want
-        parts = [torch.zeros(numel, dtype=dtype, device=device) for _ in range(size)]
-        dist.all_gather(parts, pattern(dist.get_rank(), numel, dtype, device))
-        yield torch.cat(parts), want
+        yield torch.cat(world.all_gather(pattern(world.rank(), numel, dtype, device), "all_gather")), want
 
 
 def _reduce_scatter(device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:
-    rank, size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
+    rank, size = world.rank(), world.size()
     for numel in NUMELS:
         own = torch.zeros(numel, dtype=dtype, device=device)
         full = pattern(rank, numel * size, dtype, device)
-        group._reduce_scatter_base(own, full, dist.ReduceScatterOptions()).wait()
+        world.reduce_scatter(full, own)
         yield own, total(numel * size, dtype, device)[numel * rank : numel * (rank + 1)]
 
 
 def _broadcast(device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:
-    size = dist.get_world_size()
+    size = world.size()
     for source, numel in product({0, size - 1}, NUMELS):
-        buffer = pattern(dist.get_rank(), numel, dtype, device)
-        dist.broadcast(buffer, source)
+        buffer = pattern(world.rank(), numel, dtype, device)
+        world.broadcast(buffer, source, "broadcast")
         yield buffer, pattern(source, numel, dtype, device)
 
 
 def _send_and_receive(device: torch.device, dtype: torch.dtype) -> Iterator[Outcome]:
     """Everyone to the next rank, all at a time."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = world.rank(), world.size()
     for numel in NUMELS if size > 1 else ():
         came = torch.zeros(numel, dtype=dtype, device=device)
         mine = pattern(rank, numel, dtype, device)
-        wishes = [dist.P2POp(dist.isend, mine, (rank + 1) % size), dist.P2POp(dist.irecv, came, (rank - 1) % size)]
-        for work in dist.batch_isend_irecv(wishes):
-            work.wait()
+        world.pass_on(mine, came)
         yield came, pattern((rank - 1) % size, numel, dtype, device)
 
 
@@ -152,12 +145,12 @@ COLLECTIVES: dict[str, Callable[[torch.device, torch.dtype], Iterator[Outcome]]]
 
 
 def _check_objects(reporter: Reporter) -> None:
-    size = dist.get_world_size()
+    size = world.size()
     with reporter.check("barrier"):
-        dist.barrier()
+        world.barrier("barrier")
     reporter.say(checked="barrier", wrong=None)
     with reporter.check("gather_values"):
-        found = gather_values({"rank": dist.get_rank()})
+        found = world.gather_values({"rank": world.rank()})
     wrong = None if found == [{"rank": rank} for rank in range(size)] else f"it is {str(found)[:200]}"
     reporter.say(checked="gather_values", wrong=wrong)
 
@@ -167,30 +160,24 @@ def _check_objects(reporter: Reporter) -> None:
 
 def _check_engine(reporter: Reporter, device: torch.device) -> None:
     """zerorun's collectives over each topology; with and without peer memory where it is in force."""
-    size, local = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size, local = world.size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     degrees = [size]
-    locals_seen = gather_values(local)
+    locals_seen = world.gather_values(local)
     if len(set(locals_seen)) == 1 and 1 < local < size:
         degrees.append(local)
     transport = ""
     for degree in degrees:
         with reporter.check(f"zerorun groups of {degree}"):
-            topology = Topology.create(size, dist.get_rank(), shard_degree=degree, device_type=device.type)
+            topology = Topology.create(size, world.rank(), shard_degree=degree, device_type=device.type)
             communicator = Communicator(topology, device)
-        transport = _transport(communicator)  # that of the last: the ranks of one host
+        transport = communicator.transport  # that of the last: the ranks of one host
         _check_communicator(reporter, communicator, transport)
         if communicator.reads_peers:
             with _without_peer_memory(), reporter.check(f"zerorun groups of {degree}, sending"):
                 communicator = Communicator(topology, device)
-            _check_communicator(reporter, communicator, _transport(communicator))
+            _check_communicator(reporter, communicator, communicator.transport)
     if degrees[-1] == local > 1:
         reporter.say(transport=transport)
-
-
-def _transport(communicator: Communicator) -> str:
-    if communicator.reads_peers:
-        return "peer memory"
-    return "nccl" if communicator.device.type == "cuda" and "nccl" in str(dist.get_backend_config()) else "gloo"
 
 
 @contextlib.contextmanager

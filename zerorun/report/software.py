@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zerorun.distributed.device import default_device, describe_gpus, nccl_version, on_gpu
 from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.ops import aio, native, on_cuda
 from zerorun.ops.adam import FusedAdam
@@ -31,20 +32,17 @@ _BOARD_SECONDS = 5.0  # for two threads to find each other
 
 def describe_software() -> dict[str, Any]:
     """Versions, ``cuda`` (what torch sees of the GPUs) and ``native_ops``."""
-    return {"versions": _versions(), "cuda": _cuda(), "native_ops": _native_ops()}
+    return {"versions": _versions(), "cuda": describe_gpus(), "native_ops": _native_ops()}
 
 
 def _versions() -> dict[str, str | None]:
-    nccl = None
-    if torch.version.cuda and dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     cudnn = torch.backends.cudnn.version()
     return {
         "torch": torch.__version__,
         "torch_metadata": _metadata_version("torch"),
         "cuda": torch.version.cuda,
         "cudnn": None if cudnn is None else str(cudnn),
-        "nccl": nccl,
+        "nccl": nccl_version(),
         "gloo": f"in torch {torch.__version__}" if dist.is_gloo_available() else None,
         "numpy": _metadata_version("numpy"),
     }
@@ -55,33 +53,6 @@ def _metadata_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-# -- GPUs --------------------------------------------------------------------------------------------------------------
-
-
-def _cuda() -> dict[str, Any]:
-    """``devices`` by index; ``peer_access`` [from][to]; ``trouble``: why torch sees no GPU although it is made for them."""
-    if not torch.cuda.is_available():
-        return {"devices": [], "peer_access": [], "trouble": _cuda_trouble()}
-    count = torch.cuda.device_count()
-    devices = []
-    for index in range(count):
-        found = torch.cuda.get_device_properties(index)
-        capability = f"{found.major}.{found.minor}"
-        devices.append({"name": found.name, "memory": found.total_memory, "capability": capability})
-    access = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
-    return {"devices": devices, "peer_access": access, "trouble": None}
-
-
-def _cuda_trouble() -> str | None:
-    if torch.version.cuda is None:
-        return "this torch is built without CUDA"
-    try:
-        torch.cuda.init()
-    except Exception as error:
-        return str(error).splitlines()[0]
-    return "torch sees no GPU"
 
 
 # -- native operations -------------------------------------------------------------------------------------------------
@@ -97,11 +68,17 @@ def _native_ops() -> list[dict[str, Any]]:
     ]
 
 
+def _current_gpu() -> list[torch.device]:
+    """The GPU of this process, if it has one."""
+    device = default_device()
+    return [device] if on_gpu(device) else []
+
+
 def _native_optimizer() -> dict[str, Any]:
     status = native.status()
     why = status.reason if status.isa is None else f"{status.source}, {status.isa}: {status.reason}"
-    if torch.cuda.is_available():
-        why += f"; on CUDA: {on_cuda.status(torch.device('cuda', torch.cuda.current_device()))}"
+    for gpu in _current_gpu():
+        why += f"; on CUDA: {on_cuda.status(gpu)}"
     return {"name": "native optimizer", "in_force": status.isa is not None, "why": why}
 
 
@@ -113,7 +90,7 @@ def _native_files() -> dict[str, Any]:
 
 
 def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:
-    devices = [torch.device("cpu"), *([torch.device("cuda")] if torch.cuda.is_available() else [])]
+    devices = [torch.device("cpu"), *_current_gpu()]
     try:
         for device in devices:
             attempt(device)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from statistics import median_low
 
 import torch
-import torch.distributed as dist
 
+from zerorun.distributed.device import host_empty, on_gpu, on_host, synchronize
 from zerorun.distributed.topology import Topology
+from zerorun.distributed.transport import world
 from zerorun.distributed.transport.communicator import Communicator
 
 from .lines import PAIR
@@ -19,7 +20,7 @@ from .reporter import Reporter
 # in which the kernel allots a container its share of a processor, so that what is always slow is seen.
 STRETCHES, STRETCH_SECONDS = 5, 0.12
 COMPUTE_ROUNDS, ALIKE = 4, 1.2  # times the median
-MATMUL_NUMEL = {"cpu": 384, "cuda": 4096}  # rows and columns
+MATMUL_NUMEL, MATMUL_NUMEL_GPU = 384, 4096  # rows and columns
 COPY_BYTES = 64 << 20  # between host and device
 MOST_HOSTS_IN_PAIRS = 16  # more: a ring, and the first host to all
 PINGS, REPEATS = 15, 6  # the best counts
@@ -33,11 +34,6 @@ _MOST_REPEATS = 50
 _STOP = -1
 
 
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # -- computing ---------------------------------------------------------------------------------------------------------
 
 
@@ -49,8 +45,8 @@ def compute(reporter: Reporter, device: torch.device, wire: torch.device) -> Non
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    numel = MATMUL_NUMEL.get(device.type, MATMUL_NUMEL["cpu"])
+    dtype = torch.float32 if on_host(device) else torch.bfloat16
+    numel = MATMUL_NUMEL_GPU if on_gpu(device) else MATMUL_NUMEL
     left, right = (torch.ones(numel, numel, dtype=dtype, device=device) for _ in range(2))
     stretches = []
     for _ in range(COMPUTE_ROUNDS):
@@ -59,16 +55,15 @@ def compute(reporter: Reporter, device: torch.device, wire: torch.device) -> Non
             stretches += [_stretch(left, right, reporter.slowness()) for _ in range(STRETCHES)]
         best = min(wall for wall, _ in stretches)
         with reporter.check("comparing the times"):
-            times = [torch.zeros(1, dtype=torch.float64, device=wire) for _ in range(dist.get_world_size())]
-            dist.all_gather(times, torch.tensor([best], dtype=torch.float64, device=wire))
+            times = world.all_gather(torch.tensor([best], dtype=torch.float64, device=wire), "comparing the times")
             found = [float(other.item()) for other in times]
         if max(found) < ALIKE * median_low(found):
             break
     torch.set_num_threads(threads)
     speeds = {"matmul_ms": best * 1e3, "tflop_per_s": 2e-12 * numel**3 / best}
-    if device.type == "cpu":
+    if on_host(device):
         speeds["processor_ms"] = min(busy for _, busy in stretches) * 1e3
-    if device.type == "cuda":
+    if on_gpu(device):
         with reporter.check("copying between host and device"):
             speeds.update(_copies(device))
     reporter.say(compute=speeds)
@@ -76,30 +71,30 @@ def compute(reporter: Reporter, device: torch.device, wire: torch.device) -> Non
 
 def _stretch(left: torch.Tensor, right: torch.Tensor, slowness: float) -> tuple[float, float]:
     """Mean seconds of a product over STRETCH_SECONDS: (by the clock, in which this thread had a processor)."""
-    _sync(left.device)
+    synchronize(left.device)
     count, debt, start, busy = 0, 0.0, time.perf_counter(), time.thread_time()
     while (taken := time.perf_counter() - start) < STRETCH_SECONDS:
         debt += slowness  # products for which one is counted
         while debt >= 1:
             torch.mm(left, right)
             debt -= 1
-        _sync(left.device)
+        synchronize(left.device)
         count += 1
     return taken / count, (time.thread_time() - busy) / count
 
 
 def _copies(device: torch.device) -> dict[str, float]:
     """GB/s between pinned host memory and the device."""
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = host_empty(COPY_BYTES, torch.uint8, pinned=True)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     found = {}
     for name, target, source in (("to_device_gb_per_s", there, host), ("from_device_gb_per_s", host, there)):
         times = []
         for _ in range(4):
-            _sync(device)
+            synchronize(device)
             start = time.perf_counter()
             target.copy_(source, non_blocking=True)
-            _sync(device)
+            synchronize(device)
             times.append(time.perf_counter() - start)
         found[name] = COPY_BYTES / min(times) / 1e9
     return found
@@ -126,21 +121,19 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 def pairs(reporter: Reporter, device: torch.device, node: int, *, quick: bool) -> None:
     """The latency and bandwidth between the first ranks of each pair of hosts. ``device``: where buffers lie."""
     mine = torch.tensor([node], device=device)
-    nodes = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(nodes, mine)
-    found = [int(other.item()) for other in nodes]
+    found = [int(other.item()) for other in world.all_gather(mine, "the numbers of hosts")]
     leaders = [found.index(number) for number in sorted(set(found))]
     for meeting in rounds(len(leaders)) if len(leaders) > 1 else []:
         for first, second in meeting:
-            if dist.get_rank() in (leaders[first], leaders[second]):
+            if world.rank() in (leaders[first], leaders[second]):
                 _meet(reporter, device, (first, second), (leaders[first], leaders[second]), quick=quick)
         with reporter.check("barrier between pairs of hosts"):
-            dist.barrier()
+            world.barrier("barrier between pairs of hosts")
 
 
 def _meet(reporter: Reporter, device: torch.device, hosts: tuple[int, int], ranks: tuple[int, int], *, quick: bool) -> None:
     with reporter.check(f"{PAIR}{hosts[0]} {hosts[1]}"):
-        if dist.get_rank() == ranks[1]:
+        if world.rank() == ranks[1]:
             _echo(ranks[0], device)
             return
         pings = [_ping(ranks[1], 0, device) for _ in range(3)]
@@ -150,7 +143,7 @@ def _meet(reporter: Reporter, device: torch.device, hosts: tuple[int, int], rank
         if taken < PROBE_IS_SLOW_SECONDS and not quick:
             size = PAIR_BYTES
             taken = min(_ping(ranks[1], size, device) for _ in range(REPEATS))
-        dist.send(torch.tensor([_STOP], device=device), ranks[1])
+        world.send(torch.tensor([_STOP], device=device), ranks[1])
     sure = size == PAIR_BYTES or taken > PROBE_IS_SLOW_SECONDS  # a short message says little of a fast network
     speed = size / max(taken - latency, 1e-9) / 1e9
     reporter.say(pair={"hosts": hosts, "latency_us": latency * 1e6, "gb_per_s": speed, "sure": sure})
@@ -159,13 +152,13 @@ def _meet(reporter: Reporter, device: torch.device, hosts: tuple[int, int], rank
 def _ping(peer: int, size: int, device: torch.device) -> float:
     """Seconds until ``peer`` has answered ``size`` bytes."""
     head, payload = torch.tensor([size], device=device), torch.zeros(size, dtype=torch.uint8, device=device)
-    _sync(device)
+    synchronize(device)
     start = time.perf_counter()
-    dist.send(head, peer)
+    world.send(head, peer)
     if size:
-        dist.send(payload, peer)
-    dist.recv(head, peer)
-    _sync(device)
+        world.send(payload, peer)
+    world.receive(head, peer)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -174,13 +167,13 @@ def _echo(peer: int, device: torch.device) -> None:
     head = torch.zeros(1, dtype=torch.int64, device=device)
     payload = torch.zeros(PAIR_BYTES, dtype=torch.uint8, device=device)
     while True:
-        dist.recv(head, peer)
+        world.receive(head, peer)
         size = int(head.item())
         if size == _STOP:
             return
         if size:
-            dist.recv(payload[:size], peer)
-        dist.send(head, peer)
+            world.receive(payload[:size], peer)
+        world.send(head, peer)
 
 
 # -- sizes of messages -------------------------------------------------------------------------------------------------
@@ -191,11 +184,11 @@ def sizes(reporter: Reporter, device: torch.device, wire: torch.device, *, quick
 
     Sizes and bus bandwidths are those of the NCCL tests: the whole buffer's, and what an ideal ring has on each link.
     """
-    world_size = dist.get_world_size()
+    world_size = world.size()
     if world_size == 1:
         return
     with reporter.check("groups for the sizes"):
-        topology = Topology.create(world_size, dist.get_rank(), device_type=device.type)
+        topology = Topology.create(world_size, world.rank(), device_type=device.type)
         communicator = Communicator(topology, device)
     for name, trips in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
         for size_bytes in SIZES:
@@ -204,7 +197,7 @@ def sizes(reporter: Reporter, device: torch.device, wire: torch.device, *, quick
             with reporter.check(f"{name} of {size_bytes} bytes"):
                 numel = -(-size_bytes // 4 // world_size) * world_size  # as many for each rank
                 seconds = _time(_operation(name, communicator, wire, numel), wire)
-            if dist.get_rank() == 0:
+            if world.rank() == 0:
                 bandwidth = trips * (world_size - 1) / world_size * numel * 4 / seconds / 1e9
                 reporter.say(size={"name": name, "bytes": size_bytes, "us": seconds * 1e6, "bus_gb_per_s": bandwidth})
             if seconds * 8 > TOO_SLOW_SECONDS:
@@ -214,10 +207,10 @@ def sizes(reporter: Reporter, device: torch.device, wire: torch.device, *, quick
 
 
 def _operation(name: str, communicator: Communicator, wire: torch.device, numel: int) -> Callable[[], object]:
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size, rank = world.size(), world.rank()
     buffer = torch.zeros(numel, device=wire if name == "all_reduce" else communicator.device)
     if name == "all_reduce":
-        return lambda: dist.all_reduce(buffer)
+        return lambda: world.all_reduce(buffer, "report")
     step = numel // size
     bounds = [step * index for index in range(size + 1)]
     if name == "all_gather":
@@ -236,17 +229,17 @@ def _time(operation: Callable[[], object], wire: torch.device) -> float:
 
 
 def _timed(operation: Callable[[], object], wire: torch.device, count: int) -> float:
-    dist.barrier()
-    _sync(wire)
+    world.barrier("before a time is taken")
+    synchronize(wire)
     start = time.perf_counter()
     for _ in range(count):
         operation()
-    _sync(wire)
+    synchronize(wire)
     return time.perf_counter() - start
 
 
 def _agreed(seconds: float, wire: torch.device) -> float:
     """The largest of all ranks' ``seconds``."""
     value = torch.tensor([seconds], dtype=torch.float64, device=wire)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
+    world.all_reduce(value, "the longest time", largest=True)
     return float(value.item())

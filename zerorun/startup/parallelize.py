@@ -11,17 +11,21 @@ from torch import nn
 
 from ..config.parse import Config
 from ..config.sections import TensorParallel
+from ..distributed.device import generators
 from ..distributed.replication import ALONE, Replication
 from ..distributed.tensor_shard import TensorShard, partial_of, shards_of
 from ..distributed.topology import Topology
-from ..distributed.transport.channel import Channel, CommunicationStatistics
-from ..distributed.wire import gather_values
+from ..distributed.transport.connect import connect_axis
+from ..distributed.transport.gloo import Gloo
+from ..distributed.transport.statistics import CommunicationStatistics
+from ..distributed.transport.transport import Transport
+from ..distributed.transport.world import gather_values
 from ..errors import ModelError, PipelineError
 from ..log import info_once
 from ..pipeline.module import PipelineModule
 from ..pipeline.pipelined import Pipelined, Tie
 from ..pipeline.split_pretrained import PretrainedPipeline, split_pretrained
-from ..tensor_parallel.axis import ChannelAxis, make_axis
+from ..tensor_parallel.axis import TransportAxis, make_axis
 from ..tensor_parallel.causal_loss import has_head
 from ..tensor_parallel.collectives import Region, make_region
 from ..tensor_parallel.layers import whole_of
@@ -38,11 +42,11 @@ Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``model_axes``,
 class ParallelizedModel:
     """A model of which this rank has a part. ``undo`` makes it whole again; all ranks must call it."""
 
-    model_axes: dict[str, Channel] = field(default_factory=dict)  # axes over which gradients may have to be summed
+    model_axes: dict[str, Transport] = field(default_factory=dict)  # axes over which gradients may have to be summed
     shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> what of it is here
     replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
-    axis: ChannelAxis | None = None
+    axis: TransportAxis | None = None
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
@@ -61,14 +65,14 @@ class ParallelizedModel:
         """What each tensor rank gives. All of them must call it."""
         if self.axis is None:
             return [number]
-        mine = torch.tensor([number], device=self.axis.channel.device)
+        mine = torch.tensor([number], device=self.axis.transport.device)
         found: list[int] = self.axis.all_gather(mine, 0, range(self.axis.size + 1), "comparison of data").tolist()
         return found
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
         """Let ``whole`` be that of another tensor rank, in place. All tensor ranks call it."""
         if self.axis is not None:
-            self.axis.channel.broadcast(whole, "edited parameters", tensor_rank)
+            self.axis.transport.broadcast(whole, "edited parameters", tensor_rank)
 
 
 def is_part(model: nn.Module) -> bool:
@@ -190,17 +194,10 @@ def divide_shapes(
     """As ``divide``, of a model on the meta device: nobody is needed for it. Returns how gradients are spread."""
     replication_of = ParallelizedModel().replication_of
     if topology.tensor > 1:
-        nobody = Channel(
-            "tensor",
-            None,
-            topology.tensor_rank,
-            topology.tensor,
-            torch.device("meta"),
-            CommunicationStatistics(),
-            reads_peers=False,
-        )
+        place = (topology.tensor_rank, topology.tensor)
+        nobody = Gloo("tensor", None, *place, torch.device("meta"), CommunicationStatistics())
         if plan is not None:
-            _convert(model, plan, config, Region(ChannelAxis(nobody)))
+            _convert(model, plan, config, Region(TransportAxis(nobody)))
         replication_of = _replication_in_layers(model, topology)
     if not isinstance(model, Pipelined) or topology.pipe == 1:
         return replication_of
@@ -224,7 +221,7 @@ def _divide_layers(
         _take_rank_zeros(model, axis)
     _agree_on_random_numbers(axis)
     return ParallelizedModel(
-        {"tensor": axis.channel}, shards_of(model), _replication_in_layers(model, topology), undo, axis
+        {"tensor": axis.transport}, shards_of(model), _replication_in_layers(model, topology), undo, axis
     )
 
 
@@ -260,24 +257,24 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
 
 
 def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device) -> None:
-    """Give stages that have copies of one parameter a channel to sum its gradients, and the same values.
+    """Give stages that have copies of one parameter a transport to sum its gradients, and the same values.
 
     Each tie has a name of its own, and so a flat group of its own, which lies alike on all its stages.
     """
     copies: Copies = {}
-    channels: dict[tuple[int, ...], Channel] = {}
+    transports: dict[tuple[int, ...], Transport] = {}
     for tie, stages in _ties_of_stages(model, topology):
         group = topology.subgroup("pipe", stages)
         if topology.pipe_rank not in stages:
             continue
-        if stages not in channels:
+        if stages not in transports:
             place = (stages.index(topology.pipe_rank), len(stages))
-            channels[stages] = Channel(f"stages {stages}", group, *place, device, CommunicationStatistics())
-        made.model_axes[_name_of(tie)] = channels[stages]
+            transports[stages] = connect_axis(f"stages {stages}", group, *place, device, CommunicationStatistics())
+        made.model_axes[_name_of(tie)] = transports[stages]
         for local in _names_here(tie, topology):
             param = model.get_parameter(local)
             if id(param) not in copies and part_of(param) is None:  # a stage may use it in several parts
-                channels[stages].broadcast(param.data, "pipeline: tied parameters")
+                transports[stages].broadcast(param.data, "pipeline: tied parameters")
             copies[id(param)] = (_name_of(tie), stages[0] == topology.pipe_rank)
             if local != tie.name:
                 made.copies[local] = tie.name
@@ -309,7 +306,7 @@ def _with_copies(inner: Callable[[nn.Parameter], Replication], copies: Copies) -
     return replication_of
 
 
-def _take_rank_zeros(model: nn.Module, axis: ChannelAxis) -> None:
+def _take_rank_zeros(model: nn.Module, axis: TransportAxis) -> None:
     """What every tensor rank of a model made of divided layers has whole is tensor rank 0's."""
     shards = shards_of(model)
     for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
@@ -317,12 +314,9 @@ def _take_rank_zeros(model: nn.Module, axis: ChannelAxis) -> None:
             axis.broadcast(tensor.data, "tensor: whole weights")
 
 
-def _agree_on_random_numbers(axis: ChannelAxis) -> None:
+def _agree_on_random_numbers(axis: TransportAxis) -> None:
     """The default generators go on as those of tensor rank 0. See tensor_parallel/random.py."""
-    state = torch.get_rng_state()
-    axis.broadcast(state, "tensor: random state")
-    torch.set_rng_state(state)
-    if axis.channel.device.type == "cuda":
-        state = torch.cuda.get_rng_state(axis.channel.device)
+    for generator in generators(axis.transport.device):
+        state = generator.get_state()
         axis.broadcast(state, "tensor: random state")
-        torch.cuda.set_rng_state(state, axis.channel.device)
+        generator.set_state(state)

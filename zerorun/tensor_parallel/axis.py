@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from ..distributed.topology import Topology
-from ..distributed.transport.channel import Channel, CommunicationStatistics
+from ..distributed.transport.connect import connect_axis
+from ..distributed.transport.statistics import CommunicationStatistics
+from ..distributed.transport.transport import Transport
 
 
 class Axis(Protocol):
@@ -36,25 +38,25 @@ class Axis(Protocol):
         ...
 
 
-class ChannelAxis:
+class TransportAxis:
     """The tensor axis of processes."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-        self.rank, self.size = channel.rank, channel.size
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChannelAxis:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TransportAxis:
         return self  # copies of a module talk to the same ranks
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        return self.channel.sum_of(_flat(tensor), label).view(tensor.shape)
+        return self.transport.sum_of(_flat(tensor), label).view(tensor.shape)
 
     def all_gather(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         dim %= tensor.dim()
         row = prod(tensor.shape[:dim] + tensor.shape[dim + 1 :])  # this rank's own part may be empty
         flat = torch.empty(row * bounds[-1], dtype=tensor.dtype, device=tensor.device)
         flat_bounds = [row * bound for bound in bounds]
-        self.channel.all_gather(flat, flat_bounds, label, _flat(tensor)).wait()
+        self.transport.all_gather(flat, flat_bounds, label, _flat(tensor)).wait()
         parts = [
             flat[row * low : row * high].view(*tensor.shape[:dim], high - low, *tensor.shape[dim + 1 :])
             for low, high in pairwise(bounds)
@@ -67,11 +69,12 @@ class ChannelAxis:
         flat = torch.cat([_flat(part) for part in parts])
         row = tensor.numel() // max(tensor.shape[dim], 1)
         out = torch.empty(parts[self.rank].numel(), dtype=tensor.dtype, device=tensor.device)
-        self.channel.reduce_scatter(flat, [row * bound for bound in bounds], out, label)
+        flat_bounds = [row * bound for bound in bounds]
+        self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype).wait()
         return out.view(parts[self.rank].shape)
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        self.channel.broadcast(tensor, label)
+        self.transport.broadcast(tensor, label)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,14 +88,15 @@ def _joined(flat: torch.Tensor, parts: list[torch.Tensor], dim: int) -> torch.Te
     return flat.view(shape)
 
 
-def make_axis(topology: Topology, device: torch.device) -> ChannelAxis:
+def make_axis(topology: Topology, device: torch.device) -> TransportAxis:
     """The tensor axis of ``topology``. All ranks must call it.
 
     It is made once: layers and engines over one topology share it, and its counts.
     """
-    axis: ChannelAxis | None = topology.shared.get("tensor axis")
+    axis: TransportAxis | None = topology.shared.get("tensor axis")
     if axis is None:
         group = topology.group("tensor") if topology.tensor > 1 else None
-        channel = Channel("tensor", group, topology.tensor_rank, topology.tensor, device, CommunicationStatistics())
-        axis = topology.shared["tensor axis"] = ChannelAxis(channel)
+        place = (topology.tensor_rank, topology.tensor)
+        transport = connect_axis("tensor", group, *place, device, CommunicationStatistics())
+        axis = topology.shared["tensor axis"] = TransportAxis(transport)
     return axis

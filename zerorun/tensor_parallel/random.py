@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import torch
 
+from ..distributed.device import generators
+
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**63 - 1
 
 
@@ -38,11 +40,9 @@ class Streams:
             return
         drawn = int(torch.randint(_MODULUS, (), dtype=torch.int64))
         self._seed = region_seed(drawn, self._rank)
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            generators.append(torch.cuda.default_generators[device.index or 0])
-        self._outside = [(generator, generator.get_state()) for generator in generators]
-        for generator in generators:
+        drawn_from = generators(device)
+        self._outside = [(generator, generator.get_state()) for generator in drawn_from]
+        for generator in drawn_from:
             generator.manual_seed(self._seed)
 
     def leave(self) -> None:

@@ -24,7 +24,7 @@ from .unit import Unit
 def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -> None:
     """Raise OrderError, on all ranks of this pipeline stage alike, unless they all call ``function`` for ``wanted``."""
     comm, problem = model.comm, f"{function}(...) was called for different parameters on different ranks"
-    compare(problem, [f"a call of {function}", *wanted], comm.stage_gather, comm.data_objects)
+    compare(problem, [f"a call of {function}", *wanted], comm.stage_gather, comm.control.data_values)
 
 
 def gathered(model: ShardedModel, flat_group: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
@@ -141,7 +141,7 @@ def restore_module(model: ShardedModel) -> None:
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
     runtime.comm.fence()
-    runtime.comm.barrier()  # others may still be looking whether this rank has settled
+    runtime.comm.control.barrier()  # others may still be looking whether this rank has settled
     runtime.remove_hooks()
     model.forget()
 
@@ -323,7 +323,8 @@ def _take_from(model: ShardedModel, rank: int, whole: torch.Tensor) -> None:
     comm = model.comm
     data = comm.topology.ranks_along("data", comm.topology.rank_at(tensor=0))
     source = comm.topology.coordinate(rank)
-    comm.broadcast(whole, data.index(comm.topology.rank_at(**{**source._asdict(), "tensor": 0})), "edited parameters")
+    number = data.index(comm.topology.rank_at(**{**source._asdict(), "tensor": 0}))
+    comm.control.data_broadcast(whole, number, "edited parameters")
     model.parts.take(whole, source.tensor)
 
 
@@ -392,7 +393,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
     model, home = found
     compare_request(model, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
     flat, known = _owned_state(model, home.flat_group, key)
-    if not any(model.comm.data_objects(known)):
+    if not any(model.comm.control.data_values(known)):
         return None
     part = entry_view(home, gathered(model, home.flat_group, flat, home.unit.name)).clone()
     return model.parts.whole(param, part)

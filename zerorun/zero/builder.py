@@ -125,7 +125,7 @@ class _Builder:
         for entry, param in zip(plan.layout.entries, params, strict=True):
             flat[entry.offset : entry.end].copy_(_taken_value(param))
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # so that it does not lie there twice
-        self._comm.broadcast(flat, 0, "initial parameters")
+        self._comm.control.data_broadcast(flat, 0, "initial parameters")
         return flat
 
     def _weights(

@@ -179,7 +179,7 @@ class Gathers:
         need = unit.index if unit is not None else _END
         message = torch.tensor([self.phases, trace.issued, need], dtype=torch.int64)
         try:
-            answers = [tuple(answer.tolist()) for answer in self._comm.data_gather(message, ORDER_TIMEOUT_S)]
+            answers = [tuple(answer.tolist()) for answer in self._comm.control.data_gather(message, ORDER_TIMEOUT_S)]
         except OrderError as error:
             raise OrderError(self._unanswered(trace, unit)) from error
         if len({(phase, issued) for phase, issued, _ in answers}) > 1:
@@ -205,7 +205,7 @@ class Gathers:
         """Merge what the ranks needed into the order of this kind of pass."""
         if trace.key in self._orders and self._orders[trace.key] is None:
             return
-        merged = merge_orders(self._comm.data_objects(trace.recorded), universe)
+        merged = merge_orders(self._comm.control.data_values(trace.recorded), universe)
         if merged is None:
             warn_once(
                 "ranks run their units in contradictory orders: results are right, but nothing is prefetched, and "

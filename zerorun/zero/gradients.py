@@ -83,7 +83,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     flat_groups = [flat_group for unit in model.units for flat_group in unit.trainable if flat_group.reduced]
     names = [name for flat_group in flat_groups for name in flat_group.names]
     squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.shard_rank)]
-    total = comm.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
+    total = comm.control.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
     if topology.tensor > 1:
         comm.sum_over_axis([total], "tensor")
     factor = abs(model.gradient_factor()) / math.sqrt(topology.replicate)
@@ -140,7 +140,7 @@ def _reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
     """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for it."""
     asked = torch.cat([torch.tensor([len(model.runtime.reducer.late)]), fingerprint([function, *wanted])])
     try:
-        answers = model.comm.data_gather(asked, ORDER_TIMEOUT_S)
+        answers = model.comm.control.data_gather(asked, ORDER_TIMEOUT_S)
     except OrderError as error:
         raise OrderError(
             f"gradients were asked for on rank {model.comm.topology.rank}, and not on all other ranks within "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
 from ..plan.weights import repacking
 from .execution_trace import ExecutionTrace
@@ -33,7 +34,7 @@ class ScriptGuard:
         self.held: set[int] = set()
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self.state_dict_allowed = False
-        self._units, self._on_cpu = units, device.type == "cpu"
+        self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
 
     @contextmanager
@@ -92,7 +93,7 @@ class ReadGuard:
     """
 
     def __init__(self, module: nn.Module, units: Iterable[Unit], device: torch.device, *, watches: bool) -> None:
-        self._module, self._on_cpu = module, device.type == "cpu"
+        self._module, self._on_cpu = module, on_host(device)
         self._units = [unit for unit in units if not unit.resident]
         self._watches = watches
         self._watch: ReadWatch | None = None  # that is on

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from ..distributed.device import Arrival
 from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
 from .flat_group import TrainedGroup
-from .offload.host_link import Arrival, HostLink
+from .offload.host_link import HostLink
 from .offload.nvme import StateFile
 from .pieces import OptimizerPiece
 from .unit import Unit, links_of

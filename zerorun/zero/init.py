@@ -29,7 +29,6 @@ from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
@@ -37,9 +36,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from ..distributed.same_request import SAME, compare
-from ..distributed.transport.communicator import init_distributed
-from ..distributed.waits import waiting
-from ..distributed.wire import gather_values
+from ..distributed.transport import world
+from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
 from ..plan.weights import stays_apart
 from .placeholders import is_loud, placeholder, storage_key, tensors_in
@@ -156,10 +154,9 @@ def take_values(params: Sequence[torch.Tensor], source: int) -> None:
     now = [f"a parameter of shape {tuple(param.shape)} and {param.dtype}" for param in params]
     with torch._C.DisableTorchFunction(), torch.no_grad():
         _compare("parameters were given different shapes or dtypes on different ranks", now, "change them on all ranks")
-        for param in params if params and dist.get_world_size() > 1 else ():
+        for param in params if params and world.size() > 1 else ():
             values = param.detach().contiguous()
-            with waiting("GatheredParameters: broadcast of an edited parameter"):
-                dist.broadcast(values, source)
+            world.broadcast(values, source, "GatheredParameters: broadcast of an edited parameter")
             if _is_expanded(param):
                 param.data = values
             else:
@@ -169,7 +166,7 @@ def take_values(params: Sequence[torch.Tensor], source: int) -> None:
 def _number_alike() -> None:
     """Count on from one number on all ranks. It may differ after an error that only some had."""
     global _numbers
-    if dist.get_world_size() > 1:
+    if world.size() > 1:
         _numbers = count(max(map(int, _of_all(torch.tensor([next(_numbers)], device="cpu")))))
 
 
@@ -178,15 +175,12 @@ def _described(part: _Part) -> str:
 
 
 def _compare(problem: str, wanted: Sequence[str], remedy: str = SAME) -> None:
-    if wanted and dist.get_world_size() > 1:
-        compare(problem, wanted, _of_all, gather_values, remedy)
+    if wanted and world.size() > 1:
+        compare(problem, wanted, _of_all, world.gather_values, remedy)
 
 
 def _of_all(mine: torch.Tensor) -> list[torch.Tensor]:
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    with waiting("zerorun.zero.Init: whether all ranks do the same"):
-        dist.all_gather(found, mine)
-    return found
+    return world.all_gather(mine, "zerorun.zero.Init: whether all ranks do the same")
 
 
 def whole_value(param: torch.Tensor) -> torch.Tensor | None:
@@ -203,7 +197,7 @@ def part_of(param: torch.Tensor) -> torch.Tensor | None:
 
 def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:
     """Turn a parameter on the meta device into a partitioned one on ``device``: its part, still to be filled."""
-    shard = torch.zeros(-(-param.numel() // dist.get_world_size()), dtype=param.dtype, device=device)
+    shard = torch.zeros(-(-param.numel() // world.size()), dtype=param.dtype, device=device)
     made = nn.Parameter(placeholder(param, device), requires_grad=param.requires_grad)
     for holder in module.modules():
         for name, other in holder._parameters.items():
@@ -241,24 +235,22 @@ def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[
 
 
 def _whole(part: _Part) -> torch.Tensor:
-    size, numel = dist.get_world_size(), part.shape.numel()
+    size, numel = world.size(), part.shape.numel()
     flat = torch.empty(part.shard.numel() * size, dtype=part.shard.dtype, device=part.shard.device)
     if size == 1:  # gloo would let go of its tensors a little later
         flat.copy_(part.shard)
     else:
-        with waiting("zerorun.zero.Init: all-gather of a parameter"):
-            dist.all_gather(list(flat.chunk(size)), part.shard)
+        world.all_gather_flat(flat, part.shard, "zerorun.zero.Init: all-gather of a parameter")
     return flat[:numel].view(part.shape)
 
 
 def release(param: torch.Tensor) -> None:
     """Keep this rank's part of rank 0's value, and leave a placeholder."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size, rank = world.size(), world.rank()
     whole = param.detach()
     flat = whole.contiguous().view(-1)  # not reshape(): it may give a view of fewer elements in memory
     if size > 1:
-        with waiting("zerorun.zero.Init: broadcast of a parameter"):
-            dist.broadcast(flat, 0)
+        world.broadcast(flat, 0, "zerorun.zero.Init: broadcast of a parameter")
     length = -(-flat.numel() // size)
     shard = torch.zeros(length, dtype=flat.dtype, device=flat.device)
     own = flat[rank * length : (rank + 1) * length]

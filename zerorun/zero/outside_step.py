@@ -77,7 +77,7 @@ class OutsideStep:
         self._refuse_reading(name, reads)
         changed = self._versions() != before
         if together:
-            changed = bool(comm.control_sum(torch.tensor([float(changed)]))[0])
+            changed = bool(comm.control.sum(torch.tensor([float(changed)]))[0])
         if changed or not (together or self._sharded.pieces):  # who has no piece sees nothing change
             self._together.add(name)
             comm.fence()

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from ..distributed.transport.channel import Pending
 from ..distributed.transport.communicator import Communicator
+from ..distributed.transport.statistics import Pending
 from ..errors import OrderError
 from ..plan.reductions import Reductions
 from ..plan.sharding_plan import ShardingPlan
@@ -135,7 +135,7 @@ class Reducer:
 
     def reduce_late(self) -> None:
         """Reduce the gradients that came late on any rank. A unit that is late again waits for the end of the backward."""
-        for index in sorted(set().union(*self._comm.data_objects(self.late))):
+        for index in sorted(set().union(*self._comm.control.data_values(self.late))):
             unit = self._units[index]
             if index in self._late_before:
                 unit.defer()

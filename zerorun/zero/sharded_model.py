@@ -160,10 +160,10 @@ class ShardedModel:
         other = told.loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
         values = [self._square_sum(), len(late), unused, told.bad_losses, told.weight if first else 0.0, other, abs(other)]
         values += told.wishes
-        total = self.comm.control_sum(torch.tensor(values, dtype=torch.float64))
+        total = self.comm.control.sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             self.reduce_late()
-            total[0] = self.comm.control_sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
+            total[0] = self.comm.control.sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
         square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
         counts, apart = tuple(int(count) for count in wished), abs(others) / scale if scale else 0.0
         return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
@@ -230,7 +230,7 @@ class ShardedModel:
 
     def _sum_over_model_axes(self) -> None:
         """Sum over the other axes the gradients of which ranks have summands there. Late ones come first."""
-        if self.comm.control_sum(torch.tensor([float(len(self.runtime.reducer.late))]))[0]:
+        if self.comm.control.sum(torch.tensor([float(len(self.runtime.reducer.late))]))[0]:
             self.reduce_late()
         flat_groups = [flat_group for unit in self.units for flat_group in unit.trainable]
         for axis in self.comm.model_axes:

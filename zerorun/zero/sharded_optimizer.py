@@ -119,7 +119,7 @@ class ShardedOptimizer:
 
     def _refuse_unused(self, left_out: set[tuple[int, int]]) -> None:
         """Raise StepError on all ranks alike: other pipeline stages have other parameters."""
-        found = self.comm.control_objects(self._name_unused(left_out) if left_out else None)
+        found = self.comm.control.values(self._name_unused(left_out) if left_out else None)
         first = next((text for text in found if text is not None), None)
         if first is not None:
             raise StepError(first)
@@ -127,7 +127,7 @@ class ShardedOptimizer:
     def _unused_everywhere(self) -> set[tuple[int, int]]:
         """(id of flat group, entry) of the parameters without a gradient on any rank since the last step."""
         flags = [torch.tensor([float(used) for used in flat_group.used]) for flat_group in self._flat_groups]
-        summed = self.comm.data_sum(torch.cat([torch.zeros(1), *flags]))[1:].split([len(part) for part in flags])
+        summed = self.comm.control.data_sum(torch.cat([torch.zeros(1), *flags]))[1:].split([len(part) for part in flags])
         for axis in self.comm.model_axes:  # where another rank had a gradient, this one has it, too
             members = [
                 part

@@ -34,10 +34,10 @@ import torch
 from torch import nn
 
 from ..distributed.layout import aligned_bytes
-from ..distributed.transport.channel import Pending
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
+from ..distributed.transport.statistics import Pending
 from ..plan.sharding_plan import SlotPlan, UnitPlan
 from .flat_group import FlatGroup, TrainedGroup
 from .offload.host_link import HostLink

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import torch
 
+from ...distributed.device import on_host
 from .pickles import RuledUnpickler
 
 _MOST_PICKLE = 1 << 30  # bytes
@@ -159,7 +160,7 @@ def refuse_strange_tensors(value: Any, nbytes: int) -> None:
     while left:
         item = left.pop()
         if isinstance(item, torch.Tensor):
-            plain = item.layout == torch.strided and item.device.type == "cpu" and not item.is_quantized
+            plain = item.layout == torch.strided and on_host(item) and not item.is_quantized
             if not plain or item.numel() * item.element_size() > nbytes:
                 raise ValueError(f"it has a tensor of the shape {list(item.shape)!r:.80} without values for it")
         elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:

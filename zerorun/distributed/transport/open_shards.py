@@ -26,7 +26,7 @@ _open: dict[OpenShards, None] = {}
 
 
 class OpenShards:
-    """The shards of one rank, flat, and the way to those of its group. ``tag`` is asked as Books.tag of channel.py is."""
+    """The shards of one rank, flat, and the way to those of its group. ``tag``: CommunicationStatistics.tag."""
 
     def __init__(self, memory: PeerMemory, shards: Sequence[torch.Tensor], tag: Callable[[str], int]) -> None:
         self._memory, self._shards, self._tag = memory, list(shards), tag

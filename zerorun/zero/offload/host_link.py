@@ -21,12 +21,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Generic, TypeVar
 
 import torch
 
+from ...distributed.device import Arrival, CopyStream, host_empty, on_gpu
 from ...distributed.layout import aligned_bytes
 from .nvme import StateFile
 
@@ -53,7 +53,7 @@ class Staging:
     """Two pinned host buffers of ``nbytes`` bytes, used in turn: what is on its way to or from the device lies here."""
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
-        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2 if nbytes else 0)]
+        self._buffers = [host_empty(nbytes, torch.uint8, pinned=pinned) for _ in range(2 if nbytes else 0)]
         self._busy: list[Callable[[], object] | None] = [None, None]  # returns when the buffer is free again
         self._next = 0
 
@@ -72,23 +72,6 @@ class Staging:
     def hold(self, index: int, until: Callable[[], object]) -> None:
         """Buffer ``index`` is in use until ``until`` returns."""
         self._busy[index] = until
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """The end of a copy between device and host. ``event`` None: it is over."""
-
-    event: torch.cuda.Event | None
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def wait(self) -> None:
-        """Let later work of the current stream wait for it."""
-        if self.event is not None:
-            self.event.wait()
 
 
 class _Later(Generic[Result]):
@@ -147,11 +130,9 @@ class HostLink:
         ``store``: masters and moments that are on a disk; there is a thread then, as well.
         """
         self.device = device
-        on_gpu = device.type == "cuda"
-        self._pinned = pinned and on_gpu
-        self._down = torch.cuda.Stream(device) if on_gpu else None
-        self._up = torch.cuda.Stream(device) if on_gpu else None
-        self.apart = on_gpu if apart is None else apart
+        self._pinned = pinned and on_gpu(device)
+        self._down, self._up = CopyStream(device), CopyStream(device)
+        self.apart = on_gpu(device) if apart is None else apart
         self.store = store
         self._worker = ThreadPoolExecutor(1, "zerorun-host") if self.apart or store is not None else None
         self._landings: list[Callable[[], None]] = []
@@ -169,7 +150,7 @@ class HostLink:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat host tensor."""
-        return torch.empty(numel, dtype=dtype, pin_memory=self._pinned)
+        return host_empty(numel, dtype, pinned=self._pinned)
 
     # -- gradients, down -----------------------------------------------------------------------------------------
 
@@ -181,11 +162,14 @@ class HostLink:
         ``drain`` must follow. What is returned must be called before ``source`` is written again.
         """
         place, landing = None, None
-        if self._down is not None:
-            self._down.wait_stream(torch.cuda.current_stream(self.device))
+        self._down.follow()
         if add and self.apart:
             place, landing = self._landing.take(source.numel(), source.dtype)
-        left = self._copy(self._down, source, target if landing is None else landing, add=add and landing is None)
+        if add and landing is None:
+            target.add_(source)
+            left = Arrival()
+        else:
+            left = self._down.copy(source, target if landing is None else landing)
 
         def land() -> None:
             left.synchronize()
@@ -208,22 +192,11 @@ class HostLink:
         for landed in landings:
             landed()
 
-    def _copy(
-        self, stream: torch.cuda.Stream | None, source: torch.Tensor, target: torch.Tensor, *, add: bool = False
-    ) -> Arrival:
-        if stream is None:
-            target.add_(source) if add else target.copy_(source)
-            return Arrival(None)
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return Arrival(stream.record_event())
-
     # -- updates, and weights, up --------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Weights may be sent from here on: what has been begun on the device reads the old ones."""
-        if self._up is not None:
-            self._up.wait_stream(torch.cuda.current_stream(self.device))
+        self._up.follow()
 
     def begin(self, work: Callable[[], Result]) -> Callable[[], Result]:
         """Begin ``work``, after all that was begun before. What is returned waits for its result, or raises its error."""
@@ -238,9 +211,9 @@ class HostLink:
 
         ``place``: the number of the rounding place that the sources lie in; it is free again when the copies are over.
         """
-        arrival = Arrival(None)
+        arrival = Arrival()
         for source, target in pairs:
-            arrival = self._copy(self._up, source, target)
+            arrival = self._up.copy(source, target)
         if place is not None:
             self._rounded.hold(place, arrival.synchronize)
         return arrival

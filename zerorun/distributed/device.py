@@ -1,0 +1,192 @@
+"""The device of a rank, which is a GPU or the CPU: all that differs between them is here.
+
+Only this file and the transports know torch.cuda. On a CPU there are no streams: a copy is done when its call returns, and
+whoever waits for one waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
+
+
+def default_device() -> torch.device:
+    """The device of this rank: its GPU by LOCAL_RANK if there is one, else the CPU. ZERORUN_DEVICE overrides it."""
+    wanted = os.environ.get("ZERORUN_DEVICE")
+    if wanted:
+        return torch.device(wanted)
+    if gpus := gpu_count():
+        return torch.device(GPU, int(os.environ.get("LOCAL_RANK", "0")) % gpus)
+    return torch.device(CPU)
+
+
+def gpu_count() -> int:
+    """How many GPUs this process can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def on_gpu(where: torch.device | torch.Tensor) -> bool:
+    """True for a GPU, and for what lies in its memory."""
+    return _type_of(where) == GPU
+
+
+def on_host(where: torch.device | torch.Tensor) -> bool:
+    """True for the CPU, and for what lies in host memory."""
+    return _type_of(where) == CPU
+
+
+def _type_of(where: torch.device | torch.Tensor) -> str:
+    return (where.device if isinstance(where, torch.Tensor) else where).type
+
+
+def select(device: torch.device) -> None:
+    """Let ``device`` be the one that this process means by "cuda"."""
+    if on_gpu(device):
+        torch.cuda.set_device(device)
+
+
+def gpus_in_use() -> list[torch.device]:
+    """The current GPU, if this process has used one or makes its tensors there; asking starts no CUDA."""
+    if torch.cuda.is_initialized() or on_gpu(torch.get_default_device()):
+        return [torch.device(GPU, torch.cuda.current_device())]
+    return []
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when ``device`` has done everything that it was told."""
+    if on_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """[numel] in host memory. ``pinned``: a GPU reads and writes it by itself, while the program goes on."""
+    return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of a GPU's memory that this process could still get; None for a CPU, whose memory is the host's."""
+    if not on_gpu(device):
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def name_of(device: torch.device, otherwise: str) -> str:
+    """What a GPU is called by all processes that use it; ``otherwise`` for a CPU, or where torch does not tell."""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", otherwise)) if on_gpu(device) else otherwise
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
+
+
+def gpu_generator(device: torch.device) -> torch.Generator:
+    """The default generator of a GPU."""
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The default generators that a rank with this device draws from: the CPU's, and the GPU's behind it."""
+    return [torch.default_generator, *([gpu_generator(device)] if on_gpu(device) else [])]
+
+
+# -- copies beside the computation -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Arrival:
+    """A copy on its way. ``event``: None if it is there."""
+
+    event: torch.cuda.Event | None = None
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def wait(self) -> None:
+        """Let later work of the current stream wait for it."""
+        if self.event is not None:
+            self.event.wait()
+
+
+class CopyStream:
+    """Copies that go on beside the computation: on a GPU, a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if on_gpu(device) else None
+
+    def follow(self, read: torch.Tensor | None = None) -> None:
+        """What is copied from here on comes after all that the computation has been told so far.
+
+        ``read``: a tensor of the computation whose memory must stay as it is until the copies are done.
+        """
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            if read is not None:
+                read.record_stream(self._stream)
+
+    def lead(self, made: torch.Tensor | None = None) -> None:
+        """What the computation is told from here on comes after all copies so far.
+
+        ``made``: a tensor that was made among the copies and is the computation's from here on.
+        """
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            if made is not None:
+                made.record_stream(current)
+
+    def copying(self) -> contextlib.AbstractContextManager[object]:
+        """What the block begins is part of the copies."""
+        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        """Begin to copy. On a CPU it is done on return."""
+        with self.copying():
+            target.copy_(source, non_blocking=self._stream is not None)
+        return Arrival(self._stream.record_event() if self._stream is not None else None)
+
+
+# -- what the report tells ---------------------------------------------------------------------------------------------
+
+
+def describe_gpus() -> dict[str, Any]:
+    """``devices`` by index; ``peer_access`` [from][to]; ``trouble``: why torch sees no GPU although it is made for them."""
+    count = gpu_count()
+    if not count:
+        return {"devices": [], "peer_access": [], "trouble": _trouble()}
+    devices = []
+    for index in range(count):
+        found = torch.cuda.get_device_properties(index)
+        capability = f"{found.major}.{found.minor}"
+        devices.append({"name": found.name, "memory": found.total_memory, "capability": capability})
+    access = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+    return {"devices": devices, "peer_access": access, "trouble": None}
+
+
+def _trouble() -> str | None:
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        return str(error).splitlines()[0]
+    return "torch sees no GPU"
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch brings; None without."""
+    if torch.version.cuda is None or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))

@@ -1,0 +1,153 @@
+"""Control: small values on the CPU that ranks tell each other, through the process group. For decisions, not for data."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import OrderError
+from ..topology import Topology
+from ..waits import waiting
+from .peer_memory import PeerEnded, PeerMemory
+from .statistics import UNANSWERED, CommunicationStatistics
+from .world import gather_values
+
+_AGREEMENT = "{}: an agreement of ranks, as in step() or a barrier"
+# What this rank has given up waiting for. Threads of gloo may still be at it, with its memory.
+_given_up: list[dist.Work] = []
+
+
+def given_up_is_over() -> bool:
+    """True if no thread is still at what this rank has given up waiting for."""
+    return all(work.is_completed() for work in _given_up)
+
+
+class Control:
+    """What the ranks of one engine agree on. All ranks concerned make the same calls in the same order.
+
+    Decisions are made by all ranks of the world. *Data-parallel ranks* are those that have the same part of the model.
+    ``memory``: where this rank lets others read while it waits, so that nobody waits for it.
+    """
+
+    def __init__(self, topology: Topology, statistics: CommunicationStatistics, memory: PeerMemory | None) -> None:
+        self._topology, self._statistics, self._memory = topology, statistics, memory
+        self._world: dist.ProcessGroup | None = dist.group.WORLD
+        self._data = topology.group("data") if topology.data_parallel_size > 1 else None
+        self._agreements = 0  # so far: what goes through the process group, in the same order on all ranks
+
+    # -- tensors -------------------------------------------------------------------------------------------------
+
+    def sum(self, values: torch.Tensor, label: str = "control") -> torch.Tensor:
+        """Sum a small CPU tensor over all ranks of the world, in place."""
+        if self._topology.world_size > 1:
+            self._count(values, label)
+            self._finish(dist.all_reduce(values, group=self._world, async_op=True), label)
+        return values
+
+    def data_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small CPU tensor over the data-parallel ranks, in place."""
+        if self._data is not None:
+            self._count(values)
+            self._finish(dist.all_reduce(values, group=self._data, async_op=True))
+        return values
+
+    def data_gather(self, values: torch.Tensor, timeout_s: float | None = None) -> list[torch.Tensor]:
+        """The data-parallel ranks' small CPU tensors, by rank. Raises OrderError if a rank does not answer in time."""
+        if self._data is None:
+            return [values]
+        gathered = [torch.empty_like(values) for _ in range(self._topology.data_parallel_size)]
+        self._count(values)
+        self._finish(dist.all_gather(gathered, values, group=self._data, async_op=True), timeout_s=timeout_s)
+        return gathered
+
+    def data_broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
+        """Give every data-parallel rank the contiguous ``tensor`` of number ``source`` among them. For set-up."""
+        if self._data is not None and tensor.numel():
+            self._count(tensor, label)
+            with waiting(label):
+                dist.broadcast(tensor, group=self._data, group_src=source)
+
+    def _count(self, values: torch.Tensor, label: str = "control") -> None:
+        self._statistics.count(label, values.numel() * values.element_size())
+
+    # -- values, see wire.py -------------------------------------------------------------------------------------
+
+    def values(self, value: Any) -> list[Any]:
+        """All ranks' values, by rank of the world. Set-up and error paths only."""
+        return self._values(value, self._world)
+
+    def data_values(self, value: Any) -> list[Any]:
+        """The data-parallel ranks' values, by rank. Set-up and error paths only."""
+        return [value] if self._data is None else self._values(value, self._data)
+
+    def _values(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+        self._finish(dist.barrier(group=group, async_op=True))
+        with waiting(_AGREEMENT.format("control")):
+            return gather_values(value, group)
+
+    def of_all_stages(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective."""
+        if self._topology.pipe == 1:
+            return own
+        group = self._topology.group("pipe")
+        found: dict[str, torch.Tensor] = {}
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+        for stage, names in enumerate(self._values(described, group)):
+            for name, (shape, dtype) in names.items():
+                if name in found:
+                    continue
+                here = stage == self._topology.pipe_rank
+                flat = found[name] = own[name].contiguous() if here else torch.empty(shape, dtype=dtype)
+                if flat.numel():
+                    sent = flat.view(-1).view(torch.uint8)  # gloo does not know all dtypes
+                    self._count(sent, "whole weights over stages")
+                    self._finish(dist.broadcast(sent, group=group, group_src=stage, async_op=True))
+        return found
+
+    # -- waiting -------------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Return when all ranks of the world have called it."""
+        self._finish(dist.barrier(group=self._world, async_op=True))
+
+    def finish_message(self, message: Future[None], label: str) -> None:
+        """Wait for a message between two ranks, and meanwhile for nobody to wait for this one. Raises OrderError."""
+        try:
+            with waiting(f"pipeline: {label}"):
+                if self._memory is not None:
+                    self._memory.wait_until(message.done)
+                message.result()
+        except RuntimeError as error:
+            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+
+    def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None) -> None:
+        """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        memory = self._memory
+        self._agreements += 1
+        number, missing = self._agreements, None
+        if memory is not None:
+            memory.note_agreement(number)
+            missing = partial(memory.absent_from_agreement, number)
+        try:
+            with waiting(_AGREEMENT.format(label), missing):
+                if memory is not None:
+                    with contextlib.suppress(PeerEnded):  # it may have done its part
+                        memory.wait_until(work.is_completed, timeout)
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+        except RuntimeError as error:
+            _given_up.append(work)
+            raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
+
+    def forget_groups(self) -> None:
+        """Let go of the process groups. No agreement can follow."""
+        self._world = self._data = None

@@ -1,0 +1,194 @@
+"""The process group: how a process joins it, and how it leaves.
+
+[Note: pending work and the end of a process]
+gloo's threads drop the last references to tensors a little after the main thread has seen the result. A thread that does
+so while the interpreter goes down is ended in the middle of C++ code, and the process aborts: its exit code is 134 and
+not that of the error. So ``shutdown`` (called at exit) finishes what is in flight and then drops every process group,
+which joins its threads. After an unhandled exception peers may never answer. Then it waits for nothing in flight, gives
+the threads a moment to end, and ends the process without the interpreter if they do not.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import TopologyError
+from ..device import default_device, gpu_count, on_gpu, select
+from ..waits import waiting
+from .communicator import forget_all_groups, has_communicators
+from .control import given_up_is_over
+from .transport import drain_all
+from .waiter import Waiter
+
+# Seconds that an exiting process gives collectives in flight to finish.
+_EXIT_TIMEOUT = timedelta(seconds=10)
+# Seconds that the threads of process groups have to end after an unhandled exception.
+_EXIT_FAILED_TIMEOUT_S = 2.0
+# Seconds to look out for rank 0's rendezvous, and between two looks.
+_LISTEN_TIMEOUT_S = 5.0
+_LISTEN_RETRY_S = 0.01
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 2048  # ranks that may connect at once
+_owns_process_group = False
+
+
+_BACKENDS = ("nccl", "gloo", "mpi", "ccl")  # that scripts name
+
+
+def init_distributed(
+    device: torch.device | str | None = None,
+    timeout_s: float | None = None,
+    *,
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+) -> None:
+    """Join the process group that the launcher describes in the environment; alone, make a group of one.
+
+    The backend follows from the device. Scripts made for DeepSpeed may name one, first or as ``dist_backend``; it and the
+    keywords after ``timeout`` have no effect. Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun``
+    (SLURM_*) and plain ``python``. Does nothing if torch.distributed is initialised. Raises TopologyError for a half-set
+    environment.
+    """
+    global _owns_process_group
+    if dist.is_initialized():
+        return
+    device = torch.device(device) if device is not None and device not in _BACKENDS else default_device()
+    timeout_s = timeout.total_seconds() if timeout is not None else timeout_s
+    select(device)
+    rank, world_size, address = _rendezvous()
+    limit = timedelta(seconds=timeout_s or 1800)
+    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": limit}
+    local = _is_one_host(world_size, address)
+    if local and sys.platform == "linux":
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    if address is None:
+        options["store"] = dist.HashStore()
+    elif local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        options["store"] = _loopback_store(rank, world_size, int(address.rpartition(":")[2]), limit)
+    else:
+        options["init_method"] = f"tcp://{address}"
+        if rank:
+            _await_listener(address)
+    with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
+        dist.init_process_group(_backends(device, world_size), **options)
+    _owns_process_group = True
+
+
+def _is_one_host(world_size: int, address: str | None) -> bool:
+    """True if all ranks are certainly on this host, so that nothing has to listen for others."""
+    if address is None or address.startswith(("127.", "localhost:", "::1:", "[::1]:")):
+        return True
+    env = os.environ
+    if "WORLD_SIZE" in env:
+        return env.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
+
+
+def _loopback_store(rank: int, world_size: int, port: int, timeout: timedelta) -> dist.Store:
+    """Where ranks of one host meet. torch itself would listen on every interface of the host."""
+    if rank:
+        _await_listener(f"{_LOOPBACK}:{port}")
+        return dist.TCPStore(_LOOPBACK, port, world_size, False, timeout)
+    listener = None
+    with contextlib.suppress(OSError):  # an earlier group of this process has it, and shares it; else torch says why not
+        listener = socket.create_server((_LOOPBACK, port), backlog=_BACKLOG).detach()
+    return dist.TCPStore(_LOOPBACK, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=listener)
+
+
+def _await_listener(address: str) -> None:
+    """Return when rank 0 listens, or soon: torch itself would try again only after about 0.6 s."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((host, int(port)), timeout=_LISTEN_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            time.sleep(_LISTEN_RETRY_S)
+        except OSError:  # torch's own words for it are as good
+            return
+        else:
+            return
+
+
+def _backends(device: torch.device, world_size: int) -> str:
+    """Which backend serves which device. NCCL cannot serve two ranks that share one GPU; gloo can."""
+    if not on_gpu(device):
+        return "gloo"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
+    shared = world_size > 1 and local > gpu_count()
+    return "cpu:gloo,cuda:gloo" if shared or not dist.is_nccl_available() else "cpu:gloo,cuda:nccl"
+
+
+def _rendezvous() -> tuple[int, int, str | None]:
+    """(rank, world size, "host:port" or None for a process on its own), from the environment."""
+    env = os.environ
+    if "WORLD_SIZE" in env or "RANK" in env:
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+        if missing:
+            raise TopologyError(
+                f"the environment describes a distributed job but lacks {', '.join(missing)}. "
+                "Remedy: start with `zerorun`, `torchrun` or `srun`, or unset RANK and WORLD_SIZE for one process."
+            )
+        return int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+        host = env.get("MASTER_ADDR") or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+        port = env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
+        os.environ.setdefault("RANK", env["SLURM_PROCID"])
+        os.environ.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
+        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), f"{host}:{port}"
+    return 0, 1, None
+
+
+def shutdown() -> None:
+    """Finish what is in flight and leave the process groups. Called at exit; afterwards engines are of no use."""
+    failed = hasattr(sys, "last_value")  # an unhandled exception
+    drain_all(None if failed else _EXIT_TIMEOUT)
+    if not (has_communicators() or _owns_process_group):
+        return
+    if not failed:
+        _leave_groups()
+    elif not _leaves_groups_soon():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
+
+
+def _leave_groups() -> None:
+    forget_all_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()  # a group in a reference cycle keeps its threads
+
+
+def _leaves_groups_soon() -> bool:
+    """False if threads still wait for what may never come."""
+    if Waiter.waiting() or not given_up_is_over():
+        return False
+    leaving = threading.Thread(target=_leave_groups, name="zerorun leaves", daemon=True)
+    try:
+        leaving.start()
+    except RuntimeError:  # some versions of Python start no thread at exit
+        return False
+    leaving.join(_EXIT_FAILED_TIMEOUT_S)
+    return not leaving.is_alive()
+
+
+atexit.register(shutdown)

@@ -1,0 +1,110 @@
+"""What is in flight, and what everything has cost: the counts by label, and the end of a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import OrderError
+from ..waits import waiting
+from .buffer_pool import BufferPool
+from .peer_memory import PeerCollective
+
+UNANSWERED = (
+    "collective '{}' could not be completed on rank {}: another rank ended or did not take part. "
+    "Look at the first failing rank's own error. ({})"
+)
+
+
+class Message:
+    """A message between this rank and the rank of the world ``peer``, of the collective ``label``."""
+
+    __slots__ = ("_work", "label", "peer")
+
+    def __init__(self, work: dist.Work, label: str, peer: int) -> None:
+        self._work, self.label, self.peer = work, label, peer
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Return when it is sent, or has come. Raises RuntimeError."""
+        with waiting(self.label, lambda: [self.peer]):
+            self._work.wait(*timeout)
+
+
+class Pending:
+    """One collective in flight. Keeps its buffers alive until ``wait`` has returned."""
+
+    __slots__ = ("_finish", "_in_flight", "_works", "done", "label")
+
+    def __init__(
+        self,
+        statistics: CommunicationStatistics,
+        label: str,
+        works: Sequence[Started] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        """``works``: waited for in this order; ``finish`` is called after the last."""
+        self._in_flight = statistics.in_flight
+        self._works: Sequence[Any] = works
+        self._finish = finish
+        self.label = label
+        self.done = False
+        self._in_flight.add(self)
+
+    def wait(self, *timeout: timedelta) -> None:
+        """Return when the result is in place. Raises OrderError, naming the collective, if a peer is gone."""
+        if self.done:
+            return
+        try:
+            for work in self._works:
+                with waiting(self.label) if isinstance(work, dist.Work) else contextlib.nullcontext():
+                    work.wait(*timeout)
+        except RuntimeError as error:
+            self.done = True
+            self._in_flight.discard(self)
+            if isinstance(error, OrderError):  # of a work that is itself pending
+                raise
+            raise OrderError(UNANSWERED.format(self.label, dist.get_rank(), error)) from error
+        self.done = True
+        self._in_flight.discard(self)
+        if self._finish is not None:
+            self._finish()
+        self._works, self._finish = [], None
+
+
+Started = dist.Work | PeerCollective | Message | Pending
+
+
+@dataclass
+class Traffic:
+    """What one label has cost on this rank so far."""
+
+    calls: int = 0
+    bytes: int = 0  # sent to other ranks
+
+
+class CommunicationStatistics:
+    """What the transports of one engine have in common: counts, scratch buffers, what is in flight."""
+
+    def __init__(self) -> None:
+        self.traffic: dict[str, Traffic] = defaultdict(Traffic)
+        self.in_flight: set[Pending] = set()
+        self.pool = BufferPool(torch.device("cpu"))
+        self._issued: dict[str, int] = defaultdict(int)
+
+    def count(self, label: str, sent_bytes: int) -> None:
+        entry = self.traffic[label]
+        entry.calls += 1
+        entry.bytes += sent_bytes
+
+    def tag(self, label: str) -> int:
+        """The same on all ranks that make the same calls."""
+        self._issued[label] += 1
+        return (self._issued[label] % 1024) << 20 | zlib.crc32(label.encode()) & 0xFFFFF

@@ -1,0 +1,214 @@
+"""Transport: how the ranks of one axis move flat tensors. One interface; nccl.py, gloo.py and same_host.py fill it.
+
+[Note: tags]
+Point-to-point messages carry a tag made from a checksum of the collective's label and the number of calls with that
+label. If ranks ever disagreed about the order, messages would wait for their counterpart: they could not deliver the
+bytes of another unit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import OrderError
+from ..layout import Piece
+from ..waits import waiting
+from .mapped_shards import MappedShards
+from .open_shards import close_all
+from .peer_memory import PeerMemory
+from .statistics import CommunicationStatistics, Pending
+from .world import gather_values
+
+# Seconds that an exiting process gives others to read what it offers.
+EXIT_READ_TIMEOUT_S = 60
+_live: weakref.WeakSet[Transport] = weakref.WeakSet()
+
+
+class Transport(ABC):
+    """The ranks of one axis, of which this is number ``rank`` of ``size``. ``group``: their process group.
+
+    Every rank of the axis makes the same calls in the same order. Flat tensors are [numel] on ``device``; ``bounds``
+    [size + 1] say in elements where each rank's part of one begins and ends. ``label`` is what a collective is called in
+    counts and messages. ``name``: NCCL, GLOO or PEER_MEMORY.
+    """
+
+    name: str
+    queues = False  # True: what follows on the device's queue waits for what it moves, and not the program
+    memory: PeerMemory | None = None  # where ranks read each other's
+
+    def __init__(
+        self,
+        axis: str,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        size: int,
+        device: torch.device,
+        statistics: CommunicationStatistics,
+    ) -> None:
+        self.axis, self.rank, self.size, self.device, self.statistics = axis, rank, size, device, statistics
+        self.group = group
+        _live.add(self)
+
+    @cached_property
+    def names(self) -> list[int]:
+        """The ranks of the axis, as they are called in the world."""
+        return dist.get_process_group_ranks(self.joined)
+
+    @property
+    def joined(self) -> dist.ProcessGroup:
+        """The process group. Raises OrderError at the end of the process, when it has been left."""
+        if self.group is None:
+            raise OrderError(f"rank {self.rank} has left the ranks of the axis {self.axis}: nothing can be sent any more.")
+        return self.group
+
+    def values(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (see wire.py), by rank. For set-up."""
+        with waiting(f"what ranks tell each other before they use the axis {self.axis}"):
+            return gather_values(value, self.group)
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        label: str,
+        source: torch.Tensor | None = None,
+        *,
+        until_given: bool = False,
+    ) -> Pending:
+        """Fill ``full`` [bounds[-1]] from the ranks' parts. ``source``: this rank's, if not in place.
+
+        ``until_given``: return from ``wait`` only when all others have read this rank's part.
+        """
+        own = full[bounds[self.rank] : bounds[self.rank + 1]]
+        if source is not None and source.data_ptr() != own.data_ptr():
+            own.copy_(source)
+        if self.size == 1:
+            return Pending(self.statistics, label)
+        self.statistics.count(label, own.numel() * (self.size - 1) * own.element_size())
+        return self._all_gather(full, bounds, label, source, until_given)
+
+    @abstractmethod
+    def _all_gather(
+        self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
+    ) -> Pending:
+        """This rank's part is in ``full``, and in ``source`` if that is given."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        out: torch.Tensor,
+        label: str,
+        *,
+        accumulate: bool,
+        wire_dtype: torch.dtype,
+    ) -> Pending:
+        """Let ``out`` become, or grow by, the sum over ranks of this rank's part of ``full``.
+
+        ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``.
+        """
+
+    def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
+        """Sum a flat buffer over the axis, in place: reduce-scatter, then all-gather. The same bits on every rank."""
+        if self.size == 1:
+            return
+        step = -(-buffer.numel() // self.size)
+        bounds = [min(step * index, buffer.numel()) for index in range(self.size + 1)]
+        own = buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        wire = wire_dtype or buffer.dtype
+        self.reduce_scatter(buffer, bounds, own, label, accumulate=False, wire_dtype=wire).wait()
+        self.all_gather(buffer, bounds, label, until_given=True).wait()
+
+    def sum_of(self, flat: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of ``flat`` [numel] over the axis, as a new tensor, the same bits on every rank. ``flat`` must stay."""
+        total = flat.clone()
+        self.all_reduce(total, label)
+        return total
+
+    def sum_parts(
+        self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
+    ) -> Pending:
+        """Sum over ranks of fp32 tensors [numel] that lie apart, where ranks read each other's memory: nothing is packed.
+
+        ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
+        """
+        raise NotImplementedError(f"{self.name} sums what is packed")
+
+    def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
+        """Let ``tensor`` be that of rank ``source``, in place. For set-up: it goes through the process group."""
+        if self.size > 1 and tensor.numel():
+            through = tensor.detach().contiguous().to(self.device)
+            self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
+            with waiting(label):
+                dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
+            tensor.detach().copy_(through)
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to send a flat tensor. It must not change before that is over."""
+        return self.joined.send([flat], peer, tag)
+
+    def receive(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begin to fill a flat tensor with what ``peer`` sends with this tag."""
+        return self.joined.recv([flat], peer, tag)
+
+    # -- memory that others read: nothing to do where they do not ------------------------------------------------
+
+    def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
+        """Room for shards of ``sizes`` bytes in memory that the ranks share; None where they cannot. All must call it."""
+        return None
+
+    def expose(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``fence``."""
+
+    def fence(self) -> None:  # noqa: B027
+        """Return when no other rank reads buffers of this one any more. All ranks must call it."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of host memory into which sums receive, beside the pool that all transports of an engine share."""
+        return 0
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def drain(self, timeout: timedelta | None) -> None:
+        """Finish what is in flight, or forget it if the timeout is None, and let go of the process group."""
+        for pending in list(self.statistics.in_flight):
+            if timeout is None:
+                self.statistics.in_flight.discard(pending)
+                continue
+            try:
+                pending.wait(timeout)
+            except OrderError:
+                self.statistics.in_flight.clear()
+                timeout = None
+        if timeout is not None:
+            self._let_others_read()
+        self.group = None
+
+    def _let_others_read(self) -> None:  # noqa: B027
+        """Others may still read what this rank offered."""
+
+
+def drain_all(timeout: timedelta | None) -> None:
+    """At the end of the process: finish everything in flight; with None, forget it. No call can follow."""
+    if timeout is not None:
+        close_all(timedelta(seconds=EXIT_READ_TIMEOUT_S))
+    for transport in tuple(_live):
+        transport.drain(timeout)
+
+
+def nothing() -> None:
+    """What follows a collective that needs nothing more."""
