@@ -38,6 +38,16 @@ USUAL = {"__init__", "__main__", "cli"}
 SAME_CLASSES = {"Lion"}
 
 
+# What only the device module and the transports may say. The kernels of ops choose by the type of a tensor's device.
+KNOW_DEVICES = ("distributed.device", "distributed.transport", "ops")
+COLLECTIVES = {
+    *("P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
+    *("all_to_all_single", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
+}
+OF_GROUPS = {"_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall"}
+
+
 def sources() -> dict[str, Path]:
     """Every module of the package, by its name after "zerorun."."""
     found = {}
@@ -136,6 +146,32 @@ def test_ops_and_launcher_keep_to_themselves() -> None:
         if top in allowed:
             outside = {target.split(".")[0] for target in own_imports(name, path)} - {top} - allowed[top]
             assert not outside, f"{name} imports {outside}"
+
+
+def devices_and_collectives(tree: ast.AST) -> Iterator[str]:
+    """What a file says of CUDA and of types of devices, and the collectives of torch that it calls."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            cuda = node.attr == "is_cuda" or f"{owner}.{node.attr}" == "torch.cuda"
+            collective = owner in ("dist", "torch.distributed") and node.attr in COLLECTIVES
+            if cuda or collective or node.attr in OF_GROUPS:
+                yield f"{owner}.{node.attr}"
+        elif isinstance(node, ast.Compare):
+            constants = [side.value for side in node.comparators if isinstance(side, ast.Constant)]
+            if isinstance(node.left, ast.Attribute) and node.left.attr == "type" and {"cpu", "cuda"} & {*constants}:
+                yield ast.unparse(node)
+
+
+def test_devices_and_collectives_have_one_place() -> None:
+    known = {path: [*devices_and_collectives(ast.parse(path.read_text()))] for path in sources().values()}
+    elsewhere = {
+        name: known[path]
+        for name, path in sources().items()
+        if known[path] and not any(f"{name}.".startswith(f"{place}.") for place in KNOW_DEVICES)
+    }
+    assert not elsewhere
+    assert known[ROOT / "zerorun/distributed/device.py"] and known[ROOT / "zerorun/distributed/transport/world.py"]
 
 
 def test_nobody_imports_the_bare_roots() -> None:

@@ -109,7 +109,9 @@ def test_stages_are_the_whole_model_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_dropout_is_drawn_as_in_the_whole_model(name: str) -> None:
+def test_dropout_is_drawn_as_in_the_whole_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # OPT of transformers before 5.21 draws a number for each layer, although it drops none.
+    monkeypatch.setattr(torch, "rand", lambda *shape, **how: torch.ones(()))
     rates = {"attention_dropout": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "dropout": 0.2}
     model = make_model(name, **rates).train()
     stages = split(model, 3)

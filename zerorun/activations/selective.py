@@ -59,8 +59,17 @@ def counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     if func.overloadpacket is _CPU_ATTENTION:
-        return int(_flop_counter().sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+        return _attention_flops(*(tensor.shape for tensor in args[:3]))
     return int(_flop_counter().flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
+    """Of two batched products. Shapes: [batch, heads, length, width]; keys and values may have fewer heads than queries.
+
+    torch's own counter refuses that before 2.12.
+    """
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (width + value[3])
 
 
 @dataclass
