@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -377,3 +378,10 @@ def test_selective_and_compile_are_refused_together() -> None:
 
 def test_is_public() -> None:
     assert zerorun.checkpointing.checkpoint is checkpoint
+
+
+def test_flops_of_attention_with_fewer_heads_of_keys() -> None:
+    """Each head of keys is used by two of queries: as many products as if they were repeated."""
+    query, key, value = torch.Size((2, 4, 5, 8)), torch.Size((2, 2, 7, 8)), torch.Size((2, 2, 7, 6))
+    shapes = query, torch.Size((2, 4, 7, 8)), torch.Size((2, 4, 7, 6))
+    assert selective._attention_flops(query, key, value) == flop_counter.sdpa_flop_count(*shapes)
