@@ -51,11 +51,14 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def gpus_here() -> list[torch.device]:
+    """The GPU that this process means by "cuda", if there is one. Asking starts CUDA."""
+    return [torch.device(GPU, torch.cuda.current_device())] if torch.cuda.is_available() else []
+
+
 def gpus_in_use() -> list[torch.device]:
-    """The current GPU, if this process has used one or makes its tensors there; asking starts no CUDA."""
-    if torch.cuda.is_initialized() or on_gpu(torch.get_default_device()):
-        return [torch.device(GPU, torch.cuda.current_device())]
-    return []
+    """The same, if this process has used one or makes its tensors there. Asking starts no CUDA."""
+    return gpus_here() if torch.cuda.is_initialized() or on_gpu(torch.get_default_device()) else []
 
 
 def synchronize(device: torch.device) -> None:

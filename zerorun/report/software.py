@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerorun.distributed.device import default_device, describe_gpus, nccl_version, on_gpu
+from zerorun.distributed.device import describe_gpus, gpus_here, nccl_version
 from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.ops import aio, native, on_cuda
 from zerorun.ops.adam import FusedAdam
@@ -68,16 +68,10 @@ def _native_ops() -> list[dict[str, Any]]:
     ]
 
 
-def _current_gpu() -> list[torch.device]:
-    """The GPU of this process, if it has one."""
-    device = default_device()
-    return [device] if on_gpu(device) else []
-
-
 def _native_optimizer() -> dict[str, Any]:
     status = native.status()
     why = status.reason if status.isa is None else f"{status.source}, {status.isa}: {status.reason}"
-    for gpu in _current_gpu():
+    for gpu in gpus_here():
         why += f"; on CUDA: {on_cuda.status(gpu)}"
     return {"name": "native optimizer", "in_force": status.isa is not None, "why": why}
 
@@ -90,7 +84,7 @@ def _native_files() -> dict[str, Any]:
 
 
 def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:
-    devices = [torch.device("cpu"), *_current_gpu()]
+    devices = [torch.device("cpu"), *gpus_here()]
     try:
         for device in devices:
             attempt(device)
