@@ -11,6 +11,10 @@ and ``deepspeed-3-offload-all`` the parameters, too:
 
     python tests/perf/compare_peers.py --only zerorun-2,zerorun-2-offload,deepspeed-2-offload
 
+``before-0`` to ``before-3`` are those of another version of zerorun, in an environment of its own:
+
+    python tests/perf/compare_peers.py --before ../before/bin/python --only before-3,zerorun-3 --rounds 5
+
 bf16: zerorun, FSDP2 and DeepSpeed compute in bf16 with fp32 masters; DDP and ZeroRedundancyOptimizer use
 torch.autocast on fp32 weights, which is their way to the same semantics.
 """
@@ -100,7 +104,7 @@ def make_step(name: str, args: argparse.Namespace) -> tuple[Callable[[list[Any]]
     model = build_model(args.params, args.context)
     begun = time.perf_counter()
     family, _, variant = name.partition("-")
-    if family in ("zerorun", "deepspeed"):
+    if family in ("zerorun", "before", "deepspeed"):
         step = _engine_step(family, model, variant, args)
     elif family == "ddp":
         step = _ddp_step(model, zero1=bool(variant), args=args)
@@ -126,7 +130,7 @@ def _engine_step(family: str, model: Any, variant: str, args: argparse.Namespace
         },
         "bf16": {"enabled": args.dtype == "bf16"},
     }
-    if family == "zerorun":
+    if family != "deepspeed":
         import zerorun
 
         engine = zerorun.initialize(model, config)
@@ -265,7 +269,8 @@ def work(args: argparse.Namespace) -> None:
 def run_contender(name: str, args: argparse.Namespace) -> dict[str, float] | None:
     """Run one contender in processes of its own. None, with its last lines printed, if it fails."""
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        python = args.before if name.startswith("before-") else sys.executable
+        command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command += [__file__, "--worker", name, "--result", result.name, "--params", args.params]
         for option in ("dtype", "accumulation", "batch", "context", "steps", "warmup"):
             command += [f"--{option}", str(getattr(args, option))]
@@ -327,6 +332,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--only", default=",".join(CONTENDERS), help="contenders, comma separated; the first is the base")
+    parser.add_argument("--before", help="the Python of an environment with another version of zerorun, for before-N")
     parser.add_argument("--json", help="file for all figures")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
