@@ -28,12 +28,12 @@ from .agent import SILENT_SECONDS, Agent
 from .escapes import plain
 from .facts import bound_socket
 from .hosts import Host
-from .job import Job, JobOptions, Node
-from .job_plan import LaunchRequest, Rendezvous, WorkerCommand, build_plan
+from .job import Job
+from .job_plan import JobOptions, LaunchRequest, Rendezvous, WorkerCommand, build_plan
 from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
-from .remote import LONGEST_MESSAGE, RemoteNode
+from .remote import LONGEST_MESSAGE, Node, RemoteNode
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 
 JOIN_SECONDS = 300.0  # the commands are typed one after the other

@@ -20,8 +20,7 @@ from zerorun.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from .hosts import Host
-    from .job import JobOptions
-    from .job_plan import LaunchRequest
+    from .job_plan import JobOptions, LaunchRequest
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
@@ -54,7 +53,8 @@ def _launch(args: argparse.Namespace) -> int:
     if args.sbatch:
         return _submit(args)
     from .carriers import CARRIERS, CarrierOptions  # here, so that --help does not pay for it
-    from .job import Job, JobOptions
+    from .job import Job
+    from .job_plan import JobOptions
     from .sbatch import REQUEUE_STATUS, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)

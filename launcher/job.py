@@ -8,7 +8,7 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
   it failed because of it.
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* It is passed on once; another Ctrl-C kills at once. SIGUSR1 and SIGUSR2
   are passed to the workers and end nothing here.
-* *A worker ends well while others go on*: nothing, but after EARLY_SECONDS the user hears of it once.
+* *A worker ends well while others go on*: nothing, but after EARLY_SECONDS (outcome.py) the user hears of it once.
 * *The launcher is killed.* Its own workers: see bootstrap.py. The lines to other hosts break, and agents end theirs.
 
 A job that failed starts again, as a whole and on a new port, while restarts are left; hosts that are lost are tried again,
@@ -20,97 +20,28 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zerorun
 from zerorun.errors import LaunchError
 
-from .facts import bound_socket, describe_host, interface_of
-from .failures import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
+from .failures import HostEnd, WorkerEnd
 from .hosts import Host
-from .job_plan import JobPlan, LaunchRequest, ProgramKind, Rendezvous, WorkerCommand, build_plan, on_one_host
+from .job_plan import JobOptions, LaunchRequest, ProgramKind, build_plan
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
-from .node import STREAMS, LocalNode, log_file, make_log_dir
-from .remote import RemoteNode
+from .meeting import Meeting
+from .node import STREAMS, log_file, make_log_dir
+from .outcome import SETTLE_SECONDS, Round
+from .outputs import Outputs
+from .remote import Node, OwnNode, RemoteNode
 from .sbatch import REQUEUE_STATUS
-from .screen import Forwarder, Tail, open_screens
 
-SETTLE_SECONDS = 1.0
 CONNECT_SECONDS = 30.0  # until an agent has said hello
 ANSWER_SECONDS = 20.0  # until a host has answered a question
 FAN_OUT = 64  # carriers that connect at a time
-HOST_LOST_STATUS = 69  # EX_UNAVAILABLE
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
-EARLY_SECONDS = 30.0  # after a worker has ended well while others go on, until the user hears of it
-_FLUSH_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class JobOptions:
-    """``carrier``: the command that reaches a host, None for the launcher's own host."""
-
-    carrier: Callable[[Host], Sequence[str] | None] = lambda host: None
-    master_addr: str | None = None
-    master_port: int | None = None
-    grace: float = 5.0
-    log_dir: Path | None = None
-    max_restarts: int = 0
-    min_nodes: int | None = None  # None: all
-    shown: Mapping[str, bool] = field(default_factory=dict)  # by stream; those that are not there are
-    shown_local_ranks: frozenset[int] | None = None  # None: all
-
-
-class OwnNode(LocalNode):
-    """The launcher's own host."""
-
-    def __init__(self, name: str, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.name = name
-        self.facts = describe_host(os.environ)
-        self.trouble: str | None = None
-        self.lost: str | None = None
-
-    def leave(self, status: int) -> None:
-        """Nobody waits here for the exit status."""
-
-    @property
-    def gone(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.end_now()
-
-
-Node = OwnNode | RemoteNode
-
-
-@dataclass
-class _Round:
-    """One run of the workers. Times are of this host's ``time.monotonic``."""
-
-    plan: JobPlan
-    start: float
-    ends: dict[int, WorkerEnd] = field(default_factory=dict)
-    failed: list[int] = field(default_factory=list)  # ranks that failed by themselves
-    lost: list[HostEnd] = field(default_factory=list)
-    by_signal: int | None = None
-    settle_until: float | None = None
-    terminated: bool = False
-    early_said: bool = False  # that some have ended well and others have not
-    unkillable: list[int] = field(default_factory=list)
-    oom_kills: int = 0
-
-    @property
-    def stopping(self) -> bool:
-        return bool(self.failed or self.lost or self.by_signal is not None)
-
-    def host_of(self, rank: int) -> str:
-        return next(node.host for node in self.plan.nodes if any(worker.rank == rank for worker in node.workers))
 
 
 class Interrupted(Exception):
@@ -130,16 +61,14 @@ class Job:
         self._request, self._options = request, options
         self._selector = selectors.DefaultSelector()
         self._nodes: list[Node] = []
-        self._round: _Round | None = None
-        self._streams: dict[tuple[int, str], Forwarder] = {}
-        self._tails: dict[int, Tail] = {}
-        self._holder: socket.socket | None = None
+        self._round: Round | None = None
+        self._meeting = Meeting(options.master_addr, options.master_port, self._await)
         self._stopped = False  # a signal has asked for the end: no restart follows
 
     def run(self) -> int:
         """Raises LaunchError if no worker could be started."""
         _open_standard_streams()
-        self._stdout, self._stderr = open_screens()
+        self._outputs = Outputs(self._options.shown, self._options.shown_local_ranks)
         make_log_dir(self._options.log_dir)
         status = 1
         with signals_as_bytes(may_sleep=not self._several) as wakeup:
@@ -155,26 +84,21 @@ class Job:
 
     def _run_rounds(self) -> int:
         self._connect(self._request.hosts)
-        status, fine = self._run_and_conclude(0)
+        status, fine = self._run_round(0)
         for restart in range(1, self._options.max_restarts + 1):
             if fine or self._stopped:
                 break
             try:
                 if not self._regroup(restart):
                     break
-                status, fine = self._run_and_conclude(restart)
+                status, fine = self._run_round(restart)
             except LaunchError as error:
                 self.say(f"[zerorun] no restart: {error}")
                 break
         return status
 
-    def _run_and_conclude(self, restart: int) -> tuple[int, bool]:
-        """(exit status, whether nothing failed)."""
-        ended = self._run_round(restart)
-        return self._conclude(ended), not (ended.failed or ended.lost)
-
     def say(self, text: str) -> None:
-        self._stderr.say(text)
+        self._outputs.say(text)
 
     @property
     def _several(self) -> bool:
@@ -185,19 +109,17 @@ class Job:
     def _turn(self, timeout: float) -> None:
         """Wait for something to happen and handle it; see to output that a slow reader has not taken yet."""
         dispatch(self._selector, timeout)
-        self._stdout.drain()
-        self._stderr.drain()
+        self._outputs.drain()
         now = time.monotonic()
         for node in self._nodes:
             node.tick(now)
-        congested = self._stdout.congested or self._stderr.congested
         for node in self._nodes:
-            node.pause(congested)
+            node.pause(self._outputs.congested)
 
     def _patience(self) -> float:
         """How long the loop may sleep, in seconds."""
         shortest = min((node.patience() for node in self._nodes), default=1.0)
-        hurried = self._stdout.pending or self._stderr.pending or (self._round is not None and self._round.stopping)
+        hurried = self._outputs.pending or (self._round is not None and self._round.stopping)
         return min(shortest, 0.05) if hurried else shortest
 
     def _until(self, done: Callable[[], bool], seconds: float) -> bool:
@@ -217,13 +139,13 @@ class Job:
         nodes = [node for node in nodes if node.lost is None]
         least = self._options.min_nodes
         if least is None or len(nodes) < least:
-            self._refuse(problems)
+            _refuse(problems)
         elif problems:
             self.say("\n  ".join([f"[zerorun] {len(nodes)} hosts take part, without", *problems]))
-        self._refuse(_other_versions(nodes))
-        self._refuse(_missing_cores(nodes, self._request.core_list or ()))
+        _refuse(_other_versions(nodes))
+        _refuse(_missing_cores(nodes, self._request.core_list or ()))
         if not self._may_share_machines:
-            self._refuse(_same_machines(nodes))
+            _refuse(_same_machines(nodes))
         self._nodes = nodes
         self._prepare(nodes)
 
@@ -281,73 +203,19 @@ class Job:
             if node.lost or answer not in node.answers:
                 problems.append(f"{node.name}: {node.trouble or node.lost or f'no answer within {ANSWER_SECONDS:.0f} s'}")
             node.trouble = None
-        self._refuse(problems)
-
-    def _refuse(self, problems: Sequence[str]) -> None:
-        if not problems:
-            return
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise LaunchError("\n  ".join(["not all hosts can take part:", *problems[:8], *more]))
-
-    # -- the rendezvous ----------------------------------------------------------------------------------------------
-
-    def _meet(self) -> Rendezvous:
-        """Choose an address and a free port of the first host, and let every host try to reach it."""
-        first, options = self._nodes[0], self._options
-        if len(self._nodes) == 1:
-            return on_one_host(first.name, options.master_addr, self._reserve(first))
-        address = options.master_addr or self._address_of(first)
-        port = self._reserve(first, listen=True)
-        remote = [node for node in self._nodes if isinstance(node, RemoteNode)]
-        for node in remote:
-            node.ask("probe", "probed", address=address, port=port)
-        try:
-            self._await(remote, "probed")
-        except LaunchError as error:
-            remedy = "Remedy: let the hosts reach each other, or name an address by --master-addr."
-            raise LaunchError(f"{error}\n{remedy}") from None
-        found = {node.name: node.answers["probed"]["interface"] for node in remote}
-        if self._holder is not None:
-            self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
-            found[first.name] = interface_of(address)
-        return Rendezvous(address, port, {name: interface for name, interface in found.items() if interface})
-
-    def _address_of(self, first: Node) -> str:
-        address = first.facts.get("address")
-        if isinstance(first, OwnNode):  # as the others see it, if they can tell
-            seen = [node.facts.get("launcher_address") for node in self._nodes]
-            address = next((value for value in seen if value), address)
-        if not address:
-            raise LaunchError(f"host {first.name!r} has no address but loopback. Remedy: give --master-addr.")
-        return str(address)
-
-    def _reserve(self, first: Node, *, listen: bool = False) -> int:
-        self._release()
-        if isinstance(first, RemoteNode):
-            first.ask("reserve", "reserved", port=self._options.master_port, listen=listen)
-            self._await([first], "reserved")
-            return int(first.answers["reserved"]["port"])
-        self._holder = bound_socket(self._options.master_port)
-        if listen:
-            self._holder.listen(1024)
-        return int(self._holder.getsockname()[1])
-
-    def _release(self) -> None:
-        if self._holder is not None:
-            self._holder.close()
-            self._holder = None
+        _refuse(problems)
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    def _run_round(self, restart: int) -> _Round:
-        """Start all workers and return when nothing of them is left."""
-        rendezvous = self._meet()
+    def _run_round(self, restart: int) -> tuple[int, bool]:
+        """Start all workers, and return when nothing of them is left: (exit status, whether nothing failed)."""
+        rendezvous = self._meeting.arrange(self._nodes)
         by_name = {host.name: host for host in self._request.hosts}
         hosts = [by_name[node.name] for node in self._nodes]
         cores = {node.name: node.facts["cores"] for node in self._nodes}
         plan = build_plan(self._request, rendezvous, cores=cores, restart=restart, hosts=hosts)
-        self._streams, self._tails = {}, {}
-        self._round = current = _Round(plan, time.monotonic())
+        self._outputs.expect(plan.workers)
+        self._round = current = Round(plan, time.monotonic())
         for node, share in zip(self._nodes, plan.nodes, strict=True):
             try:
                 node.start(share.workers)
@@ -359,11 +227,15 @@ class Job:
             self._turn(self._patience())
             self._advance(current, time.monotonic())
         self._advance(current, time.monotonic())
-        self._release()
+        self._meeting.release()
         self._round = None
-        return current
+        status, lines = current.conclude(self._outputs.tails())
+        for line in lines:
+            self.say(line)
+        self._outputs.flush()
+        return status, not (current.failed or current.lost)
 
-    def _advance(self, current: _Round, now: float) -> None:
+    def _advance(self, current: Round, now: float) -> None:
         """Notice nodes that are lost or could not start, and do what is due in the course of ending the round."""
         for node, share in zip(self._nodes, current.plan.nodes, strict=True):
             reason = node.lost or node.trouble
@@ -378,38 +250,13 @@ class Job:
             current.terminated = True
             for node in self._nodes:
                 node.terminate(self._options.grace)
-        self._say_who_ended_early(current, now)
-
-    def _say_who_ended_early(self, current: _Round, now: float) -> None:
-        """Once. It may be right (rank 0 writes a file), or the others wait in a collective for half an hour."""
-        ended = [end for end in current.ends.values() if end.returncode == 0]
-        if current.early_said or current.stopping or not ended:
-            return
-        ago = now - current.start - min(end.seconds for end in ended)
-        running = [worker.rank for worker in current.plan.workers if worker.rank not in current.ends]
-        if running and ago >= EARLY_SECONDS:
-            current.early_said = True
-            self.say(f"[zerorun] {early_end_note(ended, running, ago)}")
+        note = current.early_note(now)
+        if note is not None:
+            self.say(f"[zerorun] {note}")
 
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
-        if self._round is None:
-            return
-        forwarder = self._streams.get((rank, stream))
-        if forwarder is None:
-            forwarder = self._streams[rank, stream] = self._forwarder(rank, stream, self._round.plan.workers)
-        if chunk:
-            forwarder.feed(chunk)
-        else:
-            forwarder.close()
-
-    def _forwarder(self, rank: int, stream: str, workers: Sequence[WorkerCommand]) -> Forwarder:
-        screen, fd = (self._stdout, 1) if stream == STREAMS[0] else (self._stderr, 2)
-        tail = self._tails.setdefault(rank, Tail()) if stream == STREAMS[1] else None
-        raw = rank == 0 and (len(workers) == 1 or os.isatty(fd))
-        only = self._options.shown_local_ranks
-        local_rank = next(worker.local_rank for worker in workers if worker.rank == rank)
-        shown = self._options.shown.get(stream, True) and (only is None or local_rank in only)
-        return Forwarder(rank, screen if shown else None, raw=raw, tail=tail)
+        if self._round is not None:
+            self._outputs.take(rank, stream, chunk)
 
     def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
         current = self._round
@@ -457,7 +304,7 @@ class Job:
     def on_signal(self, number: int) -> None:
         self._on_signals(bytes([number]))
 
-    def _stop_for(self, current: _Round, number: int) -> None:
+    def _stop_for(self, current: Round, number: int) -> None:
         current.by_signal = number
         grace = self._options.grace
         again = "; Ctrl-C again kills them now" if number == signal.SIGINT else ""
@@ -465,47 +312,6 @@ class Job:
         self.say(f"[zerorun] {name}: passed on to the workers, which have {grace:g} s to end{again}")
         for node in self._nodes:
             node.interrupt(number, grace)
-
-    # -- the end of a round ------------------------------------------------------------------------------------------
-
-    def _conclude(self, ended: _Round) -> int:
-        """Say how the round ended and give its exit status."""
-        ends = {
-            rank: replace(end, stderr_tail=self._tails[rank].lines() if rank in self._tails else ())
-            for rank, end in ended.ends.items()
-        }
-        status = 0
-        if ended.unkillable:
-            self.say(f"[zerorun] SIGKILL did not end: {ended.unkillable}")
-            status = 1
-        if ended.by_signal is not None:
-            status = self._conclude_signal(ended, ended.by_signal, list(ends.values()))
-        elif ended.lost and not _failed_before(ended):
-            self.say(host_report(ended.lost, list(ends.values())))
-            status = HOST_LOST_STATUS
-        elif ended.failed and all(ends[rank].returncode == REQUEUE_STATUS for rank in ended.failed):
-            self.say(f"[zerorun] the workers ask to be started again (exit code {REQUEUE_STATUS})")
-            status = REQUEUE_STATUS
-        elif ended.failed:
-            first = min(ended.failed, key=lambda rank: ends[rank].seconds)
-            others = [end for rank, end in ends.items() if rank != first]
-            self.say(failure_report(ends[first], others, oom_kills=ended.oom_kills))
-            status = exit_status(ends[first].returncode)
-        self._flush()
-        return status
-
-    def _conclude_signal(self, ended: _Round, number: int, ends: Sequence[WorkerEnd]) -> int:
-        """0 when every worker ended well (it saved and left, say), else 128 + the signal, as a shell has it."""
-        for end in ends:
-            if end.returncode not in (0, -number, REQUEUE_STATUS):
-                self.say(f"[zerorun] {end.where}: {end.how}")
-        for lost in ended.lost:
-            self.say(f"[zerorun] {lost.host}: {lost.reason}")
-        if not ended.unkillable:
-            self.say(f"[zerorun] stopped by {signal.Signals(number).name}; all {len(ends)} workers have ended")
-        if not ended.lost and {end.returncode for end in ends} in ({REQUEUE_STATUS}, {0, REQUEUE_STATUS}):
-            return REQUEUE_STATUS
-        return 128 + number if ended.lost or any(end.returncode for end in ends) else 0
 
     def _regroup(self, restart: int) -> bool:
         """Have nodes for another round: those that are left, and those of the lost hosts that come back."""
@@ -516,7 +322,7 @@ class Job:
         missing = [host for name, host in by_name.items() if name not in {node.name for node in kept}]
         self._nodes = list(kept)
         back = [node for node in self._open(missing) if node.lost is None] if missing else []
-        self._refuse(_other_versions(back))
+        _refuse(_other_versions(back))
         self._nodes = sorted([*kept, *back], key=lambda node: list(by_name).index(node.name))
         enough = len(by_name) if self._options.min_nodes is None else self._options.min_nodes
         if len(self._nodes) < enough:
@@ -528,7 +334,7 @@ class Job:
         return True
 
     def _close(self, status: int) -> None:
-        self._release()
+        self._meeting.release()
         for node in self._nodes:
             node.leave(status)
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -536,23 +342,15 @@ class Job:
             time.sleep(0.01)
         for node in self._nodes:
             node.close()
-        self._flush()
+        self._outputs.flush()
         self._selector.close()
 
-    def _flush(self) -> None:
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while (self._stdout.pending or self._stderr.pending) and time.monotonic() < deadline:
-            self._stdout.drain()
-            self._stderr.drain()
-            time.sleep(0.01)
 
-
-def _failed_before(ended: _Round) -> bool:
-    """Whether a worker failed before the first host was lost, and not because of it."""
-    if not ended.failed:
-        return False
-    failed = min(ended.ends[rank].seconds for rank in ended.failed)
-    return failed + SETTLE_SECONDS < min(host.last_seen for host in ended.lost)
+def _refuse(problems: Sequence[str]) -> None:
+    if not problems:
+        return
+    more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+    raise LaunchError("\n  ".join(["not all hosts can take part:", *problems[:8], *more]))
 
 
 def _greeted(node: RemoteNode) -> bool:

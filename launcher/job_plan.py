@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from pathlib import Path
 
 from .facts import LOOPBACK, LOOPBACK_INTERFACE
 from .hosts import Host
@@ -55,6 +56,21 @@ def on_one_host(host: str, address: str | None, port: int | str) -> Rendezvous:
     """The rendezvous of a job that has one host: nothing of it is to be reached from another."""
     interfaces = {host: LOOPBACK_INTERFACE} if LOOPBACK_INTERFACE else {}
     return Rendezvous(address or LOOPBACK, port, interfaces)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """How a job is run. ``carrier``: the command that reaches a host, None for the launcher's own host."""
+
+    carrier: Callable[[Host], Sequence[str] | None] = lambda host: None
+    master_addr: str | None = None
+    master_port: int | None = None
+    grace: float = 5.0
+    log_dir: Path | None = None
+    max_restarts: int = 0
+    min_nodes: int | None = None  # None: all
+    shown: Mapping[str, bool] = field(default_factory=dict)  # by stream; those that are not there are
+    shown_local_ranks: frozenset[int] | None = None  # None: all
 
 
 @dataclass(frozen=True)

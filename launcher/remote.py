@@ -1,4 +1,4 @@
-"""A host at the other end of a line: the launcher's view of an agent, with the commands of a LocalNode."""
+"""The hosts of a job as the launcher has them: its own, and others at the end of a line, with the same commands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from typing import Any
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
 from .bootstrap import die_with_parent
 from .escapes import Cleaner, plain
+from .facts import describe_host
 from .job_plan import WorkerCommand
 from .line import Line, Message, decode
 from .loop import PASSED_SIGNALS, STOP_SIGNALS
-from .node import STREAMS, Listener, own_child
+from .node import STREAMS, Listener, LocalNode, own_child
 
 _MOST_LINES = 20
 LONGEST_MESSAGE = 1 << 20  # bytes; workers' output comes in chunks of 64 KiB
@@ -188,12 +189,8 @@ class RemoteNode:
 
     def _greet(self, message: Message) -> None:
         self.facts = message
-        self._ping(time.monotonic())  # whose failure was first is told by the clocks
+        self.send("ping", t=time.monotonic())  # whose failure was first is told by the clocks
         self.on_hello()
-
-    def _ping(self, now: float) -> None:
-        self._pinged = now
-        self.send("ping", t=now)
 
     def _set_clock(self, message: Message) -> None:
         """The shortest round trip so far tells best how the clocks differ: the answer was made half-way."""
@@ -209,7 +206,8 @@ class RemoteNode:
             return
         self.line.flush()
         if self.facts and now - self._pinged >= PING_SECONDS:
-            self._ping(now)
+            self._pinged = now
+            self.send("ping", t=now)
         if self.facts and now - self._heard > SILENT_SECONDS:
             self.lose(f"nothing was heard from it for {SILENT_SECONDS:.0f} s: the host or the network is down")
         elif self.line.ended:
@@ -310,3 +308,27 @@ class RemoteNode:
 
     def patience(self) -> float:
         return HURRY_SECONDS if self.line is not None and self.line.waiting else 0.5
+
+
+class OwnNode(LocalNode):
+    """The launcher's own host."""
+
+    def __init__(self, name: str, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.name = name
+        self.facts = describe_host(os.environ)
+        self.trouble: str | None = None
+        self.lost: str | None = None
+
+    def leave(self, status: int) -> None:
+        """Nobody waits here for the exit status."""
+
+    @property
+    def gone(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.end_now()
+
+
+Node = OwnNode | RemoteNode

@@ -137,7 +137,7 @@ def test_importing_is_light_and_silent() -> None:
     """Imports what it needs, when it is needed: no torch for the configuration, no compiler front end for training."""
     code = "import sys, zerorun, zerorun.config; print('torch' in sys.modules)"
     assert start([sys.executable, "-c", code]).stdout == "False\n"
-    heavy = ("torch._dynamo", "sympy", "triton")
+    heavy = ("torch._dynamo", "sympy", "triton", "zerorun.tensor_parallel.layers", "zerorun.pipeline.executor")
     code = f"import sys, torch, zerorun.engine.initialize; print([m for m in {heavy} if m in sys.modules])"
     done = start([sys.executable, "-c", code])
     assert (done.stdout, done.stderr) == ("[]\n", "")

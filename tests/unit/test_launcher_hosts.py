@@ -21,8 +21,9 @@ from zerorun.launcher.agent import Agent
 from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
 from zerorun.launcher.hosts import Host
-from zerorun.launcher.job import Job, JobOptions
+from zerorun.launcher.job import Job
 from zerorun.launcher.job_plan import (
+    JobOptions,
     JobPlan,
     LaunchRequest,
     NodePlan,

@@ -476,7 +476,8 @@ def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> 
 def test_a_worker_that_ended_well_while_others_go_on_is_named_once(tmp_path: Path) -> None:
     script = "if rank in (0, 2): time.sleep(2.5)\nif rank == 2: sys.exit('Broken pipe')\n"
     (tmp_path / "train.py").write_text(PRELUDE + script)
-    hurried = "import sys; from zerorun.launcher import cli, job; job.EARLY_SECONDS = 0.3; sys.exit(cli.main(sys.argv[1:]))"
+    hurried = "import sys; from zerorun.launcher import cli, outcome\noutcome.EARLY_SECONDS = 0.3\n"
+    hurried += "sys.exit(cli.main(sys.argv[1:]))"
     command = [sys.executable, "-c", hurried, "--nproc=3", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30 * patience(), check=False)
     assert done.returncode == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2] / "zerorun"
-FOLDERS = ("engine", "plan", "zero")
+FOLDERS = ("engine", "plan", "zero")  # in which nobody assigns another's fields
 MOST_METHODS = 25
 MOST_ATTRIBUTES = {"Engine": 15, "Runtime": 15}
 # What PyTorch's objects have to be told by assignment: parameters and gradients, forwards, and settings of optimizers.
@@ -53,9 +53,9 @@ def test_nobody_assigns_the_fields_of_others() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_classes_are_small(path: Path) -> None:
-    for node in classes(path):
+@pytest.mark.parametrize("folder", ("zerorun", "ops", "launcher"))
+def test_classes_are_small(folder: str) -> None:
+    for node in (node for path in sorted((ROOT.parent / folder).rglob("*.py")) for node in classes(path)):
         count = len(methods(node))
         assert count <= MOST_METHODS, f"{node.name} has {count} methods"
         attributes = {target.attr for method in methods(node) for target in assigned(method) if is_self(target)}

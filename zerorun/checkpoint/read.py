@@ -260,16 +260,17 @@ class Reader:
         """Let ranks know what is in files that they do not see. Collective. Raises CheckpointError on all of them alike."""
         needed = set().union(*ranks.gather(set(self.missing.items())))
         mine = sorted(file for file, provider in needed if provider == ranks.rank)
-        found, problem = attempt(lambda: self._contents(mine))
+
+        def contents() -> tuple[dict[str, dict[str, Located]], dict[str, bytes]]:
+            """(headers of files of tensors, all of the other files)"""
+            headers = {file: self._open(file).tensors for file in mine if file.endswith(".safetensors")}
+            return headers, {file: self.small_file(file) for file in mine if file not in headers}
+
+        found, problem = attempt(contents)
         ranks.agree(problem)
         for headers, small in ranks.gather(found or ({}, {})):
             self._elsewhere.update(headers)
             self._small.update(small)
-
-    def _contents(self, files: list[str]) -> tuple[dict[str, dict[str, Located]], dict[str, bytes]]:
-        """What others need of these files: (headers of files of tensors, all of the other files)."""
-        headers = {file: self._open(file).tensors for file in files if file.endswith(".safetensors")}
-        return headers, {file: self.small_file(file) for file in files if file not in headers}
 
     def check_small_files(self) -> None:
         """Raise DamagedError for a file that is here and not as it was written, of those that nobody may need to read."""

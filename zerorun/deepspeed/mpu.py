@@ -35,9 +35,6 @@ class Grid:
     def get_global_world_size(self) -> int:
         return self._topology.world_size
 
-    def _group(self, axis: str) -> dist.ProcessGroup:
-        return self._topology.group(axis) if self._topology.size(axis) > 1 else self._topology.own_group()
-
     # -- pipeline stages -----------------------------------------------------------------------------------------
 
     def get_stage_id(self) -> int:
@@ -61,7 +58,7 @@ class Grid:
         return self._topology.pipe
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        return self._group("pipe")
+        return _group(self._topology, "pipe")
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
@@ -79,7 +76,7 @@ class Grid:
         return self._topology.data_parallel_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._group("data")
+        return _group(self._topology, "data")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """The global ranks of the data-parallel group, ascending."""
@@ -97,7 +94,7 @@ class Grid:
         return self._topology.pipe * self._topology.tensor
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self._group("model")
+        return _group(self._topology, "model")
 
     def get_model_parallel_src_rank(self) -> int:
         return self._topology.ranks_along("model")[0]
@@ -111,7 +108,7 @@ class Grid:
         return self._topology.tensor
 
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        return self._group("tensor")
+        return _group(self._topology, "tensor")
 
     def get_slice_parallel_src_rank(self) -> int:
         return self._topology.rank - self._topology.tensor_rank
@@ -120,3 +117,7 @@ class Grid:
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
     get_tensor_model_parallel_group = get_slice_parallel_group
     get_tensor_model_parallel_src_rank = get_slice_parallel_src_rank
+
+
+def _group(topology: Topology, axis: str) -> dist.ProcessGroup:
+    return topology.group(axis) if topology.size(axis) > 1 else topology.own_group()

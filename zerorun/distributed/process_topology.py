@@ -42,9 +42,11 @@ class ProcessTopology:
         return {self.get_coord(rank): rank for rank in range(self.world_size())}
 
     def world_size(self) -> int:
+        """How many ranks there are."""
         return prod(self.dims)
 
     def get_axis_names(self) -> list[str]:
+        """The names of the axes, the outermost first."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:

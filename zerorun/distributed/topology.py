@@ -66,26 +66,32 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """How many ranks there are."""
         return self.pipe * self.replicate * self.shard * self.tensor
 
     @property
     def data_parallel_size(self) -> int:
+        """How many ranks see different data: ``replicate * shard``."""
         return self.replicate * self.shard
 
     @property
     def pipe_rank(self) -> int:
+        """This rank's pipeline stage."""
         return self.rank // (self.data_parallel_size * self.tensor)
 
     @property
     def replicate_rank(self) -> int:
+        """This rank's place along the axis replicate."""
         return self.rank // (self.shard * self.tensor) % self.replicate
 
     @property
     def shard_rank(self) -> int:
+        """This rank's place along the axis shard."""
         return self.rank // self.tensor % self.shard
 
     @property
     def tensor_rank(self) -> int:
+        """This rank's place along the axis tensor."""
         return self.rank % self.tensor
 
     @property
@@ -142,7 +148,7 @@ class Topology:
         same as one of them is made when it is first asked for: all ranks of the world must do so, in the same order.
         Raises TopologyError without groups, and for pipe or tensor where the degree is 1: there is nobody to talk to.
         """
-        mesh, wide = self._opened(), [member for member in _members(axis) if self.size(member) > 1]
+        mesh, wide = _mesh_of(self), [member for member in _members(axis) if self.size(member) > 1]
         if not wide and axis in ("pipe", "tensor"):
             raise TopologyError(
                 f"there is no process group along {axis!r}, because its degree is 1. "
@@ -156,21 +162,10 @@ class Topology:
 
     def own_group(self) -> dist.ProcessGroup:
         """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
-        self._opened()
+        _mesh_of(self)
         if self.world_size == 1:
             return _world()
         return self._make("own", tuple((rank,) for rank in range(self.world_size)))
-
-    def subgroup(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The process group of those ranks along ``axis`` that are number ``places`` there; None if this is none of them.
-
-        Made when first asked for: all ranks of the world must do so, in the same order.
-        """
-        self._opened()
-        chosen = [tuple(ranks[place] for place in places) for ranks in self.groups(axis)]
-        rest = [rank for rank in range(self.world_size) if not any(rank in ranks for ranks in chosen)]
-        group = self._make(f"{axis} {places}", (*chosen, *((rank,) for rank in rest)))
-        return None if self.rank in rest else group
 
     def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
         if name not in self._made:
@@ -178,13 +173,6 @@ class Topology:
             own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], group_desc=description)
             self._made[name] = own
         return self._made[name]
-
-    def _opened(self) -> DeviceMesh:
-        if self.mesh is None:
-            raise TopologyError(
-                "this Topology has no process groups: it was made without, or closed. Remedy: use Topology.create()."
-            )
-        return self.mesh
 
     def close(self) -> None:
         """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
@@ -289,6 +277,26 @@ class Topology:
         names = tuple(axis for axis in AXES if self.size(axis) > 1) or ("shard",)
         with waiting("the process groups of the topology"):
             return replace(self, mesh=init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names))
+
+
+def subgroup(topology: Topology, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+    """The process group of those ranks along ``axis`` that are number ``places`` there; None if this is none of them.
+
+    Made when first asked for: all ranks must do so, in the same order. Raises TopologyError without process groups.
+    """
+    _mesh_of(topology)
+    chosen = [tuple(ranks[place] for place in places) for ranks in topology.groups(axis)]
+    rest = [rank for rank in range(topology.world_size) if not any(rank in ranks for ranks in chosen)]
+    group = topology._make(f"{axis} {places}", (*chosen, *((rank,) for rank in rest)))
+    return None if topology.rank in rest else group
+
+
+def _mesh_of(topology: Topology) -> DeviceMesh:
+    if topology.mesh is None:
+        raise TopologyError(
+            "this Topology has no process groups: it was made without, or closed. Remedy: use Topology.create()."
+        )
+    return topology.mesh
 
 
 def _world() -> dist.ProcessGroup:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,14 @@ from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer, split_state
 from ..optim.requested import RawOptimizer, without_elsewhere
-from ..pipeline.module import PipelineModule
 from ..pipeline.pipelined import Pipelined
-from ..pipeline.split_pretrained import PretrainedPipeline
 from ..plan.make import make_plan, planned_topology, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
 from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
-from ..startup.parallelize import ParallelizedModel, cut, divide, is_part, plan_layers
+from ..startup.parallelize import cut, divide, is_part, plan_layers
+from ..startup.parallelized_model import ParallelizedModel
 from ..zero.access import adopt_loaded_weights, guard_state_dict
 from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
@@ -56,11 +55,25 @@ from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation
 from .engine import Engine
-from .pipeline_engine import PipelineEngine
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
+def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
+    """Errors of the configuration come without the frames in which they were found: the message says it all."""
+
+    @wraps(function)
+    def told(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            raise error.with_traceback(None) from None
+
+    return told
+
+
+@_told_plainly
 def initialize(
     model: nn.Module,
     config: str | Path | dict[str, Any] | None = None,
@@ -87,7 +100,7 @@ def initialize(
     TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
     """
     setup_logging()
-    if topology is None and isinstance(model, PipelineModule) and isinstance(model.topology(), Topology):
+    if topology is None and isinstance(model, Pipelined) and isinstance(model.topology(), Topology):
         topology = model.topology()
     device = default_device()
     init_distributed(device)
@@ -136,7 +149,7 @@ def initialize(
     sharded = _shard_optimizer(raw, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
     sharded_model = ShardedModel(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
-    kind = PipelineEngine if isinstance(model, Pipelined) else Engine
+    kind = _engine_for(model)
     engine = kind(
         model,
         wanted,
@@ -232,6 +245,14 @@ def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> N
         f"Remedy: {remedy}."
     )
     raise _same_error("ConfigError", text) if what == "configuration" else ModelError(text)
+
+
+def _engine_for(model: nn.Module) -> type[Engine]:
+    if not isinstance(model, Pipelined):
+        return Engine
+    from .pipeline_engine import PipelineEngine  # with schedules and messages, which others do not need
+
+    return PipelineEngine
 
 
 # -- assembly ----------------------------------------------------------------------------------------------------
@@ -335,7 +356,7 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
     if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
         yield OutsideStep(sharded_model, sharded)
     # A PipelineModule is known to be a part; what else is cut or divided looks like the whole model.
-    guarded = [model, model.whole_model] if isinstance(model, PretrainedPipeline) else [model]
+    guarded = list(dict.fromkeys([model, getattr(model, "whole_model", model)]))
     is_part = len(guarded) > 1 or bool(parts.shards)
     for module in guarded:
         yield guard_state_dict(module, sharded_model.runtime, is_part=is_part)

@@ -112,7 +112,12 @@ class Pipelined(nn.Module):
         """The number of the local stage."""
         return self._cut.stage
 
+    def topology(self) -> Any:
+        """The topology that it was made for, if one was given."""
+        return None
+
     def num_pipeline_stages(self) -> int:
+        """How many stages the model is cut into."""
         return self._cut.num_stages
 
     def partitions(self) -> Bounds:

@@ -42,7 +42,13 @@ def take_in(
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
     model_parameters = _listed(model_parameters)
     source = _config_of(config, args)
-    loaded = load_config(source, optimizer_given=optimizer is not None, scheduler_given=scheduler_given)
+    divided = topology is not None or isinstance(model, Pipelined)  # then not the file tells how many see other data
+    loaded = load_config(
+        source,
+        optimizer_given=optimizer is not None,
+        scheduler_given=scheduler_given,
+        world_size=None if divided else world_size,
+    )
     if topology is not None:
         loaded = _with_degrees(loaded, {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe})
     if isinstance(model, Pipelined):

@@ -22,28 +22,12 @@ class ThroughHost(Transport):
         self._inner = inner
         self.name, self.memory = inner.name, inner.memory
 
-    def all_gather(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        label: str,
-        source: torch.Tensor | None = None,
-        *,
-        until_given: bool = False,
-    ) -> Pending:
-        own = full[bounds[self.rank] : bounds[self.rank + 1]]
-        if source is not None and source.data_ptr() != own.data_ptr():
-            own.copy_(source)
-        if self.size == 1:
-            return Pending(self.statistics, label)
-        host = full.to("cpu")
-        inner = self._inner.all_gather(host, bounds, label, until_given=until_given)
-        return Pending(self.statistics, label, [inner], lambda: store(host, full, accumulate=False))
-
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
-        return self.all_gather(full, bounds, label, source, until_given=until_given)
+        host = full.to("cpu")
+        inner = self._inner._all_gather(host, bounds, label, None, until_given)
+        return Pending(self.statistics, label, [inner], lambda: store(host, full, accumulate=False))
 
     def reduce_scatter(
         self,

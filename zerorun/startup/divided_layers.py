@@ -1,0 +1,142 @@
+"""Layers that tensor ranks divide: how, by which plan, and what follows for gradients. Loaded where there are some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..config.sections import TensorParallel
+from ..distributed.device import generators
+from ..distributed.replication import ALONE, Replication
+from ..distributed.tensor_shard import partial_of, shards_of
+from ..distributed.topology import Topology
+from ..distributed.transport.gloo import Gloo
+from ..distributed.transport.statistics import CommunicationStatistics
+from ..errors import ModelError
+from ..log import info_once
+from ..pipeline.module import PipelineModule
+from ..pipeline.pipelined import Pipelined
+from ..tensor_parallel.axis import TransportAxis, make_axis
+from ..tensor_parallel.causal_loss import has_head
+from ..tensor_parallel.collectives import Region, make_region
+from ..tensor_parallel.parallelized import Parallelized, carry_out, plan_of
+from ..tensor_parallel.planning import make_plan, matches, matches_names
+from ..tensor_parallel.sequence import blocks_of, has_blocks
+from ..tensor_parallel.styles import HOOKED, ParallelPlan
+from .parallelized_model import ParallelizedModel
+
+
+def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int) -> ParallelPlan:
+    """How the layers of ``model``, which are whole, are to be divided over ``size`` ranks. Raises ModelError."""
+    if not isinstance(model, Pipelined):
+        made = plan_of(model, section.plan or None, size, vocab_parallel_loss=section.vocab_parallel_loss)
+        if section.sequence_parallel:
+            blocks_of(model, made)
+        return made
+    if isinstance(model, PipelineModule):
+        _refuse_whole_model_keys(section)
+    if not section.plan:
+        raise ModelError(
+            "a PipelineModule does not tell how its layers are to be divided over tensor-parallel ranks. Remedy: set "
+            'tensor_parallel.plan (name pattern -> style, such as {"*.up": "colwise", "*.down": "rowwise"}), or make '
+            "layers with zerorun.tensor_parallel.ColumnParallelLinear and its like."
+        )
+    _refuse_unmatched(model, section.plan)
+    here = {pattern: style for pattern, style in section.plan.items() if matches(model, pattern)}
+    return make_plan(model, here, size) if here else ParallelPlan(size, ())
+
+
+def _refuse_whole_model_keys(section: TensorParallel) -> None:
+    """Raise ModelError for what needs to see the whole model, and not the layers of one stage."""
+    for key, instead in (
+        ("sequence_parallel", "it works on a Hugging Face model that is not cut by hand."),
+        ("vocab_parallel_loss", "let loss_fn call zerorun.tensor_parallel.vocab_parallel_cross_entropy."),
+    ):
+        if getattr(section, key):
+            raise ModelError(
+                f"tensor_parallel.{key} cannot be done in a PipelineModule. Remedy: set it to false; {instead}"
+            )
+
+
+def _refuse_unmatched(model: Pipelined, plan: Mapping[str, Any]) -> None:
+    """Raise ModelError for a pattern that matches nothing on any stage: its layers would stay whole unnoticed."""
+    names = model.parameter_names()
+    for pattern, style in plan.items():
+        if style not in HOOKED and not matches_names(names, pattern):  # modules that are hooked need no parameters
+            raise ModelError(
+                f"tensor_parallel.plan: pattern {pattern!r} matches no layer of any stage. Remedy: use names as of the "
+                f'PipelineModule\'s parameter_names(), such as {names[0]!r}; "*" stands for one part between dots.'
+            )
+
+
+def divide_layers(
+    model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology, device: torch.device
+) -> ParallelizedModel:
+    """Divide the layers in place by ``plan``; None: the model is made of divided layers. All ranks must call it."""
+    axis = make_axis(topology, device)
+    undo = ParallelizedModel().undo
+    if plan is not None:
+        made = _convert(model, plan, config, make_region(topology, device))
+        undo = made.undo
+        info_once(made.describe())
+    else:
+        _take_rank_zeros(model, axis)
+    _agree_on_random_numbers(axis)
+    return ParallelizedModel(
+        {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), undo, axis
+    )
+
+
+def divide_shapes_of_layers(
+    model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology
+) -> Callable[[nn.Parameter], Replication]:
+    """As ``divide_layers``, of a model on the meta device: nobody is needed for it."""
+    place = (topology.tensor_rank, topology.tensor)
+    nobody = Gloo("tensor", None, *place, torch.device("meta"), CommunicationStatistics())
+    if plan is not None:
+        _convert(model, plan, config, Region(TransportAxis(nobody)))
+    return replication_in_layers(model, topology)
+
+
+def _convert(model: nn.Module, plan: ParallelPlan, config: Config, region: Region) -> Parallelized:
+    own, section = plan.here(model), config.tensor_parallel
+    whole = getattr(model, "whole_model", model)  # of which a pipeline stage has some layers
+    return carry_out(
+        model,
+        own,
+        region,
+        sequence_parallel=section.sequence_parallel and has_blocks(own),
+        vocab_parallel_loss_of=whole if section.vocab_parallel_loss and has_head(whole) else None,
+    )
+
+
+def replication_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.Parameter], Replication]:
+    """How gradients are spread of parameters that tensor ranks have whole, and of those that they divide."""
+    shards, partial, first = shards_of(model), partial_of(model), topology.tensor_rank == 0
+
+    def replication_of(param: nn.Parameter) -> Replication:
+        if id(param) in shards:
+            return ALONE
+        return Replication(("tensor",) if id(param) in partial else (), first)
+
+    return replication_of
+
+
+def _take_rank_zeros(model: nn.Module, axis: TransportAxis) -> None:
+    """What every tensor rank of a model made of divided layers has whole is tensor rank 0's."""
+    shards = shards_of(model)
+    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
+        if id(tensor) not in shards and not tensor.is_meta:
+            axis.broadcast(tensor.data, "tensor: whole weights")
+
+
+def _agree_on_random_numbers(axis: TransportAxis) -> None:
+    """The default generators go on as those of tensor rank 0. See tensor_parallel/random.py."""
+    for generator in generators(axis.transport.device):
+        state = generator.get_state()
+        axis.broadcast(state, "tensor: random state")
+        generator.set_state(state)

@@ -1,0 +1,56 @@
+"""ParallelizedModel: a model of which this rank has a part, and the way from parts to wholes and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..distributed.replication import ALONE, Replication
+from ..distributed.tensor_shard import TensorShard
+from ..distributed.transport.transport import Transport
+
+if TYPE_CHECKING:
+    from ..tensor_parallel.axis import TransportAxis
+
+
+@dataclass
+class ParallelizedModel:
+    """A model of which this rank has a part. ``undo`` makes it whole again; all ranks must call it."""
+
+    model_axes: dict[str, Transport] = field(default_factory=dict)  # axes over which gradients may have to be summed
+    shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> what of it is here
+    replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
+    undo: Callable[[], None] = lambda: None
+    axis: TransportAxis | None = None
+    copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
+
+    def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """The whole of what ``part`` of ``param`` is on this rank: a value, gradient or state. All tensor ranks call it."""
+        shard = self.shards.get(id(param))
+        if shard is None or self.axis is None:
+            return part
+        from ..tensor_parallel.layers import whole_of  # loaded already, where anything is divided
+
+        return whole_of(part.contiguous(), shard, self.axis)
+
+    def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``whole``."""
+        shard = self.shards.get(id(param))
+        return whole if shard is None or tuple(whole.shape) == shard.local_shape != shard.shape else shard.cut(whole)
+
+    def of_tensor_ranks(self, number: int) -> list[int]:
+        """What each tensor rank gives. All of them must call it."""
+        if self.axis is None:
+            return [number]
+        mine = torch.tensor([number], device=self.axis.transport.device)
+        found: list[int] = self.axis.all_gather(mine, 0, range(self.axis.size + 1), "comparison of data").tolist()
+        return found
+
+    def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
+        """Let ``whole`` be that of another tensor rank, in place. All tensor ranks call it."""
+        if self.axis is not None:
+            self.axis.transport.broadcast(whole, "edited parameters", tensor_rank)
