@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,16 @@ def train_named(named: bool) -> list[torch.Tensor]:
 def test_named_parameters_are_parameters() -> None:
     plain, named = run_ranks(2, train_named, False)[0], run_ranks(2, train_named, True)[0]
     assert all(torch.equal(a, b) for a, b in zip(plain, named, strict=True))
+
+
+def frames_of_a_config_error() -> list[str]:
+    try:
+        zerorun.initialize(nn.Linear(2, 2), {"typo": 1})
+    except ConfigError as error:
+        return [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return []
+
+
+def test_errors_of_the_configuration_have_no_tail_of_frames() -> None:
+    """Of their own rank, or of another's: what is wrong is in the file."""
+    assert run_ranks(2, frames_of_a_config_error) == [["frames_of_a_config_error", "told"]] * 2

@@ -826,3 +826,48 @@ def test_every_name_of_the_tensor_degree(section: dict[str, Any]) -> None:
     assert resolve(config, data_parallel_size=2).train_micro_batch_size_per_gpu == 4
     with pytest.raises(ConfigError, match=r"pipeline.stages = 3.*8 ranks are no multiple of 2 tensor ranks x 3"):
         data_parallel_degree(config, 8)
+
+
+# -- batch sizes, with everything else ---------------------------------------------------------------------------------
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_batch_sizes_are_reported_with_all_other_problems(tmp_path: Path) -> None:
+    sizes = {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}
+    path = written(tmp_path, {**sizes, "zero_optimization": {"stage": 7}, "steps_per_prnt": 1})
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, world_size=2)
+    assert {problem.key for problem in caught.value.problems} == {
+        "zero_optimization.stage",
+        "steps_per_prnt",
+        "train_batch_size",
+    }
+    assert "train_batch_size 10 (file)" in str(caught.value) and str(caught.value).startswith(f"{path}: 3 problems")
+
+
+@pytest.mark.parametrize(
+    "more", ({"train_batch_size": "ten"}, {"tensor_parallel": {"autotp_size": "two"}}, {"pipeline": {"stages": 0}})
+)
+def test_nothing_is_said_of_what_follows_from_a_wrong_value(more: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, **more})
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, world_size=2)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    "keys", (["train_micro_batch_size_per_gpu"], ["train_micro_batch_size_per_gpu", "train_batch_size"])
+)
+def test_batch_sizes_that_say_auto_are_told_so(keys: list[str], tmp_path: Path) -> None:
+    path = written(tmp_path, dict.fromkeys(keys, "auto"))
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(path), data_parallel_size=2)
+    text = str(caught.value)
+    assert text.startswith(f"{path}: 1 problem\n  {keys[0]} = 'auto': {' and '.join(keys)} say")
+    assert "Give train_micro_batch_size_per_gpu" in text and "--micro-batch" in text
+    assert resolve(load_config(path), data_parallel_size=2, micro_batch_hint=3).train_batch_size == 6

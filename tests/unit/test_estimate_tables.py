@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import zerorun
 from zerorun.errors import ConfigError, TopologyError
+from zerorun.memory.estimate import show
 
 GB = 10**9
 
@@ -209,6 +210,15 @@ def test_it_prints_a_table() -> None:
     text = str(zerorun.estimate_memory(blocks_of(8, 1024), config(3), 16, device="cuda"))
     for words in ("stage 3, 16 ranks (8 on a node, nccl), 8,388,608 parameters", "moments", "MiB", "zero.Init()"):
         assert words in text
+
+
+def test_it_says_what_slots_are_and_what_a_node_needs_with_init() -> None:
+    model = Decoder(2, 64, 128, kv=64, inner=128)
+    found = zerorun.estimate_memory(model, config(3), 16, device="cuda")
+    assert "slots (units in use, embedding, head)" in str(found)
+    assert found.node_host_with_init_bytes == 8 * max(found.host_bytes, found.start_up_with_init.host)
+    assert found.node_host_with_init_bytes < found.node_host_bytes
+    assert f"host memory of one node with zero.Init() {show(found.node_host_with_init_bytes):>15}" in str(found)
 
 
 def test_activations_are_added_to_the_peak() -> None:

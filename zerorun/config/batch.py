@@ -14,6 +14,7 @@ from zerorun.errors import ConfigError, ConfigProblem
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
 _ACCUMULATION = "gradient_accumulation_steps"
+_AUTO = "auto"
 _EQUATION = f"{_TRAIN} = {_MICRO} × {_ACCUMULATION} × data-parallel size"
 
 
@@ -44,9 +45,8 @@ def resolve_batch(
     if problems:
         raise ConfigError(problems, "batch sizes")
     if train is None and micro is None:
-        reason = f"{_TRAIN} or {_MICRO} must be given: {_EQUATION} cannot be solved without one of them."
-        remedy = f"Give {_MICRO}, the number of samples that one rank takes at a time; the other sizes follow."
-        raise ConfigError([ConfigProblem(_MICRO, None, reason, remedy)], "batch sizes")
+        auto = [key for key in (_MICRO, _TRAIN) if (origins or {}).get(key) == _AUTO]
+        raise ConfigError([_nothing_given(auto)], "batch sizes")
     filled = _fill(train, micro, accumulation, data_parallel_size)
     if filled is None:
         raise ConfigError([_inconsistent(given, data_parallel_size, origins or {})], "batch sizes")
@@ -61,6 +61,18 @@ def _not_positive(values: dict[str, int | None]) -> list[ConfigProblem]:
         for key, value in values.items()
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
     ]
+
+
+def _nothing_given(auto: list[str]) -> ConfigProblem:
+    """``auto``: the keys that say "auto"."""
+    remedy = f"Give {_MICRO}, the number of samples that one rank takes at a time; the other sizes follow."
+    if not auto:
+        reason = f"{_TRAIN} or {_MICRO} must be given: {_EQUATION} cannot be solved without one of them."
+        return ConfigProblem(_MICRO, None, reason, remedy)
+    says = f"{' and '.join(auto)} {'says' if len(auto) == 1 else 'say'} {_AUTO!r}"
+    reason = f"{says}, which a Trainer replaces by its own batch size. Nobody has: {_EQUATION} must be given one of them."
+    how = "The command python -m zerorun.config takes --micro-batch."
+    return ConfigProblem(auto[0], _AUTO, reason, f"{remedy} {how}")
 
 
 def _fill(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> tuple[int, int, int] | None:

@@ -66,29 +66,54 @@ class ModelFacts:
     pipelined: bool = False
 
 
-def load_config(source: object, *, optimizer_given: bool = False, scheduler_given: bool = False) -> Config:
+def load_config(
+    source: object,
+    *,
+    optimizer_given: bool = False,
+    scheduler_given: bool = False,
+    world_size: int | None = None,
+    micro_batch_hint: int | None = None,
+) -> Config:
     """The checked configuration from a path, a dict (copied) or base64 text. Values may still be "auto".
 
-    Raises :class:`ConfigError`, and nothing else, with all problems at once. A Config is returned as it is. A section
-    that the caller has an optimizer or a schedule in place of may name one that only the caller's program knows.
+    Raises :class:`ConfigError`, and nothing else, with all problems at once: with ``world_size`` (ranks) those of the batch
+    sizes among them. A Config is returned as it is. A section that the caller has an optimizer or a schedule in place of
+    may name one that only the caller's program knows. ``micro_batch_hint``: as for ``resolve``.
     """
     if isinstance(source, Config):
         return source
     raw, name = read_source(source)
     reader = ConfigReader()
     config = reader.build(Config, raw)
-    config._off = tuple(reader.notes)
+    config._off, config._name = tuple(reader.notes), name
+    config._sources = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
+    config._sources.update(dict.fromkeys(reader.auto, "auto"))
     # What is not used is not checked, but noted: a section that cannot be read at all could not be.
     given = {"optimizer": optimizer_given, "scheduler": scheduler_given}
     unused = tuple(
         f"{section}." for section, is_given in given.items() if is_given and getattr(config, section) is not None
     )
-    problems = [*reader.problems, *find_contradictions(config, reader.params)]
-    _raise([problem for problem in problems if not problem.key.startswith(unused)], name)
+    found = [*reader.problems, *find_contradictions(config, reader.params)]
+    problems = [problem for problem in found if not problem.key.startswith(unused)]
+    if problems and world_size is not None:
+        problems += _batch_problems(config, {problem.key for problem in problems}, world_size, micro_batch_hint)
+    _raise(problems, name)
     values = _shard_values(config, raw) | _tensor_size(config)
-    from_file = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
-    from_file.update(dict.fromkeys(reader.auto, "file"))
-    return _with(config, values, from_file, tuple(reader.auto))
+    return _with(config, values, dict.fromkeys(config._sources, "file"), tuple(reader.auto))
+
+
+def _batch_problems(config: Config, wrong: set[str], world_size: int, hint: int | None) -> list[ConfigProblem]:
+    """What ``resolve`` would find in the batch sizes, where nothing that they follow from is among the ``wrong`` keys."""
+    tensor = max(tensor_sizes(config).values())
+    follows = {_TRAIN, _MICRO, _ACCUMULATION, "pipeline", "pipeline.stages", *tensor_sizes(config)}
+    if wrong & follows or any(key.startswith("tensor_parallel") for key in wrong):
+        return []
+    work = _Resolution(config, {key for key, source in config.sources.items() if source == "auto"})
+    try:
+        work.batch(data_parallel_degree(with_values(config, {"tensor_parallel.size": tensor}), world_size), hint)
+    except ConfigError as error:
+        return error.problems
+    return work.problems
 
 
 def _tensor_size(config: Config) -> dict[str, Any]:
@@ -104,7 +129,7 @@ def data_parallel_degree(config: Config, world_size: int) -> int:
         key, value = ("pipeline.stages", stages) if stages > 1 else ("tensor_parallel.size", tensor)
         reason = f"{world_size} ranks are no multiple of {tensor} tensor ranks x {stages} pipeline stages."
         remedy = f"Start a multiple of {tensor * stages} ranks, or lower one of the two degrees."
-        raise ConfigError([ConfigProblem(key, value, reason, remedy)], "config")
+        raise ConfigError([ConfigProblem(key, value, reason, remedy)], config._name)
     return world_size // (tensor * stages)
 
 
@@ -146,7 +171,7 @@ def _with(
     every_key = flatten(result.model_dump(by_alias=True))
     result._auto = auto
     result._sources = {**dict.fromkeys(every_key, "default"), **dict.fromkeys(values, "derived"), **sources}
-    result._off = config._off
+    result._off, result._name = config._off, config._name
     result._notes = (*collect_notes(result), *result._off, *notes)
     return result
 
@@ -192,7 +217,7 @@ def resolve(
         ConfigProblem(key, AUTO, "cannot be decided from what is known.", undecidable[key])
         for key in sorted(work.open & undecidable.keys())
     ]
-    _raise(work.problems, "config")
+    _raise(work.problems, config._name)
     kept = {key: source for key, source in config.sources.items() if source != "default"}
     sources = {**kept, **dict.fromkeys(work.values, "derived"), **dict.fromkeys(config.auto, "auto")}
     return _with(config, work.values, sources, (), work.notes)
@@ -227,7 +252,8 @@ class _Resolution:
         if micro is None and (train is None or _MICRO in self.open):
             micro = hint
         origins = {key: self.config.sources.get(key, "given") for key in (_TRAIN, _MICRO, _ACCUMULATION)}
-        if hint is not None and micro == hint and origins[_MICRO] in ("default", "file") and not self._has_micro():
+        origins.update(dict.fromkeys(self.open & origins.keys(), AUTO))
+        if hint is not None and micro == hint and origins[_MICRO] in ("default", "file", AUTO) and not self._has_micro():
             origins[_MICRO] = "batch size of the data"
         origins["data_parallel_size"] = "ranks"
         try:
@@ -353,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-bf16", action="store_true", help="the device has no bf16")
     options = parser.parse_args(arguments)
     try:
-        loaded = load_config(options.source)
+        loaded = load_config(options.source, world_size=options.world_size, micro_batch_hint=options.micro_batch)
         config = resolve(
             loaded,
             data_parallel_size=data_parallel_degree(loaded, options.world_size),

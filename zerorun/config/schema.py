@@ -61,18 +61,29 @@ class Config(Section):
     The three batch keys are 0 until resolved. Build it with ``load_config`` and ``resolve``, not directly.
     """
 
-    train_batch_size: Count = 0  # samples per optimizer step over all ranks
-    train_micro_batch_size_per_gpu: Count = 0  # samples per forward on one rank
-    gradient_accumulation_steps: Count = 0  # micro-batches per optimizer step
+    train_batch_size: Count = 0
+    """Samples of one optimizer step, over all ranks. It is train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    data-parallel ranks; what is not given follows."""
+    train_micro_batch_size_per_gpu: Count = 0
+    """Samples of one forward on one rank."""
+    gradient_accumulation_steps: Count = 0
+    """Micro-batches of one optimizer step."""
     managed_gradient_accumulation: Flag = True
-    steps_per_print: StepsPerPrint | None = None  # optimizer steps; None: silent
+    """true: `engine.step()` counts micro-batches. false: each call is a step, and the loop accumulates."""
+    steps_per_print: StepsPerPrint | None = None
+    """Optimizer steps between two lines of progress; not given: silent."""
     dataloader_drop_last: Flag = False
+    """The last, smaller batch of an epoch is left out."""
     dataloader: Dataloader = Dataloader()
     seed: Annotated[Int, Field(ge=0)] | None = None
+    """For the random numbers of the loader's order."""
 
-    gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0  # global 2-norm; 0: off
+    gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0
+    """The largest global 2-norm of the gradients; 0: off."""
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
-    communication_data_type: Dtype | None = None  # None: fp32, in which gradients accumulate
+    """How the gradients of data-parallel ranks are combined: "mean" or "sum"."""
+    communication_data_type: Dtype | None = None
+    """The dtype of gradients on the wire; not given: fp32, in which they accumulate."""
     prescale_gradients: Annotated[
         Flag, Inert("gradients are averaged in a way that cannot overflow; the result is the same.", unless=False)
     ] = False
@@ -100,7 +111,8 @@ class Config(Section):
     pipeline: Pipeline = Pipeline()
     tensor_parallel: TensorParallel = TensorParallel()
     sequence_parallel_size: Annotated[Int, _SP_SIZE] = 1
-    data_parallel_size: Count | None = None  # if given, it must be the actual one
+    data_parallel_size: Count | None = None
+    """If it is given, it must be the actual one."""
     seq_parallel_communication_data_type: Annotated[Dtype, Inert("there is no sequence parallelism.")] = "fp32"
     use_data_before_expert_parallelism: Annotated[
         Flag, Inert("there is no expert parallelism to be ordered.", unless=False)
@@ -188,6 +200,7 @@ class Config(Section):
     _auto: tuple[str, ...] = PrivateAttr(())
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _notes: tuple[ConfigNote, ...] = PrivateAttr(())
+    _name: str = PrivateAttr("config")  # of the file, for messages
     _off: tuple[ConfigNote, ...] = PrivateAttr(())  # features that the file describes and does not switch on
 
     @property

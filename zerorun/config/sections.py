@@ -50,7 +50,10 @@ class Optimizer(Section):
     """The optimizer to build when ``initialize`` is given none. ``params`` are its keywords."""
 
     type: Text
+    """Adam, AdamW, Adagrad, Lion, SGD, RAdam, NAdam, Adamax, Adadelta, RMSprop, Rprop, ASGD or Adafactor, in any case.
+    `Adam` decays weights apart from the gradient, as in DeepSpeed."""
     params: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of the optimizer, checked by name and type. `lr` and `weight_decay` may be "auto" for a Trainer."""
     legacy_fusion: Annotated[Flag, Inert("the update always runs over the flat shard.", unless=False)] = False
 
 
@@ -58,20 +61,30 @@ class Scheduler(Section):
     """The learning-rate schedule to build when ``initialize`` is given none. Steps are optimizer steps."""
 
     type: Text
+    """One of DeepSpeed's (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest) or of
+    `torch.optim.lr_scheduler`."""
     params: dict[str, Any] = Field(default_factory=dict)
+    """Keywords of the schedule. Numbers of steps count optimizer steps."""
 
 
 class Fp16(Section):
     """Half precision with a loss scale. Scales are plain factors; windows count optimizer steps."""
 
     enabled: Flag = False
+    """Parameters and activations are fp16, with a loss scale."""
     auto_cast: Annotated[Flag, _CAST] = False
-    loss_scale: Annotated[Real, Field(ge=0)] = 0.0  # 0: dynamic
+    loss_scale: Annotated[Real, Field(ge=0)] = 0.0
+    """The scale, as a factor; 0 finds it while training."""
     initial_scale_power: Annotated[Int, Field(ge=0, le=64)] = 16
+    """The dynamic scale begins at 2 to this power."""
     loss_scale_window: Count = 1000
+    """Optimizer steps without overflow after which the scale doubles."""
     hysteresis: Count = 2
+    """Overflows that are taken before the scale is halved."""
     consecutive_hysteresis: Flag = False
+    """A step without overflow gives back what hysteresis has used up."""
     min_loss_scale: Annotated[Real, Field(gt=0)] = 1.0
+    """The scale never goes lower: an overflow there is an error that names the parameter and the rank."""
     fp16_master_weights_and_grads: Annotated[Flag, Refused("master weights are kept in fp32.")] = False
     opt_level: Annotated[Text, Inert("it belongs to NVIDIA apex, which zerorun does not use.")] = ""
     fp16_scale_tolerance: Annotated[Real, Inert("the loss scale is lowered by hysteresis alone.")] = 0.0
@@ -81,7 +94,9 @@ class Bf16(Section):
     """bfloat16 parameters and activations over fp32 masters."""
 
     enabled: Flag = False
+    """Parameters and activations are bf16; masters, sums and optimizer states stay fp32."""
     check_grad_overflow: Flag = True
+    """A step with NaN or infinite gradients is skipped with a warning; three in a row are an error."""
     immediate_grad_update: Annotated[Flag, Inert("gradients are always taken over while backward runs.", unless=True)] = (
         False
     )
@@ -100,7 +115,9 @@ class TorchAutocast(Section):
     """Run forward under ``torch.autocast``; parameters keep their dtype."""
 
     enabled: Flag = False
+    """The forward runs under `torch.autocast`; parameters keep their dtype."""
     dtype: Dtype = "bf16"
+    """Of what autocast casts: bf16 or fp16."""
     lower_precision_safe_modules: Annotated[
         tuple[Text, ...], Inert("communication_data_type sets the dtype on the wire, for all modules alike.")
     ] = ()
@@ -110,7 +127,8 @@ class DataTypes(Section):
     """Dtypes beside that of the parameters."""
 
     grad_accum_dtype: Annotated[Dtype, _IN_FP32] = "fp32"
-    param_dtype: Dtype | None = None  # if given, it must agree with fp16/bf16
+    param_dtype: Dtype | None = None
+    """If it is given, it must be what fp16 and bf16 say."""
     buffer_dtype: Annotated[
         Dtype | None, Refused("buffers keep the dtype that the module gave them.", None, "Remove the key.")
     ] = None
@@ -120,9 +138,13 @@ class OffloadOptimizer(Section):
     """Where the fp32 masters and the optimizer states live."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
+    """Where fp32 masters and optimizer states lie: "cpu" is host memory, "nvme" a file."""
     pin_memory: Flag = True
-    ratio: Annotated[Real, Field(ge=0, le=1)] = 1.0  # share of the elements whose optimizer is there
-    nvme_path: Text | None = None  # a folder on a local disk
+    """Host memory is pinned, for copies beside the computation. Without a GPU nothing is pinned."""
+    ratio: Annotated[Real, Field(ge=0, le=1)] = 1.0
+    """The share of the elements whose optimizer is moved, in whole units; the rest stays on the device."""
+    nvme_path: Text | None = None
+    """A folder on a local disk; its last part is made."""
     buffer_count: Annotated[Int, _BUFFERS] = 4
     pipeline_read: Annotated[Flag, _ALWAYS_BESIDE] = False
     pipeline_write: Annotated[Flag, _ALWAYS_BESIDE] = False
@@ -139,8 +161,11 @@ class OffloadParam(Section):
     """Where the parameter shards of stage 3 live."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
+    """Where the shards of parameters lie between their uses: "cpu" or "nvme"."""
     pin_memory: Flag = True
-    nvme_path: Text | None = None  # a folder on a local disk
+    """As for the optimizer; both must say true for pinned memory."""
+    nvme_path: Text | None = None
+    """A folder on a local disk."""
     buffer_count: Annotated[Int, _MAPPED] = 5
     buffer_size: Annotated[Int, _MAPPED] = 100_000_000
     max_in_cpu: Annotated[Int, _MAPPED] = 1_000_000_000
@@ -172,19 +197,30 @@ class ZeroOptimization(Section):
     """The ZeRO stage, and how the model is cut and communicated."""
 
     stage: Stage = 0
+    """0: nothing is sharded. 1: optimizer states. 2: gradients, too. 3: parameters, too. FSDP's names (NO_SHARD,
+    SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD) are understood."""
     unit_policy: UnitPolicy = "by_block"
-    unit_block_count: Count = 2  # blocks per unit; by_block_group only
-    unit_numel: Count = 50_000_000  # size_based and by_block_and_size only
-    shard_degree: Annotated[Count | None, OnlyStages((1, 2, 3))] = None  # ranks; None: all data-parallel ranks
-    hybrid_shard: Annotated[Flag, OnlyStages((1, 2, 3))] = False  # with shard_degree None: the ranks of one node
+    """What is gathered and reduced together: "by_block", "by_block_group", "size_based" or "by_block_and_size"."""
+    unit_block_count: Count = 2
+    """Blocks in a unit, for by_block_group."""
+    unit_numel: Count = 50_000_000
+    """Elements of a unit, for size_based and by_block_and_size."""
+    shard_degree: Annotated[Count | None, OnlyStages((1, 2, 3))] = None
+    """Ranks that shard between them; the others are replicas. Not given: all data-parallel ranks."""
+    hybrid_shard: Annotated[Flag, OnlyStages((1, 2, 3))] = False
+    """Shard within groups of ranks and replicate between them; without shard_degree, a group is a node."""
     overlap_comm: Flag | None = None
+    """Units are gathered before they are needed, and reduced while the backward goes on. Not given: true, but at stage 3
+    where ranks of one host read each other's memory."""
     reduce_scatter: Annotated[
         Flag, Inert("the stage decides how gradients are reduced; the result is the same.", unless=True)
     ] = True
     reduce_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
     allgather_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
     prefetch_bucket_size: Annotated[Elements, _STAGE_3] = Field(default=50_000_000, alias="stage3_prefetch_bucket_size")
+    """How many elements are gathered ahead of the computation, in whole units; not given: one unit."""
     max_live_parameters: Annotated[Elements, _STAGE_3] = Field(default=1_000_000_000, alias="stage3_max_live_parameters")
+    """The most elements that are gathered at a time, in whole units."""
     param_persistence_threshold: Annotated[Elements, Inert(_PERSIST, unless=100_000)] = Field(
         default=100_000, alias="stage3_param_persistence_threshold"
     )
@@ -192,14 +228,17 @@ class ZeroOptimization(Section):
         default=MAX_ELEMENTS, alias="stage3_model_persistence_threshold"
     )
     ignore_unused_parameters: Flag = True
+    """false: a step in which a trainable parameter got no gradient on any rank is an error."""
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
     gather_16bit_weights_on_model_save: Annotated[Flag, Inert("whole 16-bit weights can always be saved.", unless=True)] = (
         Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
     )
-    zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1  # becomes shard_degree
-    mics_shard_size: Annotated[Int, _STAGE_3] = -1  # becomes shard_degree
+    zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1
+    """ZeRO++'s secondary partition; here another name of shard_degree."""
+    mics_shard_size: Annotated[Int, _STAGE_3] = -1
+    """MiCS; here another name of shard_degree."""
     mics_hierarchical_params_gather: Annotated[Flag, Inert("the backend chooses how to gather.", unless=False)] = False
 
     contiguous_gradients: Annotated[Flag, Inert("gradients always lie in one flat buffer.", unless=True)] = True
@@ -275,8 +314,12 @@ class ActivationCheckpointing(Section):
     """
 
     policy: Annotated[Literal["none", "full", "every_n", "selective"], LowerCase] = "none"
-    every_n: Count = 2  # blocks; policy every_n only
+    """What of a repeated block is kept for the backward. DeepSpeed has no such key: its section alone switches nothing on,
+    and neither does it here."""
+    every_n: Count = 2
+    """Every n-th block is recomputed, for the policy every_n."""
     cpu_checkpointing: Flag = False
+    """What is kept lies in host memory."""
     partition_activations: Annotated[
         Flag, Inert("it divides activations between tensor-parallel ranks, and there is one.", unless=False)
     ] = False
@@ -295,17 +338,23 @@ class ActivationCheckpointing(Section):
 class Dataloader(Section):
     """The loader that ``initialize(training_data=...)`` makes."""
 
-    shuffle: Flag = True  # anew in every epoch; in a pipeline it is false, unless it is written, as in DeepSpeed
+    shuffle: Flag = True
+    """Anew in every epoch. With pipeline stages it is false unless it is written, as in DeepSpeed."""
 
 
 class Pipeline(Section):
     """Pipeline stages, and in which order each works on the micro-batches of a step."""
 
     stages: Count = 1
+    """Into how many stages the model is cut."""
     schedule: Annotated[Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"], LowerCase] = "1f1b"
-    chunks: Count = 1  # parts of the model on each stage, for the interleaved schedule
-    partition: Text | tuple[Count, ...] = "best"  # a method, or the number of layers of each part
-    activation_checkpoint_interval: Annotated[Int, _AT_LEAST_0] = 0  # layers; 0: none is recomputed
+    """In which order a stage works on the micro-batches of a step."""
+    chunks: Count = 1
+    """Parts of the model on each stage, for the interleaved schedule."""
+    partition: Text | tuple[Count, ...] = "best"
+    """A method ("uniform", "parameters", "type:REGEX", "best"), or the number of layers of each part."""
+    activation_checkpoint_interval: Annotated[Int, _AT_LEAST_0] = 0
+    """Every so many layers are recomputed in backward; 0: none."""
     seed_layers: Annotated[Flag, Inert("a layer's initial values never depend on the number of stages.", unless=False)] = (
         False
     )
@@ -320,7 +369,8 @@ _GROUPS = Refused("a configuration cannot hold process groups.", None, "Remove i
 class TensorParallelGroup(Section):
     """``tensor_parallel.tp``."""
 
-    tp_size: Count | None = None  # another name of tensor_parallel.size
+    tp_size: Count | None = None
+    """Another name of tensor_parallel.size."""
     mpu: Annotated[Any, _GROUPS] = None
     tp_group: Annotated[Any, _GROUPS] = None
     tp_grain_size: Annotated[Int, Inert("parts are as equal as can be, by heads and by columns.")] = 1
@@ -333,11 +383,17 @@ class TensorParallel(Section):
     """Layers divided over neighbouring ranks."""
 
     size: Count = 1
-    plan: dict[str, Any] = Field(default_factory=dict)  # name pattern -> style; empty: the model's own, or inferred
-    sequence_parallel: Flag = False  # activations between divided layers are divided along the sequence
-    vocab_parallel_loss: Flag = False  # a Hugging Face model's loss is computed from divided logits
-    autotp_size: Annotated[Int, _AT_LEAST_0] = 0  # other names of size
+    """Ranks that divide each layer between them."""
+    plan: dict[str, Any] = Field(default_factory=dict)
+    """Name pattern to style. Empty: the plan that the model ships, or one that is inferred and tried out."""
+    sequence_parallel: Flag = False
+    """What lies between divided layers is divided along the sequence as well."""
+    vocab_parallel_loss: Flag = False
+    """A Hugging Face model's loss is computed from logits that stay divided."""
+    autotp_size: Annotated[Int, _AT_LEAST_0] = 0
+    """Another name of size."""
     tp_size: Count | None = None
+    """Another name of size."""
     tp: TensorParallelGroup = TensorParallelGroup()
     dtype: Annotated[Text, Inert("fp16.enabled and bf16.enabled set the dtype.")] = "fp16"
     tp_overlap_comm: Annotated[Flag, Inert("sums over tensor ranks are waited for.", unless=False)] = False
@@ -369,13 +425,20 @@ class CheckpointWriter(Section):
 class Checkpoint(Section):
     """When to save without being asked, and DeepSpeed's keys about how."""
 
-    dir: Text | None = None  # where the keys below save to
-    auto_resume: Flag = False  # initialize() loads the newest checkpoint of dir, if there is one
-    keep_last: Count | None = None  # checkpoints in a directory; None: all
-    every_steps: Elements = 0  # optimizer steps; 0: never
+    dir: Text | None = None
+    """Where the keys below save to."""
+    auto_resume: Flag = False
+    """`initialize()` loads the newest checkpoint of dir, if there is one."""
+    keep_last: Count | None = None
+    """How many checkpoints stay in a directory; not given: all."""
+    every_steps: Elements = 0
+    """Save whenever so many optimizer steps are done; 0: never."""
     every_minutes: Annotated[Real, _AT_LEAST_0] = 0.0
-    on_signal: Flag = True  # with dir: save on SIGTERM and SIGUSR1, then exit with code 75
-    asynchronous: Flag = False  # of the saves that these keys ask for
+    """Save whenever so much time has passed; 0: never."""
+    on_signal: Flag = True
+    """With dir: after SIGTERM or SIGUSR1 on any rank, all save at the end of the step and exit with 75."""
+    asynchronous: Flag = False
+    """The saves that these keys ask for go on in the background."""
     tag_validation: Annotated[Literal["warn", "ignore", "fail"], LowerCase, Inert("rank 0 chooses the tag.")] = "warn"
     load_universal: Annotated[Flag, Inert(_FORMAT + "every checkpoint loads at any world size.")] = False
     use_node_local_storage: Annotated[
@@ -437,9 +500,12 @@ class Compile(Section):
     """``torch.compile`` of the repeated blocks, as ``engine.compile`` does it."""
 
     enabled: Flag = False
+    """`torch.compile` for the repeated blocks, as `engine.compile()` does it."""
     disable: Annotated[Flag, Inert('"enabled" decides.', unless=True)] = False
     backend: Text = "inductor"
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # further keywords of torch.compile
+    """As torch.compile names it."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keywords of torch.compile."""
     deepcompile: Annotated[Flag, Refused("DeepCompile is not built.")] = False
     passes: Annotated[list[Any], Inert(_DEEPCOMPILE.reason)] = Field(default_factory=list)
     free_activation: Annotated[Flag, _DEEPCOMPILE] = False

@@ -28,6 +28,10 @@ from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, heavies
 _RANKS_PER_NODE = 8  # where nothing else is said
 
 
+# Kinds whose name alone does not tell.
+_MEANING = {"slots": "slots (units in use, embedding, head)"}
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Bytes of the rank that holds the most, and of its node. Printed, it is a table.
@@ -100,6 +104,13 @@ class Estimate:
             return self.ranks_per_node * self.peak_bytes
         return self.ranks_per_node * max(self.host_bytes, self.start_up.host)
 
+    @property
+    def node_host_with_init_bytes(self) -> int:
+        """The same for modules built inside ``zerorun.zero.Init()``."""
+        if self.device == "cpu":
+            return self.ranks_per_node * self.peak_with_init_bytes
+        return self.ranks_per_node * max(self.host_bytes, self.start_up_with_init.host)
+
     def _on_device(self, peak: Peak) -> int:
         return peak.both if self.device == "cpu" else peak.device
 
@@ -111,7 +122,7 @@ class Estimate:
             f"stage {self.stage}, {degrees if self.pipe * self.tensor > 1 else ''}{self.world_size} ranks "
             f"({self.ranks_per_node} on a node, {self.transport}), "
             f"{self.parameters:,} parameters; the rank that holds the most{where}, on {self.device}:",
-            *(f"  {kind:<44}{show(size):>12}" for kind, size in self.kinds.items() if size),
+            *(f"  {_MEANING.get(kind, kind):<44}{show(size):>12}" for kind, size in self.kinds.items() if size),
         ]
         backward = self.gradients_in_backward + self.activation_bytes
         rows = {
@@ -121,6 +132,7 @@ class Estimate:
             "peak of the start-up": self._on_device(self.start_up),
             "peak of the start-up with zero.Init()": self._on_device(self.start_up_with_init),
             "host memory of one node, at its peak": self.node_host_bytes,
+            "host memory of one node with zero.Init()": self.node_host_with_init_bytes,
         }
         lines += [f"  {what:<44}{show(size):>12}" for what, size in rows.items()]
         return "\n".join([*lines, *self.notes])
