@@ -228,7 +228,7 @@ MUTANTS = (
         "ops/single_pass.py",
         '        "blend": 1 - beta1 if beta1 > 0.5 else -beta1,',
         '        "blend": 1 - beta1 if beta1 > 0.5 else beta1,',
-        ("tests/unit/test_single_pass.py", "-k", "close_to_float64 and scalar and 0.37 and small"),
+        ("tests/unit/test_single_pass.py::test_close_to_float64[scalar-0.37-training-adam, small betas]",),
     ),
     Mutant(
         "larger-results-last",
@@ -310,7 +310,7 @@ MUTANTS = (
         "zerorun/plan/reductions.py",
         "            self._end(before)",
         "            pass",
-        ("tests/ranks/test_settings.py::test_overlap_and_buckets_change_nothing",),
+        ("tests/unit/test_reductions.py::test_a_slot_is_free_when_what_was_in_it_is_reduced",),
     ),
     Mutant(
         "prefetched-too-early",
@@ -366,7 +366,7 @@ MUTANTS = (
         "ops/aio.py",
         "                self._errors[number] = self._errors[number] or error",
         "                self._errors[number] = error",
-        ("tests/unit/test_aio.py::test_a_full_disk",),
+        ("tests/unit/test_aio.py::test_a_piece_that_was_begun_before_another_failed_does_not_hide_it",),
     ),
     Mutant(
         "error-of-a-native-piece",
@@ -374,7 +374,7 @@ MUTANTS = (
         "ops/csrc/aio.cpp",
         "        if (!piece.request->error) piece.request->error = error;",
         "        piece.request->error = error;",
-        ("tests/unit/test_aio.py::test_a_full_disk",),
+        ("tests/unit/test_aio.py::test_an_error_of_one_piece_is_that_of_the_request",),
     ),
     Mutant(
         "write-in-the-background",
@@ -614,7 +614,7 @@ MUTANTS = (
         "zerorun/startup/inputs.py",
         "        return os.path.abspath(one) == os.path.abspath(other)",
         "        return one == other",
-        ("tests/ranks/test_loop_arguments.py", "tests/unit/test_arguments.py"),
+        ("tests/unit/test_config_intake.py::test_two_configurations_must_be_one",),
     ),
     Mutant(
         "smallest-difference-first",

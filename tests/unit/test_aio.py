@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import itertools
+import mmap
 import operator
 import os
 import platform
@@ -236,6 +238,40 @@ def test_a_full_disk(kind: str, tmp_path: Path) -> None:
         _, number, name, found, direct = line.split()
         assert (number, name, found) == (str(errno.ENOSPC), "file", "2")
         assert kind != "ext4" or direct == "True"
+
+
+@pytest.mark.parametrize("write", (False, True))
+def test_an_error_of_one_piece_is_that_of_the_request(file: AsyncFile, write: bool) -> None:
+    """Whatever the other pieces, which are done before or after it, say."""
+    memory = random_bytes(8 * PIECE_BYTES)
+    file.write(memory, 0).wait()
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    page = (ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(BLOCK_BYTES))
+    assert protect(*page, 0) == 0
+    try:
+        found = (file.write if write else file.read)(memory, 0).settle()
+    finally:
+        assert protect(*page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    assert found == errno.EFAULT
+
+
+def test_a_piece_that_was_begun_before_another_failed_does_not_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces, begun = aio._PythonQueue(), threading.Event()
+
+    def move(piece: aio._Request) -> int:
+        if piece.offset == 0:
+            assert begun.wait(30 * patience())
+            return errno.EIO
+        begun.set()
+        while pieces._left[1] > 1:
+            time.sleep(0.001)
+        return 0
+
+    monkeypatch.setattr(aio, "_move", move)
+    memory = aligned_empty(2 * PIECE_BYTES)
+    number = pieces.submit(aio._Request(-1, -1, memory.data_ptr(), memory.nbytes, 0, True))
+    assert pieces.wait(number) == errno.EIO
+    pieces.close()
 
 
 LIMIT = """
