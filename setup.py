@@ -15,10 +15,10 @@ from setuptools.command.build_py import build_py
 ROOTS = {"zerorun": "zerorun", "zerorun.ops": "ops", "zerorun.launcher": "launcher"}
 
 
-def packages() -> list[str]:
-    """Every package under the three roots, by its import name."""
+def packages(roots) -> list[str]:
+    """Every package under the roots, by its import name."""
     found = []
-    for name, folder in ROOTS.items():
+    for name, folder in roots.items():
         found += [name] + [f"{name}.{sub}" for sub in find_packages(folder)]
     return found
 
@@ -55,6 +55,17 @@ class NativeDistribution(Distribution):
         return any(True for _ in ops_build().compilers(os.environ))
 
 
+if sys.platform != "linux":
+    print(
+        "zerorun needs Linux: on macOS one process may train on the CPU, which nobody has tried; the launcher, the memory "
+        "that ranks share and offload to disks do not work there. On Windows use WSL 2.",
+        file=sys.stderr,
+    )
+
+# An editable installation is a line in a .pth file, which type checkers follow, and not an import hook, which they do not.
+# In a checkout zerorun/__init__.py finds ops/ and launcher/ by itself.
+editable = bool({"editable_wheel", "develop"} & set(sys.argv))
+
 setup(
     distclass=NativeDistribution,
     cmdclass={"build_py": BuildNative},
@@ -65,8 +76,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    package_dir=ROOTS,
-    packages=packages(),
+    package_dir={"": "."} if editable else ROOTS,
+    packages=packages({"zerorun": "zerorun"} if editable else ROOTS),
     package_data={"zerorun": ["py.typed"], "zerorun.ops": ["csrc/*.cpp"]},
     scripts=[],
     install_requires=[
@@ -97,6 +108,7 @@ setup(
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",  # comes with PyTorch for CUDA only
         ],
         "bench": ["deepspeed==0.19.8"],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "tensorboard": ["tensorboard"],
     },
     entry_points={

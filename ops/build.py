@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import grp
 import hashlib
 import os
 import platform
-import pwd
 import shlex
 import shutil
 import stat
@@ -115,6 +113,9 @@ def _is_link(part: Path) -> bool:
 
 def _is_private_group(found: os.stat_result) -> bool:
     """True for the group that many systems make for each user, with nobody else in it."""
+    import grp  # which Windows has not, where setup.py imports this file
+    import pwd
+
     with contextlib.suppress(KeyError):
         group, owner = grp.getgrgid(found.st_gid), pwd.getpwuid(found.st_uid)
         return group.gr_name == owner.pw_name and group.gr_gid == owner.pw_gid and not set(group.gr_mem) - {owner.pw_name}
@@ -122,6 +123,8 @@ def _is_private_group(found: os.stat_result) -> bool:
 
 
 def _user(number: int) -> str:
+    import pwd
+
     with contextlib.suppress(KeyError):
         return f"user {pwd.getpwuid(number).pw_name}"
     return f"user {number}"

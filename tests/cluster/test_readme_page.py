@@ -1,4 +1,4 @@
-"""The README's page "Run on a cluster", command by command, as it stands there."""
+"""The manual's page on clusters, command by command, as it stands there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from testbed import ROOT, Cluster, wait_for
 
-PAGE = (ROOT / "README.md").read_text().split("\n## Run on a cluster\n")[1].split("\n## ")[0]
+PAGE = (ROOT / "docs" / "clusters.md").read_text()
 LINES = [line[4:].partition("   # ")[0].strip() for line in PAGE.splitlines() if line.startswith("    ")]
 HOSTFILE = "".join(f"{line}\n" for line in LINES if line.startswith("node"))
 COMMANDS = [line for line in LINES if line.startswith(("zerorun", "salloc"))]

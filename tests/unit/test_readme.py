@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -36,13 +35,6 @@ def default_steps(config: str) -> int:
 def test_quick_start_has_exactly_the_two_blocks() -> None:
     section = README.split("\n## Quick start\n")[1].split("\n## ")[0]
     assert fenced_blocks(section) == [("bash", f"{command}\n") for command in QUICK_START]
-
-
-def test_python_blocks_compile() -> None:
-    blocks = [content for language, content in fenced_blocks(README) if language == "python"]
-    assert blocks
-    for block in blocks:
-        ast.parse(block)
 
 
 def test_paths_in_the_readme_exist() -> None:

@@ -243,13 +243,16 @@ class Engine(Saving):
 
     @property
     def loss_scale(self) -> float:
+        """The factor that fp16 losses are multiplied by; 1.0 without fp16."""
         return self.scaler.scale
 
     def train(self, mode: bool = True) -> Engine:
+        """Put the module in training mode, or with ``mode=False`` in evaluation mode; returns the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
+        """Put the module in evaluation mode; returns the engine."""
         return self.train(False)
 
     def compile(self, **options: Any) -> None:

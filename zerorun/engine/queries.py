@@ -61,18 +61,23 @@ class LoopQueries:
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
         return self.config.zero_optimization.stage
 
     def zero_optimization_partition_gradients(self) -> bool:
+        """True at stages 2 and 3."""
         return self.zero_optimization_stage() >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
+        """True at stage 3."""
         return self.zero_optimization_stage() >= 3
 
     def fp16_enabled(self) -> bool:
+        """True if parameters are fp16."""
         return bool(self.config.fp16.enabled)
 
     def bfloat16_enabled(self) -> bool:
+        """True if parameters are bf16."""
         return bool(self.config.bf16.enabled)
 
     def gradient_clipping(self) -> float:
@@ -84,6 +89,7 @@ class LoopQueries:
         return self.config.steps_per_print or math.inf
 
     def wall_clock_breakdown(self) -> bool:
+        """As the configuration says; it has no effect."""
         return bool(self.config.wall_clock_breakdown)
 
     # -- optimizer -----------------------------------------------------------------------------------------------

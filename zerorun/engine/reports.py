@@ -33,22 +33,27 @@ class Reports:
 
     @property
     def units(self) -> list[Unit]:
+        """What is gathered and reduced together, in the order of the forward; the first is the root."""
         return self.sharded_model.units
 
     @property
     def runtime(self) -> Runtime:
+        """What carries the plan out: hooks, gathers, reductions."""
         return self.sharded_model.runtime
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
+        """The optimizer over this rank's shards; None without one."""
         return self.sharded_model.optimizer
 
     @property
     def comm(self) -> Communicator:
+        """The collectives of this engine."""
         return self.sharded_model.comm
 
     @property
     def device(self) -> torch.device:
+        """The device that this rank trains on."""
         return self.comm.device
 
     @property
@@ -95,4 +100,5 @@ class Reports:
         )
 
     def announce(self) -> None:
+        """Say on rank 0 what ``describe`` tells, once."""
         info_once(self.describe())
