@@ -13,7 +13,7 @@ from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
-from zerorun.engine import accumulation, label_counts
+from zerorun.engine import accumulation as micro_batches
 from zerorun.zero import sharded_optimizer
 
 STEPS = sharded_optimizer.WATCHED_STEPS
@@ -47,7 +47,7 @@ def train_on_labels(form: str, counts: tuple[int, ...], accumulation: int) -> li
 
     def act() -> None:
         for count in counts:
-            labels = torch.full((2, 8), label_counts.IGNORED)
+            labels = torch.full((2, 8), micro_batches.IGNORED)
             labels.view(-1)[:count] = 1
             loss = engine(torch.zeros(2, 8, dtype=torch.long), labels=labels)
             if form == "plain":
@@ -56,7 +56,7 @@ def train_on_labels(form: str, counts: tuple[int, ...], accumulation: int) -> li
                 engine.backward(loss, **{"weight": {"weight": count}, "sum": {"scale_wrt_gas": False}}.get(form, {}))
             engine.step()
 
-    found = said(label_counts, act)
+    found = said(micro_batches, act)
     engine.zero_grad()
     engine.destroy()
     return found
@@ -107,7 +107,7 @@ def accumulate(calls: int) -> list[str]:
             if micro % calls == calls - 1:
                 engine.step()
 
-    found = said(accumulation, act)
+    found = said(micro_batches, act)
     engine.zero_grad()
     engine.destroy()
     return found

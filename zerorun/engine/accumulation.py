@@ -4,13 +4,18 @@
 Gradients are summed as they come and divided once, in ``step``: by the data-parallel size and the accumulation steps,
 or by the total weight if losses came with weights, and by the loss scale. Nothing is divided on the way, so all stages
 round alike, and a loss may reach the parameters by any path.
+
+[Note: labels]
+A loss that is a mean over its labels, averaged over micro-batches and ranks, is a mean of means: labels of a micro-batch
+with few of them count more. The first micro-batches are looked at, where labels can be seen: in the argument ``labels``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -22,9 +27,9 @@ from ..log import warn_once
 from ..optim.loss_scaler import LossScaler
 from ..zero.sharded_model import Told
 from ..zero.unit import Unit
-from .label_counts import LabelCounts
-from .loss_given import weight_of
 
+IGNORED = -100  # the class that torch's cross-entropy leaves out
+WATCHED_MICRO_BATCHES = 20  # the first; looking at labels on a device means waiting for it
 _MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}
 
 
@@ -194,3 +199,79 @@ class Accumulation:
             return self.unscale(0.0)
         weight = torch.tensor([self._weight if self._comm.topology.tensor_rank == 0 else 0.0], dtype=torch.float64)
         return self.unscale(float(self._comm.control.sum(weight)[0]))
+
+
+# -- labels -------------------------------------------------------------------------------------------------------
+
+
+class LabelCounts:
+    """Of one rank's micro-batches. ``micro_batches``: how many losses are averaged in a step, over all ranks."""
+
+    def __init__(self, micro_batches: int) -> None:
+        self._left = WATCHED_MICRO_BATCHES if micro_batches > 1 else 0
+        self._counts: set[int] = set()
+
+    def look(self, inputs: Mapping[str, Any]) -> None:
+        """At the ``labels`` of the next micro-batch, if it has any."""
+        labels = inputs.get("labels")
+        if self._left and isinstance(labels, torch.Tensor) and not labels.is_floating_point():
+            self._left -= 1
+            self._counts.add(int((labels != IGNORED).sum()))
+
+    def advise(self) -> None:
+        """Warn, once, if losses were averaged whose micro-batches differed."""
+        if len(self._counts) > 1:
+            warn_once(
+                f"micro-batches have between {min(self._counts)} and {max(self._counts)} labels, and each counts the same: "
+                "the gradient is that of a mean of means, and changes with the number of ranks and accumulation steps. "
+                "Remedy: engine.backward(loss, weight=(labels != -100).sum()) averages over all labels of a step; "
+                "with labels[..., 1:] for models that shift them, as decoders of Hugging Face do."
+            )
+            self._left, self._counts = 0, set()
+
+
+# -- what a loop gives to backward --------------------------------------------------------------------------------
+
+
+def check_loss(loss: Any, function: str = "backward()") -> None:
+    """Raise StepError for anything but a tensor of one element that depends on parameters."""
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(f"{function} needs the loss as a tensor, got {_shown(loss)}. Remedy: {_remedy(loss)}")
+    if loss.numel() != 1:
+        raise StepError(
+            f"{function} needs a scalar loss, got {tuple(loss.shape)}. Remedy: reduce it, for example with loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "the loss does not depend on any trainable parameter. Remedy: compute it from the engine's output, outside "
+            "torch.no_grad(), and without detach()."
+        )
+
+
+def _shown(loss: Any) -> str:
+    kind = type(loss).__name__
+    return f"{kind} {loss!r:.40}" if isinstance(loss, (Number, str)) else "None" if loss is None else f"a {kind}"
+
+
+def _remedy(loss: Any) -> str:
+    if loss is None:
+        return "pass the tensor that the model computed; Hugging Face's compute a loss only if they are given labels."
+    if isinstance(loss, Number) or hasattr(loss, "item"):
+        return "pass the tensor itself, and take loss.item() only to print it: a number has no gradient."
+    if hasattr(loss, "loss") or (isinstance(loss, Mapping) and "loss" in loss):
+        return "pass the tensor in it, such as output.loss."
+    return "pass the tensor that the model or the loss function returned."
+
+
+def weight_of(weight: Any) -> float:
+    """The weight of a loss as a number. Raises StepError for anything but a finite one from 0 on."""
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise StepError(
+            f"the weight of a loss must be a number, got {_shown(weight)} ({error}). Remedy: pass one number for the "
+            "micro-batch, such as mask.sum()."
+        ) from None
+    if not math.isfinite(value) or value < 0:
+        raise StepError(f"the weight of a loss must be finite and not negative, got {value}.")
+    return value

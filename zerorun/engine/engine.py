@@ -23,9 +23,8 @@ from ..zero.access import find_released_use, restore_module
 from ..zero.placeholders import released_parameter, tensors_in
 from ..zero.sharded_model import ShardedModel, Summary
 from ..zero.unit import links_of
-from .accumulation import Accumulation
-from .loss_given import check_loss
-from .progress import Progress
+from .accumulation import Accumulation, check_loss
+from .outcomes import Progress
 from .saving import Saving, automatic_saves_of
 
 # Steps for which data and losses of tensor ranks are compared, where that means to wait for the device.

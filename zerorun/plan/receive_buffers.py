@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ..distributed.transport.buffer_pool import BufferPool, stretch_bytes
+from ..distributed.transport.sums import BufferPool, stretch_bytes
 from ..distributed.transports import NCCL, PEER_MEMORY
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan

@@ -15,9 +15,8 @@ from torch import nn
 from ..distributed.same_request import fingerprint
 from ..errors import ModelError, OrderError
 from .access import compare_request, entry_view, gathered, owned_part
-from .flat_group import TrainedGroup
+from .flat_group import TrainedGroup, square_sum
 from .gathers import ORDER_TIMEOUT_S
-from .norm import square_sum
 from .pieces import owned_gradient
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
 from .unit import Unit

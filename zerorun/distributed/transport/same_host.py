@@ -13,13 +13,12 @@ import torch.distributed as dist
 from ...errors import OrderError
 from ..layout import Piece
 from ..transports import PEER_MEMORY
-from .buffer_pool import STRETCH, Stretches
 from .gloo import Gloo
 from .mapped_shards import MappedShards
 from .open_shards import OpenShards
 from .peer_memory import PeerMemory, PeerMemoryError
 from .statistics import UNANSWERED, CommunicationStatistics, Pending, Started
-from .sums import sum_in_rank_order
+from .sums import STRETCH, Stretches, sum_in_rank_order
 from .transport import EXIT_READ_TIMEOUT_S, nothing
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ...errors import OrderError
 from ..waits import waiting
-from .buffer_pool import BufferPool
 from .peer_memory import PeerCollective
+from .sums import BufferPool
 
 UNANSWERED = (
     "collective '{}' could not be completed on rank {}: another rank ended or did not take part. "

@@ -1,8 +1,70 @@
-"""Sums of what ranks have sent, in one order: ranks ascending, in fp32. So every run and every stage has the same bits."""
+"""Sums of what ranks have sent, in one order: ranks ascending, in fp32; and the buffers into which they receive.
+
+So every run and every stage has the same bits.
+"""
 
 from __future__ import annotations
 
 import torch
+
+from ..layout import aligned_bytes
+
+# Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
+STRETCH = 262144
+
+
+class BufferPool:
+    """Scratch buffers that are used again and again, so that the steady state allocates nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Tensor] = []
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of ``numel`` elements; contents undefined. Give it back with ``give``."""
+        size = numel * dtype.itemsize
+        best = -1
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= size and (best < 0 or buffer.numel() < self._free[best].numel()):
+                best = index
+        if best >= 0:
+            return self._free.pop(best)[:size].view(dtype)
+        buffer = torch.empty(aligned_bytes(size), dtype=torch.uint8, device=self._device)
+        self.bytes += buffer.numel()
+        return buffer[:size].view(dtype)
+
+    def give(self, view: torch.Tensor) -> None:
+        """Return a buffer taken before."""
+        storage = view.untyped_storage()
+        self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+
+
+class Stretches:
+    """Where a sum puts what it reads of each peer, a stretch at a time. They are as large as the largest has been.
+
+    Sums are carried out when the peers have come, in any order: what they need must not depend on it.
+    """
+
+    def __init__(self, peers: int) -> None:
+        self._peers = peers
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def bytes(self) -> int:
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    def take(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """[numel] for each peer; contents undefined. Valid until it is called again."""
+        size = stretch_bytes(numel, dtype)
+        if not self._buffers or self._buffers[0].numel() < size:
+            self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(self._peers)]
+        return [buffer[: numel * dtype.itemsize].view(dtype) for buffer in self._buffers]
+
+
+def stretch_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Of the buffer for one peer, for a sum of which this rank gets ``numel`` elements."""
+    return aligned_bytes(min(STRETCH, numel) * dtype.itemsize)
 
 
 def store(value: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
