@@ -16,11 +16,9 @@ FOLDERS = ("zerorun", "ops", "launcher", "tests", "examples", "bin")
 def code_lines(text: str) -> int:
     """Lines of Python that have a token which is neither layout nor part of a docstring."""
     inside: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            inside.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    for node in ast.walk(ast.parse(text)):  # those of fields, too
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            inside.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in LAYOUT:
