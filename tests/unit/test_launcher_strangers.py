@@ -85,8 +85,9 @@ def knock(port: int) -> socket.socket:
             time.sleep(0.02)
 
 
-def say(connection: socket.socket, **message: object) -> None:
-    connection.sendall(json.dumps(message).encode() + b"\n")
+def say(connection: socket.socket, *messages: dict[str, object], **message: object) -> None:
+    """In one piece: who hears the first may hang up before another could be sent."""
+    connection.sendall(b"".join(json.dumps(one).encode() + b"\n" for one in messages or [message]))
 
 
 def hear_all(connection: socket.socket) -> bytes:
@@ -122,9 +123,8 @@ def test_a_stranger_takes_no_place_and_learns_nothing(start: Start) -> None:
             if proof is not None:
                 say(stranger, **{"is": "proof", "nonce": "ab" * 32, "proof": proof})
             else:
-                say(stranger, **HELLO)
-                say(stranger, **{"is": "note", "text": "\x1b]0;owned\x07\x1b[2J"})
-                say(stranger, **{"is": "signal", "number": 15})
+                note: dict[str, object] = {"is": "note", "text": "\x1b]0;owned\x07\x1b[2J"}
+                say(stranger, HELLO, note, {"is": "signal", "number": 15})
             heard += hear_all(stranger)
     err = assert_both_trained(leader, start(1, port))
     assert b"hf_taken" not in heard and b'"env"' not in heard and os.fsencode(os.getcwd()) not in heard
@@ -169,8 +169,8 @@ def test_a_false_leader_gets_no_host(start: Start, tmp_path: Path) -> None:
         with connection:
             say(connection, do="challenge", nonce="ab" * 32)
             answer = json.loads(connection.recv(1 << 16))
-            say(connection, do="welcome", proof=answer["proof"])  # the host's own words, back
-            say(connection, do="job", grace=1.0)
+            welcome = {"do": "welcome", "proof": answer["proof"]}  # the host's own words, back
+            say(connection, welcome, {"do": "job", "grace": 1.0})
             _, err = guest.communicate(timeout=30 * patience())
     assert guest.returncode == 2 and "it does not know this job's secret, so it is not node 0" in err
     assert SECRET not in json.dumps(answer)
