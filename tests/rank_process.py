@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from forked_scripts import end_with_parent
 from harness import Job, of_this_job, stack_file
 
 import zerorun.engine.initialize  # noqa: F401  (what engines need)
@@ -39,7 +40,6 @@ from zerorun.distributed.transport import open_shards
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
 _GRACE_S = 1.0  # for threads that are ending
-_PR_SET_PDEATHSIG = 1
 _KEPT_THREADS = ("zerorun waits", "tqdm_monitor")  # one for the process
 
 
@@ -245,14 +245,6 @@ def be_rank(rank: int, pipe: Connection, folder: str) -> NoReturn:
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-def end_with_parent() -> None:
-    """SIGKILL to this process when the one that started it has ended."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":
