@@ -38,8 +38,8 @@ USUAL = {"__init__", "__main__", "cli"}
 SAME_CLASSES = {"Lion"}
 
 
-# What only the device module and the transports may say. The kernels of ops choose by the type of a tensor's device.
-KNOW_DEVICES = ("distributed.device", "distributed.transport", "ops")
+# Who may speak of devices, and who of torch's collectives. The kernels of ops choose by the type of a tensor's device.
+KNOW_DEVICES, KNOW_COLLECTIVES = ("distributed.device", "ops"), ("distributed.transport",)
 COLLECTIVES = {
     *("P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier"),
     *("all_to_all_single", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "recv"),
@@ -148,30 +148,36 @@ def test_ops_and_launcher_keep_to_themselves() -> None:
             assert not outside, f"{name} imports {outside}"
 
 
-def devices_and_collectives(tree: ast.AST) -> Iterator[str]:
-    """What a file says of CUDA and of types of devices, and the collectives of torch that it calls."""
+def devices(tree: ast.AST) -> Iterator[str]:
+    """What a file says of CUDA and of types of devices."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value)
-            cuda = node.attr == "is_cuda" or f"{owner}.{node.attr}" == "torch.cuda"
-            collective = owner in ("dist", "torch.distributed") and node.attr in COLLECTIVES
-            if cuda or collective or node.attr in OF_GROUPS:
-                yield f"{owner}.{node.attr}"
+            if node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda":
+                yield ast.unparse(node)
         elif isinstance(node, ast.Compare):
             constants = [side.value for side in node.comparators if isinstance(side, ast.Constant)]
             if isinstance(node.left, ast.Attribute) and node.left.attr == "type" and {"cpu", "cuda"} & {*constants}:
                 yield ast.unparse(node)
 
 
+def collectives(tree: ast.AST) -> Iterator[str]:
+    """Those of torch that a file calls."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            of_torch = ast.unparse(node.value) in ("dist", "torch.distributed") and node.attr in COLLECTIVES
+            if of_torch or node.attr in OF_GROUPS:
+                yield ast.unparse(node)
+
+
 def test_devices_and_collectives_have_one_place() -> None:
-    known = {path: [*devices_and_collectives(ast.parse(path.read_text()))] for path in sources().values()}
-    elsewhere = {
-        name: known[path]
-        for name, path in sources().items()
-        if known[path] and not any(f"{name}.".startswith(f"{place}.") for place in KNOW_DEVICES)
-    }
-    assert not elsewhere
-    assert known[ROOT / "zerorun/distributed/device.py"] and known[ROOT / "zerorun/distributed/transport/world.py"]
+    for what, places, one in (
+        (devices, KNOW_DEVICES, "distributed.device"),
+        (collectives, KNOW_COLLECTIVES, "distributed.transport.world"),
+    ):
+        found = {name: [*what(ast.parse(path.read_text()))] for name, path in sources().items()}
+        inside = {name for name in found if any(f"{name}.".startswith(f"{place}.") for place in places)}
+        assert not {name: said for name, said in found.items() if said and name not in inside}
+        assert found[one]
 
 
 def test_nobody_imports_the_bare_roots() -> None:

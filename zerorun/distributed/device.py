@@ -1,6 +1,6 @@
 """The device of a rank, which is a GPU or the CPU: all that differs between them is here.
 
-Only this file and the transports know torch.cuda. On a CPU there are no streams: a copy is done when its call returns, and
+Only this file knows torch.cuda. On a CPU there are no streams: a copy is done when its call returns, and
 whoever waits for one waits for nothing.
 """
 

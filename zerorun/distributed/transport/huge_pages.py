@@ -12,6 +12,8 @@ import time
 
 import torch
 
+from ..device import on_host
+
 HUGE_PAGE = 2 << 20  # bytes
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25  # as mman.h of Linux has them
 _ATTEMPTS = 10
@@ -37,7 +39,7 @@ def _advise(buffer: torch.Tensor, advice: int) -> int:
     """Give ``advice`` on the whole huge pages of ``buffer``. 0, or the number of the kernel's refusal."""
     begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.numel() * buffer.element_size()
     begin, end = -(-begin // HUGE_PAGE) * HUGE_PAGE, end // HUGE_PAGE * HUGE_PAGE
-    if buffer.device.type == "cpu" and end > begin:
+    if on_host(buffer) and end > begin:
         with contextlib.suppress(AttributeError, OSError):
             madvise = ctypes.CDLL(None, use_errno=True).madvise
             if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice):

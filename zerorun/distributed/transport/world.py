@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import MessageError
-from ..device import GPU, on_gpu
+from ..device import gpus_here, on_gpu
 from ..waits import waiting
 from ..wire import decode, encode
 
@@ -56,7 +56,7 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     on_cpu = "cpu:" in str(dist.get_backend_config(group or dist.group.WORLD))
-    device = torch.device("cpu") if on_cpu else torch.device(GPU, torch.cuda.current_device())
+    device = torch.device("cpu") if on_cpu else gpus_here()[0]
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)
     longest = max(int(length) for length in lengths)
