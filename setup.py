@@ -80,6 +80,7 @@ setup(
     packages=packages({"zerorun": "zerorun"} if editable else ROOTS),
     package_data={"zerorun": ["py.typed"], "zerorun.ops": ["csrc/*.cpp"]},
     scripts=[],
+    setup_requires=["ninja"],  # for the native library
     install_requires=[
         "torch>=2.11,<2.14",
         "numpy",
@@ -88,7 +89,7 @@ setup(
         "py-cpuinfo",
         "ninja",
         "safetensors",
-        "tqdm",
+        "tqdm",  # for the examples
         "matplotlib",
     ],
     extras_require={

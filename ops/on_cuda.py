@@ -48,8 +48,8 @@ def _outcome(device: torch.device) -> tuple[Updates | None, str]:
 @functools.cache
 def _warn(reason: str) -> None:
     _logger.warning(
-        "the single-pass optimizer cannot be used on the GPU: %s. torch's fused kernels are used instead, which take about "
-        "1.5 times as long in mixed precision. Remedy: install the Triton that comes with PyTorch for CUDA.",
+        "the single-pass optimizer cannot be used on the GPU: %s. torch's kernels are used instead, which take "
+        "longer. Remedy: install the Triton that comes with PyTorch for CUDA.",
         reason,
     )
 

@@ -10,7 +10,24 @@ import torch
 from models import Case, Place
 from torch import nn
 
-from zerorun.ops.lion import Lion
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, arXiv:2302.06675, Alg. 2, as it is written there."""
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay, (beta1, beta2) = group["lr"], group["weight_decay"], group["betas"]
+            for param in group["params"]:
+                if param.grad is not None:
+                    momentum = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                    direction = torch.sign(beta1 * momentum + (1 - beta1) * param.grad)
+                    param.sub_(lr * (direction + decay * param))
+                    momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
+
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # eps keeps Adam from magnifying the rounding of gradients that are nearly zero.

@@ -34,8 +34,6 @@ NO_TORCH += ("plan.policy", "plan.placement")
 NO_TORCH += ("zero.execution_trace", "deepspeed.arguments", "pipeline.partition", "pipeline.cli")
 # Names of files that mean the same wherever they are.
 USUAL = {"__init__", "__main__", "cli"}
-# The same optimizers, by another kernel.
-SAME_CLASSES = {"Lion"}
 
 
 # Who may speak of devices, and who of torch's collectives. The kernels of ops choose by the type of a tensor's device.
@@ -115,7 +113,7 @@ def test_a_name_means_one_thing() -> None:
     classes: Counter[str] = Counter()
     for path in sources().values():
         classes.update(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-    assert not [name for name, count in classes.items() if count > 1 and name not in SAME_CLASSES]
+    assert not [name for name, count in classes.items() if count > 1]
 
 
 def test_no_import_cycles() -> None:

@@ -43,7 +43,7 @@ FACTS: dict[str, Any] = {
     "gpus": {"visible": 0, "devices": None, "topology": None, "trouble": None},
     "environment": {},
     "cuda": {"devices": [], "peer_access": [], "trouble": "this torch is built without CUDA"},
-    "native_ops": [{"name": "fused Adam", "in_force": True, "why": "tried"}],
+    "native_ops": [{"name": "native optimizer", "in_force": True, "why": "tried"}],
     "software_trouble": None,
 }  # fmt: skip
 MEASURED: dict[str, Any] = {

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import reference
 import torch
 from torch import Tensor
 from updates import (
@@ -276,12 +277,11 @@ def test_checkpoints_cross_over(pair: Pair) -> None:
     assert_close(one, other)
 
 
-def test_lion_is_ours(path: str) -> None:
-    from zerorun.ops.lion import Lion as Plain
-
+def test_lion_is_the_paper_s(path: str) -> None:
     one, other = params(), params()
-    train(Lion(one, lr=0.01, weight_decay=0.1), 5)
-    train(Plain(other, lr=0.01, weight_decay=0.1), 5)
+    how = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    train(Lion(one, **how), 5)
+    train(reference.Lion(other, **how), 5)
     assert_close(one, other)
 
 

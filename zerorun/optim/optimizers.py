@@ -1,8 +1,8 @@
 """Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
 
-Nothing that torch has is rewritten: every name but ``Lion`` is a ``torch.optim`` class. What DeepSpeed does
-differently is done here, by parameters: type ``Adam`` means decoupled weight decay, and AdamW decays by 0 unless
-told otherwise.
+Every name but ``Lion`` means a ``torch.optim`` class; some of them have single-pass updates, which take their place. What
+DeepSpeed does differently is done here, by parameters: type ``Adam`` means decoupled weight decay, and AdamW decays by 0
+unless told otherwise.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from zerorun.distributed.device import CPU, GPU
 from zerorun.errors import ConfigError, ConfigProblem, ModelError
 from zerorun.log import warn_once
 from zerorun.ops import single_pass
-from zerorun.ops.adam import FusedAdam
-from zerorun.ops.lion import Lion
 from zerorun.ops.single_pass import SinglePassOptimizer
 
 # The update of an element depends on that element's gradient and state (and on step counts) alone, so these can work
@@ -38,8 +36,6 @@ ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.RMSprop,
         torch.optim.Rprop,
         torch.optim.ASGD,
-        Lion,
-        FusedAdam,
         single_pass.Adam,
         single_pass.Adagrad,
         single_pass.Lion,
@@ -66,13 +62,12 @@ _SINGLE_PASS: dict[type, tuple[type[SinglePassOptimizer], frozenset[str]]] = {
         frozenset({"lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"}),
     ),
     torch.optim.SGD: (single_pass.SGD, frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov"})),
-    Lion: (single_pass.Lion, frozenset({"lr", "betas", "weight_decay"})),
 }
 
 # Where DeepSpeed's defaults differ from those of the class.
 _DEFAULTS: dict[type, dict[str, Any]] = {
     torch.optim.AdamW: {"weight_decay": 0.0},
-    Lion: {"lr": 1e-3, "betas": (0.9, 0.999)},
+    single_pass.Lion: {"lr": 1e-3, "betas": (0.9, 0.999)},
 }
 
 _UNUSABLE: dict[type, tuple[str, str]] = {
@@ -110,7 +105,7 @@ def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, An
     if _can_pass_once(optimizer_class, kwargs, groups):
         optimizer_class, kwargs = _pass_once(optimizer_class, kwargs)
     elif _can_fuse(optimizer_class, kwargs, groups):
-        optimizer_class, kwargs = _fuse(optimizer_class, kwargs, groups)
+        kwargs = {**kwargs, "fused": True}
     try:
         return optimizer_class(groups, **kwargs)
     except (TypeError, ValueError) as error:
@@ -213,7 +208,7 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    classes |= {"lion": Lion, "adam": torch.optim.AdamW}
+    classes |= {"lion": single_pass.Lion, "adam": torch.optim.AdamW}
     if lower in _UNSUPPORTED_NAMES:
         reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
@@ -281,30 +276,18 @@ def _tensors(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
-    """True if single-pass updates have all that is asked for, and run on the device of some tensor."""
+    """True if single-pass updates have all that is asked for."""
     if optimizer_class not in _SINGLE_PASS:
         return False
     known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
     asked = set(kwargs).union(*groups) - {"params", "name"}
-    if not asked <= known or any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
-        return False
-    devices = {tensor.device for tensor in tensors}
-    return any(map(single_pass.works_on, devices))
+    return asked <= known and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
 
 
 def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     decoupled = {"decoupled_weight_decay": optimizer_class is torch.optim.AdamW}
     once = _SINGLE_PASS[optimizer_class][0]
     return once, {**kwargs, **(decoupled if once is single_pass.Adam else {})}
-
-
-def _fuse(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-    """The class and keywords that run the fused kernel: our thin Adam if it has all that is asked for, else torch's."""
-    adam = optimizer_class in (torch.optim.Adam, torch.optim.AdamW)
-    asked = set(kwargs).union(*groups) - {"params", "name"}
-    if adam and asked <= {"lr", "betas", "eps", "weight_decay"}:
-        return FusedAdam, {**kwargs, "decoupled": optimizer_class is torch.optim.AdamW}
-    return optimizer_class, {**kwargs, "fused": True}
 
 
 def _as_list(params: Any) -> list[Any]:

@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import torch.distributed as dist
 from zerorun.distributed.device import describe_gpus, gpus_here, nccl_version
 from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.ops import aio, native, on_cuda
-from zerorun.ops.adam import FusedAdam
 
 from .lines import mark
 
@@ -59,13 +57,7 @@ def _metadata_version(package: str) -> str | None:
 
 
 def _native_ops() -> list[dict[str, Any]]:
-    return [
-        _tried("fused Adam", _try_adam, "torch's fused kernel, tried on"),
-        _tried("Lion", _try_lion, "torch's kernels for lists of tensors, tried on"),
-        _native_optimizer(),
-        _native_files(),
-        _peer_memory(),
-    ]
+    return [_native_optimizer(), _native_files(), _peer_memory()]
 
 
 def _native_optimizer() -> dict[str, Any]:
@@ -81,38 +73,6 @@ def _native_files() -> dict[str, Any]:
     native_backend = status.backend in aio.BACKENDS[:-1]
     why = f"{status.backend}: {status.reason}" if status.backend else status.reason
     return {"name": "native file access", "in_force": native_backend, "why": why}
-
-
-def _tried(name: str, attempt: Callable[[torch.device], None], why: str) -> dict[str, Any]:
-    devices = [torch.device("cpu"), *gpus_here()]
-    try:
-        for device in devices:
-            attempt(device)
-    except Exception as error:
-        return {"name": name, "in_force": False, "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
-    return {"name": name, "in_force": True, "why": f"{why} {' and '.join(device.type for device in devices)}"}
-
-
-def _try_adam(device: torch.device) -> None:
-    """The first step is as long as the learning rate, against the gradient's sign. Raises RuntimeError."""
-    param = torch.zeros(64, device=device, requires_grad=True)
-    param.grad = torch.ones_like(param)
-    FusedAdam([param], lr=0.5, weight_decay=0.0).step()
-    _check_step(param.detach())
-
-
-def _try_lion(device: torch.device) -> None:
-    """What Lion is made of; an optimizer of its class would import the whole compiler. Raises RuntimeError."""
-    params = [torch.zeros(64, device=device)]
-    direction = torch._foreach_mul([torch.ones(64, device=device)], 0.1)
-    torch._foreach_sign_(direction)
-    torch._foreach_add_(params, direction, alpha=-0.5)
-    _check_step(params[0])
-
-
-def _check_step(param: torch.Tensor) -> None:
-    if not torch.allclose(param, torch.full_like(param, -0.5), atol=1e-4):
-        raise RuntimeError(f"a step of 0.5 from 0 went to {float(param[0].item()):g}")
 
 
 def _peer_memory() -> dict[str, Any]:

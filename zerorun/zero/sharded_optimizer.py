@@ -13,7 +13,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
-from ..ops.adam import FusedAdam
 from ..ops.single_pass import SinglePassOptimizer
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, beside_master, weight_of
@@ -100,7 +99,6 @@ class ShardedOptimizer:
             piece.tensor.grad = piece.gradient
         if isinstance(self.optimizer, SinglePassOptimizer):
             self.optimizer.outputs = {p.tensor: weight_of(p) for p in pieces if beside_master(p.flat_group)}
-        if isinstance(self.optimizer, (FusedAdam, SinglePassOptimizer)):
             self.optimizer.coefficient = coefficient
         elif coefficient != 1.0 and pieces:
             torch._foreach_mul_([piece.gradient for piece in pieces], coefficient)
