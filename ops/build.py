@@ -173,14 +173,14 @@ def _rules(command: list[str], target: Path) -> str:
     from ninja import ninja_syntax
 
     text, key = io.StringIO(), f'-DZERORUN_SOURCE="{source_key()}"'
-    rules = ninja_syntax.Writer(text, width=10**6)
+    rules = ninja_syntax.Writer(text, width=10**6)  # type: ignore[arg-type]  # it wants a str, and writes to a file
     words = ninja_syntax.escape(shlex.join([*command, key]))
     rules.rule("compile", f"{words} -c $source -o $out")
     rules.rule("link", f"{words} $in -o $out")
     objects = [str(target.with_name(f"{source.stem}.o")) for source in SOURCES]
     for made, source in zip(objects, SOURCES, strict=True):
-        rules.build(made, "compile", variables={"source": ninja_syntax.escape(shlex.quote(str(source)))})
-    rules.build(str(target), "link", objects)
+        rules.build([made], "compile", variables={"source": ninja_syntax.escape(shlex.quote(str(source)))})
+    rules.build([str(target)], "link", objects)
     return text.getvalue()
 
 
