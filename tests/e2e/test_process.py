@@ -94,6 +94,38 @@ def test_a_rank_that_raises_ends_though_a_collective_of_the_script_waits_for_ano
     assert "ValueError: planted" in done.stderr
 
 
+OWN_GROUP = """
+import sys, torch, zerorun
+import torch.distributed as dist
+if sys.argv[1] == "own":
+    dist.init_process_group("cuda:gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+                                    "zero_optimization": {"stage": int(sys.argv[2]), "shard_degree": int(sys.argv[3])}})
+for _ in range(3):
+    loss = engine(torch.ones(1, 8) * (dist.get_rank() + 1)).square().mean()
+    engine.backward(loss)
+    engine.step()
+total = engine.comm.control.sum(loss.detach().clone())
+assert engine.get_global_grad_norm() > 0
+if dist.get_rank() == 0:
+    print(f"loss {float(total):.6f}")
+"""
+
+
+@pytest.mark.parametrize(("stage", "degree"), [(3, 4), (2, 2)])
+def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough(tmp_path: Path, stage: int, degree: int) -> None:
+    """As by ``init_process_group("nccl")``: there is no backend for what ranks tell each other in host memory."""
+    script = tmp_path / "own_group.py"
+    script.write_text(OWN_GROUP)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "4", str(script)]
+    done = [start([*command, who, str(stage), str(degree)]) for who in ("own", "zerorun")]
+    assert all("loss " in found.stdout for found in done), done[0].stderr
+    assert done[0].stdout == done[1].stdout
+
+
 def test_torchrun_and_plain_python(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     assert start([*torchrun, "3", "fall off the end"]).stdout.count("finished 3") == 2

@@ -13,17 +13,44 @@ from typing import Any
 
 import torch
 
+from ..errors import TopologyError
+
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
 
 
 def default_device() -> torch.device:
-    """The device of this rank: its GPU by LOCAL_RANK if there is one, else the CPU. ZERORUN_DEVICE overrides it."""
+    """The device of this rank: its GPU if there is one, by LOCAL_RANK or, under ``srun``, SLURM_LOCALID; else the CPU.
+
+    ZERORUN_DEVICE overrides it: "cpu", "cuda" for the GPU of this rank, or "cuda:1". Raises TopologyError for another value
+    and for a GPU that is not there.
+    """
     wanted = os.environ.get("ZERORUN_DEVICE")
-    if wanted:
-        return torch.device(wanted)
-    if gpus := gpu_count():
-        return torch.device(GPU, int(os.environ.get("LOCAL_RANK", "0")) % gpus)
-    return torch.device(CPU)
+    try:
+        device = torch.device(wanted or (GPU if gpu_count() else CPU))
+    except RuntimeError as error:
+        raise _no_such_device(wanted, "which is no device") from error
+    if device.type not in (CPU, GPU):
+        raise _no_such_device(wanted, "which nothing here can train on")
+    return device_of_rank(device)
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """``device``; if it is a GPU without a number, this rank's. Raises TopologyError for a GPU that is not there."""
+    if not on_gpu(device):
+        return device
+    gpus = gpu_count()
+    if device.index is None and gpus:
+        local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+        return torch.device(GPU, int(local) % gpus)
+    if device.index is None or device.index >= gpus:
+        raise _no_such_device(str(device), f"but this process sees {gpus or 'no'} GPU{'s' if gpus > 1 else ''}")
+    return device
+
+
+def _no_such_device(wanted: str | None, reason: str) -> TopologyError:
+    return TopologyError(
+        f"the device (ZERORUN_DEVICE) is {wanted!r}, {reason}. Remedy: unset ZERORUN_DEVICE, or use cpu, cuda or cuda:0."
+    )
 
 
 def gpu_count() -> int:
@@ -84,7 +111,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def name_of(device: torch.device, otherwise: str) -> str:
-    """What a GPU is called by all processes that use it; ``otherwise`` for a CPU, or where torch does not tell."""
+    """What all processes call a GPU, its UUID; ``otherwise`` for a CPU, or where torch does not tell."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", otherwise)) if on_gpu(device) else otherwise
 
 

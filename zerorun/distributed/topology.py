@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -155,7 +156,7 @@ class Topology:
                 f"Remedy: skip what needs it if topology.{axis} is 1, or use topology.own_group()."
             )
         if self.size(axis) == self.world_size:
-            return _world()
+            return everyone()
         if not wide:
             return self.own_group()
         return mesh.get_group(wide[0]) if len(wide) == 1 else self._make("_".join(wide), self.groups(axis))
@@ -164,13 +165,14 @@ class Topology:
         """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
         _mesh_of(self)
         if self.world_size == 1:
-            return _world()
+            return everyone()
         return self._make("own", tuple((rank,) for rank in range(self.world_size)))
 
     def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
         if name not in self._made:
-            description = f"zerorun_{name}"
-            own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], group_desc=description)
+            own, _ = dist.new_subgroups_by_enumeration(
+                [list(ranks) for ranks in groups], backend=_backend(), group_desc=f"zerorun_{name}"
+            )
             self._made[name] = own
         return self._made[name]
 
@@ -178,7 +180,7 @@ class Topology:
         """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
         if self.mesh is not None:
             for group in (*self.mesh.get_all_groups(), *self._made.values()):
-                if group is not dist.group.WORLD:
+                if group is not dist.group.WORLD and group is not everyone():
                     dist.destroy_process_group(group)
         self.forget_groups()
 
@@ -275,8 +277,10 @@ class Topology:
                 "Remedy: make it for all ranks of the job."
             )
         names = tuple(axis for axis in AXES if self.size(axis) > 1) or ("shard",)
+        sizes, backend = tuple(map(self.size, names)), _backend()
+        override: Any = None if backend is None else dict.fromkeys(names, backend)
         with waiting("the process groups of the topology"):
-            return replace(self, mesh=init_device_mesh(device_type, tuple(map(self.size, names)), mesh_dim_names=names))
+            return replace(self, mesh=init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override))
 
 
 def subgroup(topology: Topology, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
@@ -299,10 +303,35 @@ def _mesh_of(topology: Topology) -> DeviceMesh:
     return topology.mesh
 
 
-def _world() -> dist.ProcessGroup:
+_everyone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def everyone() -> dist.ProcessGroup:
+    """The group of all ranks, for tensors in host memory as well: the default group, if a script made it not for GPUs only.
+
+    Else another one, which is made at the first call: all ranks must make that. Raises TopologyError before
+    torch.distributed is initialised.
+    """
     world = dist.group.WORLD
-    assert world is not None  # a topology with a mesh
-    return world
+    if world is None:
+        raise TopologyError("torch.distributed is not initialised. Remedy: call zerorun.init_distributed() first.")
+    backend = _backend()
+    if backend is None:
+        return world
+    if world not in _everyone:
+        _everyone[world] = dist.new_group(backend=backend, group_desc="zerorun_everyone")
+    return _everyone[world]
+
+
+def forget_everyone() -> None:
+    """Let go of the group of all ranks, for when torch.distributed ends."""
+    _everyone.clear()
+
+
+def _backend() -> str | None:
+    """What process groups are made with: None, as the default group is, if that serves tensors in host memory."""
+    kept = str(dist.get_backend_config())
+    return None if "cpu:" in kept else f"cpu:gloo,{kept}"
 
 
 # -- checks ------------------------------------------------------------------------------------------------------

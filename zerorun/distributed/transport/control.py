@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
-from ..topology import Topology
+from ..topology import Topology, everyone
 from ..waits import waiting
 from .peer_memory import PeerEnded, PeerMemory
 from .statistics import UNANSWERED, CommunicationStatistics
@@ -37,7 +37,7 @@ class Control:
 
     def __init__(self, topology: Topology, statistics: CommunicationStatistics, memory: PeerMemory | None) -> None:
         self._topology, self._statistics, self._memory = topology, statistics, memory
-        self._world: dist.ProcessGroup | None = dist.group.WORLD
+        self._world: dist.ProcessGroup | None = everyone()
         self._data = topology.group("data") if topology.data_parallel_size > 1 else None
         self._agreements = 0  # so far: what goes through the process group, in the same order on all ranks
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import os
 import socket
 import sys
@@ -23,9 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
-from ..device import default_device, gpu_count, on_gpu, select
+from ...log import warn_once
+from ..device import default_device, device_of_rank, name_of, on_gpu, select
+from ..topology import forget_everyone
 from ..waits import waiting
 from .communicator import forget_all_groups, has_communicators
 from .control import given_up_is_over
@@ -42,7 +46,7 @@ _LISTEN_RETRY_S = 0.01
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048  # ranks that may connect at once
 _owns_process_group = False
-
+_groups = itertools.count()  # that this process has joined with a GPU; all ranks have joined as many
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl")  # that scripts name
 
@@ -61,35 +65,47 @@ def init_distributed(
 ) -> None:
     """Join the process group that the launcher describes in the environment; alone, make a group of one.
 
-    The backend follows from the device. Scripts made for DeepSpeed may name one, first or as ``dist_backend``; it and the
-    keywords after ``timeout`` have no effect. Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun``
-    (SLURM_*) and plain ``python``. Does nothing if torch.distributed is initialised. Raises TopologyError for a half-set
-    environment.
+    ``device``: or, as in scripts made for DeepSpeed, the backend. ``dist_backend``: "nccl" or "gloo", for tensors on a GPU;
+    by default NCCL, unless ranks share a GPU, which it does not serve. On a CPU it is gloo, whatever is named. The keywords
+    after ``timeout`` have no effect.
+
+    Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun`` (SLURM_*) and plain ``python``. If
+    torch.distributed is initialised, only lets this rank's GPU be the one that "cuda" means. Raises TopologyError for a
+    half-set environment, and on all ranks alike for NCCL where ranks share a GPU.
     """
     global _owns_process_group
+    if device in _BACKENDS:
+        device, dist_backend = None, str(device)
+    device = device_of_rank(torch.device(device)) if device is not None else default_device()
+    select(device)
     if dist.is_initialized():
         return
-    device = torch.device(device) if device is not None and device not in _BACKENDS else default_device()
     timeout_s = timeout.total_seconds() if timeout is not None else timeout_s
-    select(device)
     rank, world_size, address = _rendezvous()
     limit = timedelta(seconds=timeout_s or 1800)
-    options: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": limit}
-    local = _is_one_host(world_size, address)
-    if local and sys.platform == "linux":
+    if _is_one_host(world_size, address) and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
+        store = _meet(rank, world_size, address, limit)
+        backends = _backends(device, store, world_size, dist_backend)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
+    _owns_process_group = True
+
+
+def _meet(rank: int, world_size: int, address: str | None, timeout: timedelta) -> dist.Store:
+    """Where the ranks leave words for one another."""
+    store: dist.Store
     if address is None:
-        options["store"] = dist.HashStore()
-    elif local and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        options["store"] = _loopback_store(rank, world_size, int(address.rpartition(":")[2]), limit)
+        store = dist.HashStore()
+    elif _is_one_host(world_size, address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _loopback_store(rank, world_size, int(address.rpartition(":")[2]), timeout)
     else:
-        options["init_method"] = f"tcp://{address}"
         if rank:
             _await_listener(address)
-    with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
-        dist.init_process_group(_backends(device, world_size), **options)
-    _owns_process_group = True
+        store, _, _ = next(rendezvous(f"tcp://{address}", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+    return dist.PrefixStore("zerorun", store)
 
 
 def _is_one_host(world_size: int, address: str | None) -> bool:
@@ -128,13 +144,33 @@ def _await_listener(address: str) -> None:
             return
 
 
-def _backends(device: torch.device, world_size: int) -> str:
+def _backends(device: torch.device, store: dist.Store, world_size: int, named: str | None) -> str:
     """Which backend serves which device. NCCL cannot serve two ranks that share one GPU; gloo can."""
     if not on_gpu(device):
         return "gloo"
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("SLURM_NTASKS_PER_NODE", "1")))
-    shared = world_size > 1 and local > gpu_count()
-    return "cpu:gloo,cuda:gloo" if shared or not dist.is_nccl_available() else "cpu:gloo,cuda:nccl"
+    shared = world_size > 1 and _some_share_a_gpu(device, store, world_size)
+    if named == "nccl" and (shared or not dist.is_nccl_available()):
+        reason = "ranks share a GPU, which NCCL does not serve" if shared else "this torch is built without NCCL"
+        raise TopologyError(
+            f"init_distributed was told to use nccl, but {reason}. Remedy: start one rank for each GPU, or name no backend."
+        )
+    if shared and named is None:
+        warn_once("ranks share a GPU, which NCCL does not serve: what they exchange goes through host memory, by gloo.")
+    slow = shared or named == "gloo" or not dist.is_nccl_available()
+    return "cpu:gloo,cuda:gloo" if slow else "cpu:gloo,cuda:nccl"
+
+
+def _some_share_a_gpu(device: torch.device, store: dist.Store, world_size: int) -> bool:
+    """True, on all ranks alike, if two of them have the same GPU. What each can see may be a part of its host's."""
+    store = dist.PrefixStore(f"gpus {next(_groups)}", store)  # that of an earlier group may be the same
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    name = name_of(device, f"{device} of {visible!r} on {socket.gethostname()}")
+    if store.add(f"gpu {name}", 1) > 1:
+        store.set("shared", "")
+    if store.add("named", 1) == world_size:
+        store.set("all named", "")
+    store.wait(["all named"])
+    return bool(store.check(["shared"]))
 
 
 def _rendezvous() -> tuple[int, int, str | None]:
@@ -173,6 +209,7 @@ def shutdown() -> None:
 
 def _leave_groups() -> None:
     forget_all_groups()
+    forget_everyone()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # a group in a reference cycle keeps its threads

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import MessageError
-from ..device import gpus_here, on_gpu
+from ..device import on_gpu
+from ..topology import everyone
 from ..waits import waiting
 from ..wire import decode, encode
 
@@ -55,16 +56,14 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    on_cpu = "cpu:" in str(dist.get_backend_config(group or dist.group.WORLD))
-    device = torch.device("cpu") if on_cpu else gpus_here()[0]
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(content)], device=device), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    group = group or everyone()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
+    padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
     padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     found = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(found, padded, group=group)
-    return [bytes(part[: int(length)].cpu().numpy()) for part, length in zip(found, lengths, strict=True)]
+    return [bytes(part[: int(length)].numpy()) for part, length in zip(found, lengths, strict=True)]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""What environments with GPUs lead to, with CUDA's calls stubbed: which GPU a rank takes, and which backend serves it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zerorun.distributed import device as devices
+from zerorun.distributed.device import default_device
+from zerorun.distributed.transport import process_group
+from zerorun.errors import TopologyError
+
+VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "ZERORUN_DEVICE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+GpuMaker = Callable[..., list[Any]]
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> GpuMaker:
+    """``gpus(count, **environment)``: as if this process saw so many GPUs. Returns what set_device will be called with."""
+
+    def see(count: int, **environment: str) -> list[Any]:
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        chosen: list[Any] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu-{device.index}"))
+        return chosen
+
+    return see
+
+
+@pytest.mark.parametrize(
+    ("count", "environment", "device"),
+    [
+        (0, {}, "cpu"),
+        (0, {"LOCAL_RANK": "3"}, "cpu"),
+        (8, {"LOCAL_RANK": "3"}, "cuda:3"),
+        (8, {"SLURM_LOCALID": "5"}, "cuda:5"),  # srun, before anything has set LOCAL_RANK
+        (8, {"LOCAL_RANK": "2", "SLURM_LOCALID": "0"}, "cuda:2"),  # workers of a launcher that srun has started
+        (1, {"LOCAL_RANK": "6"}, "cuda:0"),  # a container for each rank
+        (4, {"LOCAL_RANK": "1", "ZERORUN_DEVICE": "cuda"}, "cuda:1"),
+        (4, {"LOCAL_RANK": "1", "ZERORUN_DEVICE": "cuda:2"}, "cuda:2"),
+        (4, {"LOCAL_RANK": "1", "ZERORUN_DEVICE": "cpu"}, "cpu"),
+    ],
+)
+def test_the_device_of_a_rank(gpus: GpuMaker, count: int, environment: dict[str, str], device: str) -> None:
+    gpus(count, **environment)
+    assert default_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted", "words"),
+    [
+        (0, "cuda", "sees no GPU"),
+        (2, "cuda:2", "sees 2 GPUs"),
+        (1, "gpu", "no device"),
+        (1, "meta", "nothing here can train on"),
+    ],
+)
+def test_a_device_that_is_not_there(gpus: GpuMaker, count: int, wanted: str, words: str) -> None:
+    gpus(count, ZERORUN_DEVICE=wanted)
+    with pytest.raises(TopologyError, match=f"ZERORUN_DEVICE.*{wanted}.*{words}.*Remedy"):
+        default_device()
+
+
+def test_a_script_that_has_initialised_torch_gets_its_gpu(gpus: GpuMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = gpus(8, LOCAL_RANK="3")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    process_group.init_distributed()
+    process_group.init_distributed("cuda")
+    process_group.init_distributed("nccl")
+    assert chosen == [torch.device("cuda", 3)] * 3
+
+
+def backends(names: list[str], named: str | None = None) -> list[Any]:
+    """What ranks find that call their GPUs so; or the words of the errors that they raise."""
+    store, found = dist.HashStore(), [None] * len(names)
+
+    def rank(number: int, name: str) -> None:
+        device = torch.device("cuda", 0)
+        try:
+            found[number] = process_group._backends(device, store, len(names), named)  # type: ignore[call-overload]
+        except TopologyError as error:
+            found[number] = str(error)  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=rank, args=item, name=item[1]) for item in enumerate(names)]
+    [thread.start() for thread in threads]
+    [thread.join(20) for thread in threads]
+    return found
+
+
+@pytest.fixture
+def named_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "name_of", lambda device, otherwise: threading.current_thread().name)
+    monkeypatch.setattr(process_group, "_groups", itertools.repeat(0))  # ranks are threads of one process here
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+
+
+NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
+
+
+@pytest.mark.parametrize(
+    ("names", "named", "backend"),
+    [
+        (["a", "b", "c", "d"], None, NCCL),  # whatever each rank can see of its host
+        (["a", "b", "a"], None, GLOO),
+        (["a"], None, NCCL),
+        (["a", "b"], "gloo", GLOO),
+        (["a", "b"], "nccl", NCCL),
+    ],
+)
+def test_nccl_unless_ranks_share_a_gpu(named_by_thread: None, names: list[str], named: str | None, backend: str) -> None:
+    assert backends(names, named) == [backend] * len(names)
+
+
+def test_nccl_where_ranks_share_a_gpu_is_refused_on_all(named_by_thread: None) -> None:
+    for words in backends(["a", "b", "b"], "nccl"):
+        assert "share a GPU" in words and "Remedy" in words
+
+
+def test_a_gpu_is_called_by_its_uuid(gpus: GpuMaker) -> None:
+    gpus(2)
+    assert devices.name_of(torch.device("cuda", 1), "here") == "gpu-1"
+    assert devices.name_of(torch.device("cpu"), "here") == "here"
