@@ -61,7 +61,7 @@ class Topology:
     tensor: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # over the axes of more than one rank
     shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by all its engines
-    _made: dict[str, dist.ProcessGroup] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _made: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     # -- degrees and this rank's place ---------------------------------------------------------------------------
 
@@ -168,19 +168,34 @@ class Topology:
             return everyone()
         return self._make("own", tuple((rank,) for rank in range(self.world_size)))
 
+    def part_of(self, axis: str, places: Sequence[int], name: str = "") -> dist.ProcessGroup | None:
+        """The process group ``name`` of those ranks along ``axis`` that are number ``places`` there; None if this is none.
+
+        Made when first asked for: all ranks must do so, in the same order. Raises TopologyError without process groups.
+        """
+        _mesh_of(self)
+        chosen = tuple(tuple(sorted(ranks[place] for place in places)) for ranks in self.groups(axis))
+        return self._find(f"{axis} {places} {name}".strip(), chosen)
+
     def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
+        """That of ``groups`` which this rank is in."""
+        found = self._find(name, groups)
+        assert found is not None
+        return found
+
+    def _find(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if name not in self._made:
-            own, _ = dist.new_subgroups_by_enumeration(
+            self._made[name], _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in groups], backend=_backend(), group_desc=f"zerorun_{name}"
             )
-            self._made[name] = own
         return self._made[name]
 
     def close(self) -> None:
         """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
         if self.mesh is not None:
+            kept = (None, dist.group.WORLD, everyone())
             for group in (*self.mesh.get_all_groups(), *self._made.values()):
-                if group is not dist.group.WORLD and group is not everyone():
+                if group not in kept:
                     dist.destroy_process_group(group)
         self.forget_groups()
 
@@ -281,18 +296,6 @@ class Topology:
         override: Any = None if backend is None else dict.fromkeys(names, backend)
         with waiting("the process groups of the topology"):
             return replace(self, mesh=init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override))
-
-
-def subgroup(topology: Topology, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-    """The process group of those ranks along ``axis`` that are number ``places`` there; None if this is none of them.
-
-    Made when first asked for: all ranks must do so, in the same order. Raises TopologyError without process groups.
-    """
-    _mesh_of(topology)
-    chosen = [tuple(ranks[place] for place in places) for ranks in topology.groups(axis)]
-    rest = [rank for rank in range(topology.world_size) if not any(rank in ranks for ranks in chosen)]
-    group = topology._make(f"{axis} {places}", (*chosen, *((rank,) for rank in rest)))
-    return None if topology.rank in rest else group
 
 
 def _mesh_of(topology: Topology) -> DeviceMesh:

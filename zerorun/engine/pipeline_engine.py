@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 import torch
 
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
-from ..distributed.transport.connect import connect_axis
+from ..distributed.transport.connect import connect_axis, connect_links
 from ..errors import PipelineError
 from ..log import logger
 from ..optim.loss_scaler import DTYPES, cast_floats
 from ..pipeline.executor import Executor, units_of_chunks
-from ..pipeline.p2p import PointToPoint
+from ..pipeline.p2p import PointToPoint, links_of
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.schedule.actions import FORWARD_ONLY, ActionKind, PipelineSchedule
 from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
@@ -50,7 +50,10 @@ class PipelineEngine(Engine):
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
             transport = connect_axis("pipe", group, *place, self.device, self.comm.statistics, reads_peers=False)
-            p2p = PointToPoint(transport, self.comm.control.finish_message)
+            links = connect_links(
+                "pipe", links_of(topology.pipe, self.module.chunks), topology, self.device, self.comm.statistics
+            )
+            p2p = PointToPoint(transport, self.comm.control.finish_message, links)
         self._executor = Executor(
             self.module,
             self.runtime,

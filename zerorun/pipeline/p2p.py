@@ -12,7 +12,8 @@ A message can only travel when the receiver has given it a place. If that came w
 stand still for as long as the way takes. So ``expect`` gives the next message its place while the stage computes: one
 buffer for each sender and sort beyond what the schedule keeps. The tensors' places are a guess, that this message is like
 the last one. It is made where the last one was like the one before it, which both ends know. If it was wrong, the sender
-fills the places with nothing of use before it goes on. NCCL needs no such help: there, receives wait on the GPU's queue.
+fills the places with nothing of use before it goes on. NCCL needs no such help: there, receives wait on the GPU's queue,
+and tensors go by a link of their own for each direction and sort (see connect.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -30,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-from ..distributed.device import on_gpu
+from ..distributed.device import on_host
+from ..distributed.transport.connect import Link
 from ..distributed.transport.transport import Transport
 from ..distributed.transport.waiter import Waiter
 from ..distributed.wire import decode, encode, is_namedtuple, loaded_class, path_of
@@ -69,7 +71,7 @@ class _Description:
 
 @dataclass
 class _TensorPlace:
-    """Where a tensor of a message comes to lie: at once, or from host memory. ``arrival``: None where the GPU waits."""
+    """Where a tensor of a message comes to lie: at once, or from host memory. ``arrival``: None where the device waits."""
 
     tensor: torch.Tensor
     landing: torch.Tensor
@@ -84,11 +86,23 @@ class _Expected:
     guess: list[_TensorPlace] | None
 
 
+def links_of(stages: int, chunks: int) -> list[Link]:
+    """All by which the messages of a pipeline go. With several chunks on a stage, the last stage talks to the first."""
+    pairs = [(stage, stage + 1) for stage in range(stages - 1)] + ([(stages - 1, 0)] if chunks > 1 else [])
+    return [link for a, b in pairs for link in ((a, b, ACTIVATIONS), (b, a, GRADIENTS))]
+
+
 class PointToPoint:
     """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a message."""
 
-    def __init__(self, transport: Transport, wait: Callable[[Future[None], str], None]) -> None:
-        self._transport, self._wait = transport, wait
+    def __init__(
+        self,
+        transport: Transport,
+        wait: Callable[[Future[None], str], None],
+        links: Mapping[Link, Transport] | None = None,
+    ) -> None:
+        """``links``: by which tensors go, if not by ``transport``. It has those of ``links_of``."""
+        self._transport, self._wait, self._links = transport, wait, links or {}
         # Own ones: after an error, what is on its way is not for the next engine.
         first = 2 * next(_p2ps.setdefault(transport.joined, itertools.count()))
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
@@ -100,7 +114,7 @@ class PointToPoint:
         self._last_leaving: dict[Key, Future[None]] = {}
         self._leaving: dict[Key, Waiter] = defaultdict(Waiter)
         self._arriving: dict[Key, Waiter] = defaultdict(Waiter)
-        self._on_device: list[tuple[dist.Work, torch.Tensor]] = []  # on their way between GPUs
+        self._on_links: list[tuple[dist.Work, torch.Tensor]] = []  # on their way
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -120,17 +134,17 @@ class PointToPoint:
             self._announce(len(described), described, key)
             self._last_sent[key] = described
         for tensor in tensors:
-            flat = tensor.detach().contiguous().view(-1)
+            flat = tensor.detach().contiguous().view(-1).to(self._transport.device)
             if tensor.grad_fn is None and flat.data_ptr() == tensor.data_ptr():  # a buffer: a layer may change it next time
                 flat = flat.clone()
             if flat.numel():
                 self._count(flat, key)
-                self._post(flat, key)
+                self._post_tensor(flat, key)
 
     def _announce(self, number: int, content: bytes, key: Key) -> None:
         """That this message is not like the last one, and what it is."""
         self._post(torch.tensor([number, len(content)]), key)
-        if key in self._sent_alike and not self._transport.queues:
+        if key in self._sent_alike and not self._links:
             self._sent_alike.discard(key)
             for last in read_description(self._last_sent[key]).tensors():  # what the receiver has given places
                 if last.shape.numel():
@@ -142,30 +156,33 @@ class PointToPoint:
     def _count(self, flat: torch.Tensor, key: Key) -> None:
         self._transport.statistics.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
 
+    def _post_tensor(self, flat: torch.Tensor, key: Key) -> None:
+        if not self._links:
+            self._post(flat.to("cpu"), key)
+            return
+        link = self._links[self._transport.rank, key[0], key[1]]
+        work = link.send(flat, 1 - link.rank, 0)  # which tells when it is done
+        self._on_links = [(w, kept) for w, kept in self._on_links if not w.is_completed()] + [(work, flat)]
+
     def _post(self, flat: torch.Tensor, key: Key) -> None:
-        if on_gpu(flat) and not self._transport.queues:  # ranks that share a GPU: through host memory
-            flat = flat.cpu()
         work = self._transport.send(flat, key[0], self._tags[key[1]])
-        if on_gpu(flat):  # which tells when it is done
-            self._on_device = [(w, kept) for w, kept in self._on_device if not w.is_completed()] + [(work, flat)]
-        else:
-            self._last_leaving[key] = self._leaving[key].begin(work, flat)
+        self._last_leaving[key] = self._leaving[key].begin(work, flat)
 
     def finish(self) -> None:
         """Return when everything has left."""
         for (peer, sort), last in self._last_leaving.items():
             self._wait(last, f"{sort} to pipeline stage {peer}")
         self._last_leaving.clear()
-        for work, _ in self._on_device:
+        for work, _ in self._on_links:
             work.wait()
-        self._on_device.clear()
+        self._on_links.clear()
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def expect(self, peer: int, sort: str) -> None:
         """Let the next message travel. It must come, and be received, before ``finish``."""
         key = peer, sort
-        if not self._transport.queues and key not in self._expected:
+        if not self._links and key not in self._expected:
             self._expected[key] = self._make_room(key)
 
     def receive(self, peer: int, sort: str) -> Any:
@@ -180,7 +197,7 @@ class PointToPoint:
             for place in expected.guess or ():
                 self._arrived(place, key)
             expected.guess = None
-            content = bytes(self._arrived(self._place(torch.empty(length, dtype=torch.uint8), key), key).numpy())
+            content = bytes(self._arrived(self._host_place(torch.empty(length, dtype=torch.uint8), key), key).numpy())
             if number == _BROKEN:
                 raise PipelineError(content.decode())
             self._last_received[key] = read_description(content)
@@ -189,8 +206,8 @@ class PointToPoint:
         return _pytree.tree_unflatten([self._fill(leaf, places, key) for leaf in described.leaves], described.tree)
 
     def _make_room(self, key: Key) -> _Expected:
-        header = self._place(torch.empty(2, dtype=torch.int64), key)
-        guesses = key in self._received_alike and not self._transport.queues
+        header = self._host_place(torch.empty(2, dtype=torch.int64), key)
+        guesses = key in self._received_alike and not self._links
         return _Expected(header, self._places(key) if guesses else None)
 
     def _places(self, key: Key) -> list[_TensorPlace]:
@@ -200,14 +217,18 @@ class PointToPoint:
 
     def _place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:
         """``tensor`` for what comes next of this sort."""
-        through_host = on_gpu(tensor) and not self._transport.queues
-        landing = torch.empty_like(tensor, device="cpu") if through_host else tensor
         if not tensor.numel():
-            return _TensorPlace(tensor, landing, None)
+            return _TensorPlace(tensor, tensor, None)
+        if self._links:
+            link = self._links[key[0], self._transport.rank, key[1]]
+            link.receive(tensor.view(-1), 1 - link.rank, 0).wait()  # what follows on the device waits, not the program
+            return _TensorPlace(tensor, tensor, None)
+        return self._host_place(tensor, key)
+
+    def _host_place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:
+        """``tensor`` for what comes next, through host memory."""
+        landing = tensor if on_host(tensor) else torch.empty_like(tensor, device="cpu")
         work = self._transport.receive(landing.view(-1), key[0], self._tags[key[1]])
-        if on_gpu(landing):  # what follows on this stream waits, not the program
-            work.wait()
-            return _TensorPlace(tensor, landing, None)
         return _TensorPlace(tensor, landing, self._arriving[key].begin(work, landing))
 
     def _arrived(self, place: _TensorPlace, key: Key) -> torch.Tensor:

@@ -1,4 +1,10 @@
-"""Nccl: the collectives of NCCL between GPUs. They are queued on the device; the program does not wait for them."""
+"""Nccl: the collectives of NCCL between GPUs. They are queued on the device; the program does not wait for them.
+
+[Note: one collective, whatever the shards]
+Ranks that choose different operations hang, or get garbage. So the choice follows from the bounds, which all of them know,
+and there is one operation for all: shards of different sizes (whole parameters, for optimizers that need them) travel in
+a buffer in which all have the size of the largest.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +30,15 @@ class Nccl(Transport):
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
-        own = full[bounds[self.rank] : bounds[self.rank + 1]]
-        if full.numel() == own.numel() * self.size:
-            work = self.joined._allgather_base(full, own)
+        width = _width(bounds)
+        if width * self.size == full.numel():
+            table = full
         else:
-            work = self.joined.allgather([[full[low:high] for low, high in pairwise(bounds)]], [own])
-        return Pending(self.statistics, label, [work])
+            table = full.new_zeros(width * self.size)
+            own = full[bounds[self.rank] : bounds[self.rank + 1]]
+            table[width * self.rank :][: own.numel()].copy_(own)
+        work = self.joined._allgather_base(table, table[width * self.rank : width * (self.rank + 1)])
+        return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
 
     def reduce_scatter(
         self,
@@ -41,18 +50,18 @@ class Nccl(Transport):
         accumulate: bool,
         wire_dtype: torch.dtype,
     ) -> Pending:
-        wire = full.to(wire_dtype)
-        own = wire[bounds[self.rank] : bounds[self.rank + 1]]
-        works: list[Started] = []
-        if self.size > 1:
-            self.statistics.count(label, (wire.numel() - own.numel()) * wire.element_size())
-            works.append(self._begin_sum(wire, bounds, own))
-        return Pending(self.statistics, label, works, lambda: store(own, out, accumulate))
-
-    def _begin_sum(self, wire: torch.Tensor, bounds: Sequence[int], own: torch.Tensor) -> dist.Work:
-        if wire.numel() == own.numel() * self.size:
-            return self.joined._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())
-        return self.joined.reduce_scatter([own], [[wire[low:high] for low, high in pairwise(bounds)]])
+        if self.size == 1:
+            store(full, out, accumulate)
+            return Pending(self.statistics, label)
+        width, wire = _width(bounds), full.to(wire_dtype)
+        if width * self.size != full.numel():
+            wire = full.new_zeros(width * self.size, dtype=wire_dtype)
+            for rank, (low, high) in enumerate(pairwise(bounds)):
+                wire[width * rank :][: high - low].copy_(full[low:high])
+        own = wire[width * self.rank : width * (self.rank + 1)]
+        self.statistics.count(label, (full.numel() - out.numel()) * wire.element_size())
+        works: list[Started] = [self.joined._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
+        return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate))
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         if self.size > 1:
@@ -61,3 +70,16 @@ class Nccl(Transport):
             with waiting(label):
                 self.joined.allreduce([wire]).wait()
             store(wire, buffer, accumulate=False)
+
+
+def _width(bounds: Sequence[int]) -> int:
+    """Elements of the largest shard."""
+    return max(high - low for low, high in pairwise(bounds))
+
+
+def _spread(table: torch.Tensor, full: torch.Tensor, bounds: Sequence[int]) -> None:
+    """Fill ``full`` from ``table``, in which all shards have the size of the largest, unless it is ``full``."""
+    if table is not full:
+        width = _width(bounds)
+        for rank, (low, high) in enumerate(pairwise(bounds)):
+            full[low:high].copy_(table[width * rank :][: high - low])

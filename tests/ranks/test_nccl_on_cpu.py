@@ -1,0 +1,139 @@
+"""The branch for NCCL gives the run of one process, on a CPU: calls in order, no tags, sends that wait, and delays.
+
+nccl_on_cpu.py says how. Each rank's collectives are written down, and have to be the same on all ranks of a group.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import test_pipeline
+import torch
+import torch.distributed as dist
+from covering import covering
+from harness import run_ranks
+from models import CASES
+from nccl_on_cpu import nccl_on_cpu, refuse_different_calls
+from reference import Result, differences, train_reference
+from training import make_config, train
+
+import zerorun
+from zerorun.distributed.transport.statistics import CommunicationStatistics
+from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS
+
+STEPS = 3
+SETTINGS: dict[str, Any] = {
+    "world": (4, 2, 3, 8),
+    "stage": (3, 2, 1, 0),
+    "degree": ("all", "half"),
+    "accumulation": (1, 2),
+    "model": ("plain", "tied", "moe", "checkpoint_reentrant"),
+}
+ROWS = [row for row in covering(SETTINGS) if not (row["degree"] == "half" and row["world"] == 3)]
+
+
+def train_by_nccl(model: str, config: dict[str, Any]) -> tuple[Result, set[str]]:
+    """The run, and the operations that were used."""
+    with nccl_on_cpu() as groups:
+        result = train(CASES[model], config, STEPS)
+        refuse_different_calls(groups)
+        return result, {call[0] for group in groups for call in group.calls}
+
+
+@cache
+def reference(model: str, world: int, accumulation: int, optimizer: str) -> Result:
+    return train_reference(
+        CASES[model], world_size=world, steps=STEPS, accumulation=accumulation, clip=0.5, optimizer=optimizer
+    )
+
+
+@pytest.mark.parametrize(
+    "row", sorted(ROWS, key=lambda row: row["world"]), ids=lambda row: "-".join(map(str, row.values()))
+)
+def test_every_stage_equals_one_process(row: dict[str, Any]) -> None:
+    degree = row["world"] if row["degree"] == "all" else row["world"] // 2
+    config = make_config(row["stage"], accumulation=row["accumulation"], clip=0.5)
+    config["zero_optimization"]["shard_degree"] = degree
+    found = run_ranks(row["world"], train_by_nccl, row["model"], config)
+    wanted = reference(row["model"], row["world"], row["accumulation"], "AdamW")
+    for rank, (result, used) in enumerate(found):
+        assert not differences(result, wanted), f"rank {rank}"
+        assert {"reduce_scatter", "all_gather"} <= used or degree == 1 or row["stage"] == 0
+
+
+class Whole(torch.optim.AdamW):
+    """Of this class nobody knows that it works element by element, so parameters stay whole."""
+
+
+def train_whole(stage: int) -> Result:
+    case = CASES["plain"]
+    with nccl_on_cpu() as groups:
+        how = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
+        result = train(case, make_config(stage, clip=0.5), STEPS, optimizer=lambda params: Whole(params, **how))
+        refuse_different_calls(groups)
+    return result
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_shards_of_different_sizes(stage: int) -> None:
+    """Ranks that chose an operation from the size of their own shard would choose different ones."""
+    for rank, result in enumerate(run_ranks(4, train_whole, stage)):
+        assert not differences(result, reference("plain", 4, 1, "AdamW")), f"rank {rank}"
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def train_pipeline(stages: int, config: dict[str, Any], chunks: int) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
+    """The run, and the operations of each process group of two neighbours."""
+    with nccl_on_cpu() as groups:
+        result = test_pipeline.train(5, stages, config, chunks)
+        refuse_different_calls(groups)
+        pairs = [group for group in groups if {"send", "receive"} & {call[0] for call in group.calls}]
+        return result, [tuple({call[0] for call in group.calls}) for group in pairs]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "world", "stages"),
+    (
+        *(("1f1b", 1, 2, 2), ("gpipe", 2, 2, 2), ("interleaved", 3, 2, 2), ("zero_bubble", 0, 2, 2), ("naive", 1, 2, 2)),
+        *(("1f1b", 3, 4, 2), ("interleaved", 1, 3, 3), ("zero_bubble", 2, 4, 4), ("1f1b", 2, 4, 4), ("gpipe", 0, 3, 3)),
+    ),
+)
+def test_pipelines_equal_one_process(schedule: str, stage: int, world: int, stages: int) -> None:
+    chunks = 2 if schedule == "interleaved" else 1
+    config = make_config(stage, accumulation=4, clip=0.5, pipeline={"schedule": schedule, "chunks": chunks})
+    found = run_ranks(world, train_pipeline, stages, config, chunks)
+    test_pipeline.compare([result for result, _ in found], test_pipeline.reference(5, world // stages, 4, 0.5))
+    for _, used in found:
+        assert used and all(len(operations) == 1 for operations in used), "a group goes one way"
+
+
+def exchange_tensors_of_the_host() -> list[float]:
+    """A layer may give the next stage a tensor that it left in host memory: it arrives on the device, by the link."""
+    from zerorun.distributed.transport.connect import connect_axis, connect_links
+    from zerorun.pipeline.p2p import PointToPoint, links_of
+
+    topology = zerorun.Topology.create(2, dist.get_rank(), pipe=2, device_type="cpu")
+    with nccl_on_cpu() as groups:
+        device, statistics = torch.device("cpu"), CommunicationStatistics()
+        transport = connect_axis("pipe", topology.group("pipe"), dist.get_rank(), 2, device, statistics)
+        links = connect_links("pipe", links_of(2, 2), topology, device, statistics)
+        p2p, other = PointToPoint(transport, lambda message, label: message.result(60), links), 1 - dist.get_rank()
+        found = []
+        for step in range(3):  # both ways at once, in either sort
+            for sort in (ACTIVATIONS, GRADIENTS):
+                p2p.send({"x": torch.full((2, 3), 1.0 + step), "n": step}, other, sort)
+            for sort in (GRADIENTS, ACTIVATIONS):
+                found.append(float(p2p.receive(other, sort)["x"].sum()))
+        p2p.finish()
+        assert len(groups) == 4
+    topology.close()
+    return found
+
+
+def test_messages_of_both_sorts_go_both_ways_at_once() -> None:
+    for found in run_ranks(2, exchange_tensors_of_the_host):
+        assert found == [6.0, 6.0, 12.0, 12.0, 18.0, 18.0]
