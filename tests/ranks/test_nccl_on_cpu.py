@@ -5,6 +5,7 @@ nccl_on_cpu.py says how. Each rank's collectives are written down, and have to b
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 import torch.distributed as dist
 from covering import covering
 from harness import run_ranks
-from models import CASES
+from models import CASES, Place
 from nccl_on_cpu import nccl_on_cpu, refuse_different_calls
 from reference import Result, differences, train_reference
-from training import make_config, train
+from training import make_config, make_engine, train
 
 import zerorun
 from zerorun.distributed.transport.statistics import CommunicationStatistics
+from zerorun.errors import OrderError
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS
 
 STEPS = 3
@@ -81,6 +83,40 @@ def test_shards_of_different_sizes(stage: int) -> None:
     """Ranks that chose an operation from the size of their own shard would choose different ones."""
     for rank, result in enumerate(run_ranks(4, train_whole, stage)):
         assert not differences(result, reference("plain", 4, 1, "AdamW")), f"rank {rank}"
+
+
+def step_in_another_order(stage: int) -> tuple[str, bool]:
+    """Rank 1 means another unit than the others, of the same size. Returns the error, and if the weights stayed."""
+    case = CASES["plain"]
+    with nccl_on_cpu():
+        engine = make_engine(case, make_config(stage))
+
+        def step() -> None:
+            engine.backward(case.loss(engine, Place(dist.get_rank(), 0)))
+            engine.step()
+
+        step()
+        before, error = engine.state_dict(), ""
+        order = engine.comm.statistics.order
+        if dist.get_rank() == 1:
+            order.note("one: gather parameters")
+            order.note("two: gather parameters")
+        else:
+            order.note("two: gather parameters")
+            order.note("one: gather parameters")
+        try:
+            step()
+        except OrderError as found:
+            error = str(found)
+        after = engine.state_dict()
+        engine.destroy()
+    return error, all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_another_order_is_an_error_that_names_it(stage: int) -> None:
+    for error, stayed in run_ranks(3, step_in_another_order, stage):
+        assert stayed and re.search(r"number \d+ was 'two: .*' on rank 0 and 'one: .*' on rank 1.*Remedy", error)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------

@@ -153,19 +153,21 @@ class ShardedModel:
             self._sum_over_model_axes()
 
     def norm(self, told: Told) -> Summary:
-        """Agree on the result: one small all-reduce, more only if gradients came late."""
+        """Agree on the result: one small all-reduce, more only if gradients came late. Raises OrderError."""
         topology, late = self.comm.topology, self.runtime.reducer.late
         unused = any(False in flat_group.used for unit in self.units for flat_group in unit.trainable)
         first = topology.tensor_rank == 0  # of ranks with the same losses one counts
         other = told.loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
         values = [self._square_sum(), len(late), unused, told.bad_losses, told.weight if first else 0.0, other, abs(other)]
-        values += told.wishes
+        values += [*told.wishes, *self.comm.told_order()]
         total = self.comm.control.sum(torch.tensor(values, dtype=torch.float64))
         if total[1]:
             self.reduce_late()
             total[0] = self.comm.control.sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
-        square_sum, _, unused_sum, bad, weights, others, scale, *wished = total.tolist()
-        counts, apart = tuple(int(count) for count in wished), abs(others) / scale if scale else 0.0
+        square_sum, _, unused_sum, bad, weights, others, scale, *more = total.tolist()
+        self.comm.refuse_other_order(more[len(told.wishes) :])
+        counts = tuple(int(count) for count in more[: len(told.wishes)])
+        apart = abs(others) / scale if scale else 0.0
         return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
 
     def update(self, coefficient: float, *, unused: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 import torch
 
@@ -110,6 +111,44 @@ class Communicator:
         bounds = range(0, table.numel() + 1, mine.numel())
         tensor.all_gather(table, bounds, "control", mine, until_given=True).wait()
         return list(table.cpu().split(values.numel()))
+
+    # -- the order of collectives, where nothing else shows that it is the same ----------------------------------
+
+    def told_order(self) -> list[float]:
+        """What this rank puts into the sum of a step, for ``refuse_other_order``: as many numbers on all ranks."""
+        if not self._shard.queues:
+            return []
+        stages, checksum = self.topology.pipe, float(self.statistics.order.checksum)
+        mine = [checksum * (stage == self.topology.pipe_rank) for stage in range(stages)]
+        return [*mine, *(value * value for value in mine)]
+
+    def refuse_other_order(self, sums: Sequence[float]) -> None:
+        """Raise OrderError, on all ranks alike, unless those of each stage made the same collectives since the last call.
+
+        ``sums``: of what ``told_order`` has given, over all ranks. Numbers are equal if the square of their sum is the sum
+        of their squares, times their count.
+        """
+        stages, each = len(sums) // 2, self.topology.world_size // self.topology.pipe
+        same = all(int(sums[stage]) ** 2 == each * int(sums[stages + stage]) for stage in range(stages))
+        labels = list(self.statistics.order.labels)
+        self.statistics.order.begin()
+        if not same:
+            raise OrderError(self._name_difference(self.control.values(labels)))
+
+    def _name_difference(self, found: Sequence[list[str]]) -> str:
+        """``found``: the labels, by rank of the world."""
+        each = self.topology.world_size // self.topology.pipe
+        for rank, labels in enumerate(found):
+            first = rank // each * each  # of the stage
+            pairs = zip_longest(found[first], labels, fillvalue="nothing")
+            for number, (one, other) in enumerate(pairs):
+                if one != other:
+                    return (
+                        f"ranks made different collectives in this step: number {number} was {one!r} on rank {first} and "
+                        f"{other!r} on rank {rank}. What they moved is mixed up; the weights are those before this step. "
+                        "Remedy: let all ranks run the same parts of the model in the same order, and load a checkpoint."
+                    )
+        return "ranks made different collectives in this step. Remedy: let all ranks run the same parts of the model."
 
     # -- memory that ranks read of one another -------------------------------------------------------------------
 

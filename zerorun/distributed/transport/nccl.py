@@ -30,6 +30,7 @@ class Nccl(Transport):
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
+        self.statistics.order.note(label)
         width = _width(bounds)
         if width * self.size == full.numel():
             table = full
@@ -53,6 +54,7 @@ class Nccl(Transport):
         if self.size == 1:
             store(full, out, accumulate)
             return Pending(self.statistics, label)
+        self.statistics.order.note(label)
         width, wire = _width(bounds), full.to(wire_dtype)
         if width * self.size != full.numel():
             wire = full.new_zeros(width * self.size, dtype=wire_dtype)
@@ -65,6 +67,7 @@ class Nccl(Transport):
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         if self.size > 1:
+            self.statistics.order.note(label)
             wire = buffer.to(wire_dtype or buffer.dtype)
             self.statistics.count(label, 2 * wire.numel() * (self.size - 1) // self.size * wire.element_size())
             with waiting(label):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -82,6 +82,33 @@ class Pending:
 Started = dist.Work | PeerCollective | Message | Pending
 
 
+# Labels that are kept to name the first difference; a step has a few for each unit.
+_MOST_LABELS = 10_000
+
+
+class Order:
+    """The collectives since the last agreement of ranks, of transports that know no tags; see [Note: tags]."""
+
+    def __init__(self) -> None:
+        self.labels: deque[str] = deque(maxlen=_MOST_LABELS)
+        self._checksum = 0
+
+    def note(self, label: str) -> None:
+        """One more, behind the others."""
+        self.labels.append(label)
+        self._checksum = zlib.crc32(label.encode(), self._checksum)
+
+    @property
+    def checksum(self) -> int:
+        """18 bits: the sum of squares of 16,384 of these is exact in a double."""
+        return self._checksum & 0x3FFFF
+
+    def begin(self) -> None:
+        """Ranks have agreed."""
+        self.labels.clear()
+        self._checksum = 0
+
+
 @dataclass
 class Traffic:
     """What one label has cost on this rank so far."""
@@ -97,6 +124,7 @@ class CommunicationStatistics:
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.in_flight: set[Pending] = set()
         self.pool = BufferPool(torch.device("cpu"))
+        self.order = Order()
         self._issued: dict[str, int] = defaultdict(int)
 
     def count(self, label: str, sent_bytes: int) -> None:
