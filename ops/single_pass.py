@@ -26,12 +26,30 @@ ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is
 # Tensors are as Operands says. ``coefficient`` multiplies the gradient, which stays as it is.
 
 
+_left_to_torch: set[str] = set()  # types of devices; what ranks have agreed on holds for the process
+
+
 def _library(operands: Operands) -> Updates | None:
     """What runs the update, if it is not torch."""
-    device = operands.weight.device
+    return _library_on(operands.weight.device)
+
+
+def _library_on(device: torch.device) -> Updates | None:
+    if device.type in _left_to_torch:
+        return None
     if device.type == "cuda":
         return on_cuda.kernels(device)
     return native.library() if device.type == "cpu" else None
+
+
+def is_native(device: torch.device) -> bool:
+    """True if updates on ``device`` are not torch's, whose results differ by rounding. Builds what they need."""
+    return _library_on(device) is not None
+
+
+def leave_to_torch(device: torch.device) -> None:
+    """Let torch run updates on all devices of this type from here on, as where nothing else can."""
+    _left_to_torch.add(device.type)
 
 
 @torch.no_grad()

@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import Row, covering
 from harness import run_ranks
 from models import CASES
 from reference import Result, differences, train_reference
 from training import make_config, train
+
+from zerorun.ops import native, single_pass
 
 STEPS = 3
 POLICIES: dict[str, dict[str, Any]] = {
@@ -129,3 +132,28 @@ def assert_identical(found: Result, wanted: Result, what: str) -> None:
     assert found.weights.keys() == wanted.weights.keys()
     unequal = [name for name, value in found.weights.items() if not torch.equal(value, wanted.weights[name])]
     assert not unequal, f"weights differ between {what}: {unequal}"
+
+
+# -- updates that round otherwise --------------------------------------------------------------------------------
+
+
+def train_without_a_library_on_rank_1(stage: int) -> Result:
+    """As on a host without a compiler."""
+    found = native.library
+    try:
+        if dist.get_rank() == 1:
+            native.library = lambda: None
+        return train(CASES["plain"], make_config(stage, precision="bf16", zero_optimization={"shard_degree": 2}), STEPS)
+    finally:
+        native.library = found
+        single_pass._left_to_torch.clear()
+
+
+@pytest.mark.parametrize("stage", (0, 2))
+def test_replicas_stay_the_same_where_one_has_no_library(stage: int) -> None:
+    """With 4 ranks, 2 of them have each shard."""
+    if native.library() is None:
+        pytest.skip("there is no native library here")
+    results = run_ranks(4, train_without_a_library_on_rank_1, stage)
+    for rank, result in enumerate(results):
+        assert_identical(result, results[0], f"rank {rank} and rank 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from zerorun.distributed import device as devices
 from zerorun.distributed.device import default_device
 from zerorun.distributed.transport import process_group
 from zerorun.errors import TopologyError
+from zerorun.zero.offload.host_link import HostLink
 
 VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "ZERORUN_DEVICE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 GpuMaker = Callable[..., list[Any]]
@@ -133,3 +135,66 @@ def test_a_gpu_is_called_by_its_uuid(gpus: GpuMaker) -> None:
     gpus(2)
     assert devices.name_of(torch.device("cuda", 1), "here") == "gpu-1"
     assert devices.name_of(torch.device("cpu"), "here") == "here"
+
+
+# -- threads and memory ------------------------------------------------------------------------------------------------
+
+
+def test_the_thread_of_offload_has_the_device_of_its_rank(gpus: GpuMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with GPU 0, where what it does would make a context of each rank."""
+    chosen = gpus(8)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    link = HostLink(torch.device("cuda", 3), pinned=False)
+    assert not chosen and link.begin(lambda: 7)() == 7
+    assert chosen == [torch.device("cuda", 3)]
+    link.close()
+
+
+class Pins:
+    """Stands for CUDA's calls that pin memory."""
+
+    def __init__(self, answer: int) -> None:
+        self.answer = answer
+        self.pinned: dict[int, int] = {}  # address -> bytes
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if self.answer == 0:
+            self.pinned[address] = nbytes
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize("answer", (0, 2))
+def test_pinned_memory_takes_its_bytes_and_no_more(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+    """torch's allocator would take 4 MiB for these. It does where CUDA refuses."""
+    pins, asked = Pins(answer), []
+    empty = torch.empty
+
+    def record(*sizes: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*sizes, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pins)
+    monkeypatch.setattr(torch, "empty", record)
+    numel = (1 << 19) + 3
+    flat = devices.host_empty(numel, torch.float32, pinned=True)
+    assert flat.numel() == numel and flat.dtype == torch.float32
+    flat.fill_(2.0)
+    assert list(pins.pinned.values()) == ([4 * numel] if answer == 0 else [])
+    assert asked == ([] if answer == 0 else [True])
+    part = flat[5:9]
+    del flat
+    gc.collect()
+    assert part.tolist() == [2.0] * 4 and len(pins.pinned) == (answer == 0)
+    del part
+    gc.collect()
+    assert not pins.pinned
+
+
+def test_a_little_pinned_memory_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Pins(0))
+    monkeypatch.setattr(torch, "empty", lambda numel, **kwargs: (numel, kwargs["pin_memory"]))
+    assert devices.host_empty(1000, torch.float32, pinned=True) == (1000, True)

@@ -7,7 +7,9 @@ whoever waits for one waits for nothing.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from ..errors import TopologyError
 
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
+_LARGE_BYTES = 1 << 20  # of pinned memory; of less, twice as much does not matter
 
 
 def default_device() -> torch.device:
@@ -98,7 +101,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """[numel] in host memory. ``pinned``: a GPU reads and writes it by itself, while the program goes on."""
+    """[numel] in host memory. ``pinned``: a GPU reads and writes it by itself, while the program goes on.
+
+    torch's allocator of pinned memory rounds up to a power of two, so that a shard could take twice its bytes. What is
+    large is a mapping of its own, which CUDA is told to pin. Nobody but its owner knows what reads it: it must stay until
+    copies from or to it are over.
+    """
+    if pinned and numel * dtype.itemsize >= _LARGE_BYTES:
+        mapped = mmap.mmap(-1, numel * dtype.itemsize)
+        flat = torch.frombuffer(mapped, dtype=dtype)
+        cuda, address = torch.cuda.cudart(), flat.data_ptr()
+        if int(cuda.cudaHostRegister(address, numel * dtype.itemsize, 0)) == 0:
+            weakref.finalize(mapped, cuda.cudaHostUnregister, address).atexit = False
+            return flat
     return torch.empty(numel, dtype=dtype, pin_memory=pinned)
 
 

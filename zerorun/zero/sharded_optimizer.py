@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ..distributed.device import CPU
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
-from ..ops.single_pass import SinglePassOptimizer
+from ..ops.single_pass import SinglePassOptimizer, is_native, leave_to_torch
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, beside_master, weight_of
 from .pieces import OptimizerPiece, split_lengths, split_piece
@@ -46,10 +47,26 @@ class ShardedOptimizer:
         self._updates = 0
         self._never_used: set[tuple[int, int]] = set()  # (id of flat group, entry): no gradient in any update so far
         self.tell_overflow(False)
+        self._agree_on_kernels()
         optimizer.register_step_pre_hook(self._refuse_direct_step)
         optimizer.register_state_dict_pre_hook(lambda _: finish_updates(units))
         if isinstance(optimizer, SinglePassOptimizer):
             optimizer.before_access = partial(finish_updates, units)
+
+    def _agree_on_kernels(self) -> None:
+        """Let all ranks update with the same kernels: others round differently, and replicas would drift apart."""
+        once = isinstance(self.optimizer, SinglePassOptimizer)
+        on_host = {unit.placement.optimizer for unit in self.units if unit.trainable and once}
+        devices = [torch.device(CPU) if host else self.comm.device for host in on_host]
+        found = self.comm.control.values({device.type: is_native(device) for device in devices})
+        for device in devices:
+            native = [kinds.get(device.type, True) for kinds in found]
+            if any(native) and not all(native):
+                leave_to_torch(device)
+                warn_once(
+                    f"rank {native.index(False)} cannot use the fast updates for {device.type} tensors, so that no rank "
+                    "does: torch's round differently. Remedy: see what zerorun-report says of that rank's host."
+                )
 
     def tell_overflow(self, overflow: bool) -> None:
         """Set ``optimizer.overflow``, by which training loops decide whether their own schedules advance.

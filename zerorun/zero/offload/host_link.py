@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ...distributed.device import Arrival, CopyStream, host_empty, on_gpu
+from ...distributed.device import Arrival, CopyStream, host_empty, on_gpu, select
 from ...distributed.layout import aligned_bytes
 from .nvme import StateFile
 
@@ -134,7 +134,9 @@ class HostLink:
         self._down, self._up = CopyStream(device), CopyStream(device)
         self.apart = on_gpu(device) if apart is None else apart
         self.store = store
-        self._worker = ThreadPoolExecutor(1, "zerorun-host") if self.apart or store is not None else None
+        self._worker = None
+        if self.apart or store is not None:  # a thread begins with the first GPU as its own
+            self._worker = ThreadPoolExecutor(1, "zerorun-host", initializer=select, initargs=(device,))
         self._landings: list[Callable[[], None]] = []
         self._landing = self._rounded = Staging(0, pinned=False)
 
