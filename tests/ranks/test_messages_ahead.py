@@ -23,7 +23,7 @@ def p2p() -> PointToPoint:
     transport = connect_axis(
         "pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics(), reads_peers=False
     )
-    return PointToPoint(transport, lambda message, label: message.result(60))
+    return PointToPoint(transport, lambda message, label: message.result(60), torch.device("cpu"))
 
 
 def travel_ahead() -> list[bool]:
@@ -57,6 +57,7 @@ def alone_before() -> bool:
             PointToPoint(
                 connect_axis("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics(), reads_peers=False),
                 lambda *unused: None,
+                torch.device("cpu"),
             )
     carried, value = p2p(), torch.arange(6.0)
     carried.send(value, 1 - dist.get_rank(), ACTIVATIONS)

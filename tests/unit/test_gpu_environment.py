@@ -177,6 +177,7 @@ def test_pinned_memory_takes_its_bytes_and_no_more(monkeypatch: pytest.MonkeyPat
         asked.append(pin_memory)
         return empty(*sizes, **kwargs)
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pins)
     monkeypatch.setattr(torch, "empty", record)
     numel = (1 << 19) + 3
@@ -195,6 +196,7 @@ def test_pinned_memory_takes_its_bytes_and_no_more(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_little_pinned_memory_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Pins(0))
     monkeypatch.setattr(torch, "empty", lambda numel, **kwargs: (numel, kwargs["pin_memory"]))
     assert devices.host_empty(1000, torch.float32, pinned=True) == (1000, True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..distributed.device import CopyStream, host_empty, on_gpu
+from ..distributed.device import CopyStream, holds, host_empty, queues
 
 # Bytes from which on a tensor is worth a copy: below, starting it takes longer than the bytes do.
 SMALL_BYTES = 2**16
@@ -78,7 +78,7 @@ class HostPool:
             return spare.pop()
         self.counts.buffers += 1
         self.counts.buffer_bytes += numel * dtype.itemsize
-        return host_empty(numel, dtype, pinned=on_gpu(self.device))
+        return host_empty(numel, dtype, pinned=queues(self.device))
 
     def give_back(self, buffer: torch.Tensor) -> None:
         self._free[buffer.numel(), buffer.dtype].append(buffer)
@@ -128,7 +128,7 @@ class Group:
 
     def store(self, tensor: torch.Tensor) -> Stored | None:
         """Copy ``tensor`` out; None if it better stays: small, elsewhere, with gaps, or read more than once by strides."""
-        if tensor.nbytes < SMALL_BYTES or tensor.device != self.pool.device or not _is_dense(tensor):
+        if tensor.nbytes < SMALL_BYTES or not holds(self.pool.device, tensor) or not _is_dense(tensor):
             return None
         stored = Stored(self.pool, tensor)
         self._stored.append(weakref.ref(stored))

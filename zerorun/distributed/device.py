@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import TopologyError
+from . import simulated
 
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
 _LARGE_BYTES = 1 << 20  # of pinned memory; of less, twice as much does not matter
@@ -24,10 +25,12 @@ _LARGE_BYTES = 1 << 20  # of pinned memory; of less, twice as much does not matt
 def default_device() -> torch.device:
     """The device of this rank: its GPU if there is one, by LOCAL_RANK or, under ``srun``, SLURM_LOCALID; else the CPU.
 
-    ZERORUN_DEVICE overrides it: "cpu", "cuda" for the GPU of this rank, or "cuda:1". Raises TopologyError for another value
-    and for a GPU that is not there.
+    ZERORUN_DEVICE overrides it: "cpu", "cuda" for the GPU of this rank, "cuda:1", or "simulated" (see simulated.py). Raises
+    TopologyError for another value and for a GPU that is not there.
     """
     wanted = os.environ.get("ZERORUN_DEVICE")
+    if wanted == simulated.NAME:
+        return simulated.DEVICE
     try:
         device = torch.device(wanted or (GPU if gpu_count() else CPU))
     except RuntimeError as error:
@@ -71,6 +74,21 @@ def on_host(where: torch.device | torch.Tensor) -> bool:
     return _type_of(where) == CPU
 
 
+def is_simulated(device: torch.device) -> bool:
+    """True for the simulated device; its tensors lie in host memory, and are no others."""
+    return device == simulated.DEVICE
+
+
+def queues(device: torch.device) -> bool:
+    """True if what ``device`` is told is done later: for a GPU, and the simulated device."""
+    return on_gpu(device) or is_simulated(device)
+
+
+def holds(device: torch.device, tensor: torch.Tensor) -> bool:
+    """True if ``tensor`` lies on ``device``."""
+    return tensor.device == device or (is_simulated(device) and on_host(tensor))
+
+
 def _type_of(where: torch.device | torch.Tensor) -> str:
     return (where.device if isinstance(where, torch.Tensor) else where).type
 
@@ -107,6 +125,10 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
     large is a mapping of its own, which CUDA is told to pin. Nobody but its owner knows what reads it: it must stay until
     copies from or to it are over.
     """
+    if pinned and not torch.cuda.is_available():  # the simulated device
+        flat = torch.empty(numel, dtype=dtype)
+        simulated.observer().pin(flat)
+        return flat
     if pinned and numel * dtype.itemsize >= _LARGE_BYTES:
         mapped = mmap.mmap(-1, numel * dtype.itemsize)
         flat = torch.frombuffer(mapped, dtype=dtype)
@@ -147,11 +169,16 @@ def generators(device: torch.device) -> list[torch.Generator]:
 # -- copies beside the computation -------------------------------------------------------------------------------------
 
 
+def _streams(device: torch.device) -> Any:
+    """Where ``device`` has its streams: torch.cuda, or what stands for it; None for a CPU."""
+    return torch.cuda if on_gpu(device) else simulated if is_simulated(device) else None
+
+
 @dataclass
 class Arrival:
     """A copy on its way. ``event``: None if it is there."""
 
-    event: torch.cuda.Event | None = None
+    event: torch.cuda.Event | simulated.Event | None = None
 
     def synchronize(self) -> None:
         """Wait for it."""
@@ -168,8 +195,8 @@ class CopyStream:
     """Copies that go on beside the computation: on a GPU, a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if on_gpu(device) else None
+        self._device, self._cuda = device, _streams(device)
+        self._stream = self._cuda.Stream(device) if self._cuda is not None else None
 
     def follow(self, read: torch.Tensor | None = None) -> None:
         """What is copied from here on comes after all that the computation has been told so far.
@@ -177,9 +204,9 @@ class CopyStream:
         ``read``: a tensor of the computation whose memory must stay as it is until the copies are done.
         """
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(self._cuda.current_stream(self._device))
             if read is not None:
-                read.record_stream(self._stream)
+                _keep(read, self._stream)
 
     def lead(self, made: torch.Tensor | None = None) -> None:
         """What the computation is told from here on comes after all copies so far.
@@ -187,20 +214,28 @@ class CopyStream:
         ``made``: a tensor that was made among the copies and is the computation's from here on.
         """
         if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
+            current = self._cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             if made is not None:
-                made.record_stream(current)
+                _keep(made, current)
 
-    def copying(self) -> contextlib.AbstractContextManager[object]:
+    def copying(self) -> contextlib.AbstractContextManager[Any]:
         """What the block begins is part of the copies."""
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
+        return self._cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
         """Begin to copy. On a CPU it is done on return."""
         with self.copying():
             target.copy_(source, non_blocking=self._stream is not None)
         return Arrival(self._stream.record_event() if self._stream is not None else None)
+
+
+def _keep(tensor: torch.Tensor, stream: Any) -> None:
+    """Do not use the memory of ``tensor`` again before ``stream`` has done what it has been told."""
+    if isinstance(stream, simulated.SimulatedStream):
+        simulated.keep(tensor, stream)
+    else:
+        tensor.record_stream(stream)
 
 
 # -- what the report tells ---------------------------------------------------------------------------------------------

@@ -159,31 +159,21 @@ class Topology:
             return everyone()
         if not wide:
             return self.own_group()
-        return mesh.get_group(wide[0]) if len(wide) == 1 else self._make("_".join(wide), self.groups(axis))
+        if len(wide) == 1:
+            return mesh.get_group(wide[0])
+        made: dist.ProcessGroup = self._make("_".join(wide), self.groups(axis))
+        return made
 
     def own_group(self) -> dist.ProcessGroup:
         """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
         _mesh_of(self)
         if self.world_size == 1:
             return everyone()
-        return self._make("own", tuple((rank,) for rank in range(self.world_size)))
+        own: dist.ProcessGroup = self._make("own", tuple((rank,) for rank in range(self.world_size)))
+        return own
 
-    def part_of(self, axis: str, places: Sequence[int], name: str = "") -> dist.ProcessGroup | None:
-        """The process group ``name`` of those ranks along ``axis`` that are number ``places`` there; None if this is none.
-
-        Made when first asked for: all ranks must do so, in the same order. Raises TopologyError without process groups.
-        """
-        _mesh_of(self)
-        chosen = tuple(tuple(sorted(ranks[place] for place in places)) for ranks in self.groups(axis))
-        return self._find(f"{axis} {places} {name}".strip(), chosen)
-
-    def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup:
-        """That of ``groups`` which this rank is in."""
-        found = self._find(name, groups)
-        assert found is not None
-        return found
-
-    def _find(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> Any:
+        """That of ``groups`` which this rank is in; None if it is in none."""
         if name not in self._made:
             self._made[name], _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in groups], backend=_backend(), group_desc=f"zerorun_{name}"
@@ -296,6 +286,17 @@ class Topology:
         override: Any = None if backend is None else dict.fromkeys(names, backend)
         with waiting("the process groups of the topology"):
             return replace(self, mesh=init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override))
+
+
+def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "") -> dist.ProcessGroup | None:
+    """The process group ``name`` of those ranks along ``axis`` that are number ``places`` there; None if this is none.
+
+    Made when first asked for: all ranks must do so, in the same order. Raises TopologyError without process groups.
+    """
+    _mesh_of(topology)
+    chosen = tuple(tuple(sorted(ranks[place] for place in places)) for ranks in topology.groups(axis))
+    found: dist.ProcessGroup | None = topology._make(f"{axis} {places} {name}", chosen)
+    return found
 
 
 def _mesh_of(topology: Topology) -> DeviceMesh:

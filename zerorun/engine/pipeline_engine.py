@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..distributed.device import CPU
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_axis, connect_links
 from ..errors import PipelineError
@@ -49,11 +50,12 @@ class PipelineEngine(Engine):
         p2p = None
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
-            transport = connect_axis("pipe", group, *place, self.device, self.comm.statistics, reads_peers=False)
+            host = torch.device(CPU)
+            transport = connect_axis("pipe", group, *place, host, self.comm.statistics, reads_peers=False)
             links = connect_links(
                 "pipe", links_of(topology.pipe, self.module.chunks), topology, self.device, self.comm.statistics
             )
-            p2p = PointToPoint(transport, self.comm.control.finish_message, links)
+            p2p = PointToPoint(transport, self.comm.control.finish_message, self.device, links)
         self._executor = Executor(
             self.module,
             self.runtime,

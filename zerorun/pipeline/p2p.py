@@ -99,10 +99,12 @@ class PointToPoint:
         self,
         transport: Transport,
         wait: Callable[[Future[None], str], None],
+        device: torch.device,
         links: Mapping[Link, Transport] | None = None,
     ) -> None:
-        """``links``: by which tensors go, if not by ``transport``. It has those of ``links_of``."""
-        self._transport, self._wait, self._links = transport, wait, links or {}
+        """``transport`` takes what is in host memory. ``links``: by which tensors of ``device`` go without it; those of
+        ``links_of``."""
+        self._transport, self._wait, self._device, self._links = transport, wait, device, links or {}
         # Own ones: after an error, what is on its way is not for the next engine.
         first = 2 * next(_p2ps.setdefault(transport.joined, itertools.count()))
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
@@ -134,7 +136,7 @@ class PointToPoint:
             self._announce(len(described), described, key)
             self._last_sent[key] = described
         for tensor in tensors:
-            flat = tensor.detach().contiguous().view(-1).to(self._transport.device)
+            flat = tensor.detach().contiguous().view(-1).to(self._device)
             if tensor.grad_fn is None and flat.data_ptr() == tensor.data_ptr():  # a buffer: a layer may change it next time
                 flat = flat.clone()
             if flat.numel():
@@ -212,7 +214,7 @@ class PointToPoint:
 
     def _places(self, key: Key) -> list[_TensorPlace]:
         """For the tensors of a message like the last one."""
-        device, tensors = self._transport.device, self._last_received[key].tensors()
+        device, tensors = self._device, self._last_received[key].tensors()
         return [self._place(torch.empty(like.shape, dtype=like.dtype, device=device), key) for like in tensors]
 
     def _place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:

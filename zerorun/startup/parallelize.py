@@ -15,7 +15,7 @@ from torch import nn
 from ..config.parse import Config
 from ..distributed.replication import Replication
 from ..distributed.tensor_shard import shards_of
-from ..distributed.topology import Topology
+from ..distributed.topology import Topology, subgroup
 from ..distributed.transport.connect import connect_axis
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.transport import Transport
@@ -149,7 +149,7 @@ def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: 
     copies: Copies = {}
     transports: dict[tuple[int, ...], Transport] = {}
     for tie, stages in _ties_of_stages(model, topology):
-        group = topology.part_of("pipe", stages)
+        group = subgroup(topology, "pipe", stages)
         if topology.pipe_rank not in stages:
             continue
         if stages not in transports:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..device import CPU, on_gpu
-from ..topology import Topology
+from ..topology import Topology, subgroup
 from ..waits import waiting
 from .gloo import Gloo
 from .nccl import Nccl
@@ -63,7 +63,7 @@ def connect_links(
     here, found = topology.ranks_along(axis).index(topology.rank), dict[Link, Transport]()
     for link in links:
         sender, receiver, sort = link
-        group = topology.part_of(axis, (sender, receiver), sort)
+        group = subgroup(topology, axis, (sender, receiver), sort)
         if group is not None:
             found[link] = Nccl(f"{axis}: {sort}", group, dist.get_rank(group), 2, device, statistics)
             first, other = torch.zeros(1, device=device), 1 - dist.get_rank(group)

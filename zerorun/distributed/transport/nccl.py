@@ -9,13 +9,16 @@ a buffer in which all have the size of the largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
+from ..device import is_simulated
 from ..transports import NCCL
 from ..waits import waiting
+from .simulated_nccl import SimulatedNccl, group_of
 from .statistics import Pending, Started
 from .sums import store
 from .transport import Transport
@@ -26,6 +29,11 @@ class Nccl(Transport):
 
     name = NCCL
     queues = True
+
+    @cached_property
+    def calls(self) -> dist.ProcessGroup | SimulatedNccl:
+        """Who carries out calls for tensors on the device."""
+        return group_of(self.joined) if is_simulated(self.device) else self.joined
 
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
@@ -38,7 +46,7 @@ class Nccl(Transport):
             table = full.new_zeros(width * self.size)
             own = full[bounds[self.rank] : bounds[self.rank + 1]]
             table[width * self.rank :][: own.numel()].copy_(own)
-        work = self.joined._allgather_base(table, table[width * self.rank : width * (self.rank + 1)])
+        work = self.calls._allgather_base(table, table[width * self.rank : width * (self.rank + 1)])
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
 
     def reduce_scatter(
@@ -62,7 +70,7 @@ class Nccl(Transport):
                 wire[width * rank :][: high - low].copy_(full[low:high])
         own = wire[width * self.rank : width * (self.rank + 1)]
         self.statistics.count(label, (full.numel() - out.numel()) * wire.element_size())
-        works: list[Started] = [self.joined._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
+        works: list[Started] = [self.calls._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
         return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate))
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
@@ -71,8 +79,14 @@ class Nccl(Transport):
             wire = buffer.to(wire_dtype or buffer.dtype)
             self.statistics.count(label, 2 * wire.numel() * (self.size - 1) // self.size * wire.element_size())
             with waiting(label):
-                self.joined.allreduce([wire]).wait()
+                self.calls.allreduce([wire]).wait()
             store(wire, buffer, accumulate=False)
+
+    def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        return self.calls.send([flat], peer, tag)
+
+    def receive(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        return self.calls.recv([flat], peer, tag)
 
 
 def _width(bounds: Sequence[int]) -> int:

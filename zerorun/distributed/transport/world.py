@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import MessageError
-from ..device import on_gpu
+from ..device import is_simulated, on_gpu
 from ..topology import everyone
 from ..waits import waiting
 from ..wire import decode, encode
@@ -31,8 +31,8 @@ def rank() -> int:
 
 
 def uses_nccl(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """True if tensors on ``device`` go through NCCL in ``group`` (None: the world)."""
-    return on_gpu(device) and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD))
+    """True if tensors on ``device`` go through NCCL, or what stands for it, in ``group`` (None: the world)."""
+    return is_simulated(device) or (on_gpu(device) and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD)))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from ...distributed.device import Arrival, CopyStream, host_empty, on_gpu, select
+from ...distributed.device import Arrival, CopyStream, host_empty, queues, select
 from ...distributed.layout import aligned_bytes
 from .nvme import StateFile
 
@@ -130,9 +130,9 @@ class HostLink:
         ``store``: masters and moments that are on a disk; there is a thread then, as well.
         """
         self.device = device
-        self._pinned = pinned and on_gpu(device)
+        self._pinned = pinned and queues(device)
         self._down, self._up = CopyStream(device), CopyStream(device)
-        self.apart = on_gpu(device) if apart is None else apart
+        self.apart = queues(device) if apart is None else apart
         self.store = store
         self._worker = None
         if self.apart or store is not None:  # a thread begins with the first GPU as its own

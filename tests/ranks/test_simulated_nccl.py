@@ -1,6 +1,6 @@
-"""The branch for NCCL gives the run of one process, on a CPU: calls in order, no tags, sends that wait, and delays.
+"""The branch for NCCL gives the run of one process, on the simulated device: calls in order, no tags, sends that wait.
 
-nccl_on_cpu.py says how. Each rank's collectives are written down, and have to be the same on all ranks of a group.
+Each rank's collectives are written down, and have to be the same on all ranks of a group.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch.distributed as dist
 from covering import covering
 from harness import run_ranks
 from models import CASES, Place
-from nccl_on_cpu import nccl_on_cpu, refuse_different_calls
 from reference import Result, differences, train_reference
+from simulation import refuse_different_calls, simulated_device
 from training import make_config, make_engine, train
 
 import zerorun
+from zerorun.distributed.simulated import DEVICE
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.errors import OrderError
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS
@@ -38,10 +39,10 @@ ROWS = [row for row in covering(SETTINGS) if not (row["degree"] == "half" and ro
 
 def train_by_nccl(model: str, config: dict[str, Any]) -> tuple[Result, set[str]]:
     """The run, and the operations that were used."""
-    with nccl_on_cpu() as groups:
+    with simulated_device() as calls:
         result = train(CASES[model], config, STEPS)
-        refuse_different_calls(groups)
-        return result, {call[0] for group in groups for call in group.calls}
+        refuse_different_calls(calls)
+        return result, {call[0] for made in calls.values() for call in made}
 
 
 @cache
@@ -71,10 +72,10 @@ class Whole(torch.optim.AdamW):
 
 def train_whole(stage: int) -> Result:
     case = CASES["plain"]
-    with nccl_on_cpu() as groups:
+    with simulated_device() as calls:
         how = {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}
         result = train(case, make_config(stage, clip=0.5), STEPS, optimizer=lambda params: Whole(params, **how))
-        refuse_different_calls(groups)
+        refuse_different_calls(calls)
     return result
 
 
@@ -88,7 +89,7 @@ def test_shards_of_different_sizes(stage: int) -> None:
 def step_in_another_order(stage: int) -> tuple[str, bool]:
     """Rank 1 means another unit than the others, of the same size. Returns the error, and if the weights stayed."""
     case = CASES["plain"]
-    with nccl_on_cpu():
+    with simulated_device():
         engine = make_engine(case, make_config(stage))
 
         def step() -> None:
@@ -124,11 +125,11 @@ def test_another_order_is_an_error_that_names_it(stage: int) -> None:
 
 def train_pipeline(stages: int, config: dict[str, Any], chunks: int) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
     """The run, and the operations of each process group of two neighbours."""
-    with nccl_on_cpu() as groups:
+    with simulated_device() as calls:
         result = test_pipeline.train(5, stages, config, chunks)
-        refuse_different_calls(groups)
-        pairs = [group for group in groups if {"send", "receive"} & {call[0] for call in group.calls}]
-        return result, [tuple({call[0] for call in group.calls}) for group in pairs]
+        refuse_different_calls(calls)
+        made = [{call[0] for call in found} for found in calls.values()]
+        return result, [tuple(found) for found in made if {"send", "receive"} & found]
 
 
 @pytest.mark.parametrize(
@@ -153,11 +154,11 @@ def exchange_tensors_of_the_host() -> list[float]:
     from zerorun.pipeline.p2p import PointToPoint, links_of
 
     topology = zerorun.Topology.create(2, dist.get_rank(), pipe=2, device_type="cpu")
-    with nccl_on_cpu() as groups:
-        device, statistics = torch.device("cpu"), CommunicationStatistics()
-        transport = connect_axis("pipe", topology.group("pipe"), dist.get_rank(), 2, device, statistics)
-        links = connect_links("pipe", links_of(2, 2), topology, device, statistics)
-        p2p, other = PointToPoint(transport, lambda message, label: message.result(60), links), 1 - dist.get_rank()
+    with simulated_device():
+        host, statistics, other = torch.device("cpu"), CommunicationStatistics(), 1 - dist.get_rank()
+        transport = connect_axis("pipe", topology.group("pipe"), dist.get_rank(), 2, host, statistics, reads_peers=False)
+        links = connect_links("pipe", links_of(2, 2), topology, DEVICE, statistics)
+        p2p = PointToPoint(transport, lambda message, label: message.result(60), DEVICE, links)
         found = []
         for step in range(3):  # both ways at once, in either sort
             for sort in (ACTIVATIONS, GRADIENTS):
@@ -165,7 +166,7 @@ def exchange_tensors_of_the_host() -> list[float]:
             for sort in (GRADIENTS, ACTIVATIONS):
                 found.append(float(p2p.receive(other, sort)["x"].sum()))
         p2p.finish()
-        assert len(groups) == 4
+        assert len(links) == 4
     topology.close()
     return found
 

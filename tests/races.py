@@ -1,0 +1,265 @@
+"""A race checker for the simulated device: what touches memory in no guaranteed order.
+
+Every operation is an access of one *agent*: a stream, or a thread of the program for what lies in host memory. Each agent
+has a vector clock (Lamport 1978, Communications of the ACM 21(7); Mattern 1989): what it knows to be over. Giving work to a
+stream, waiting for events, collectives and futures hand clocks on. Two accesses of the same bytes, one of which writes, are
+a race if neither knows of the other. So is memory that is given back while a stream may still be at it.
+
+Memory of the device is what was made there, or computed from that. Memory of the host is what was pinned, or computed from
+host memory alone. Of what was just made nobody can say; it is where that is with which it is first used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zerorun.distributed import simulated
+from zerorun.distributed.simulated import COMPUTATION, SimulatedStream
+
+Agent = Any  # a SimulatedStream, or the number of a thread
+Clock = dict[Agent, int]
+
+
+@dataclass
+class Access:
+    """Bytes ``low`` to ``high`` of a storage, touched by ``agent`` at its time ``time``."""
+
+    low: int
+    high: int
+    agent: Agent
+    time: int
+    writes: bool
+    where: str
+
+
+@dataclass
+class Memory:
+    """One storage. ``maker``: the stream whose allocator it comes from; None for host memory. ``known``: where it is."""
+
+    maker: SimulatedStream | None
+    known: bool
+    accesses: list[Access] = field(default_factory=list)
+    kept_for: set[Agent] = field(default_factory=set)
+
+
+class Races:
+    """The observer. ``found``: a line for each race, the same one once."""
+
+    at_once = True
+
+    def __init__(self) -> None:
+        self.found: dict[str, None] = {}
+        self._lock = threading.RLock()
+        self._clocks: dict[Agent, Clock] = defaultdict(dict)
+        self._then: dict[tuple[Agent, int], Clock] = {}  # clocks as they were
+        self._memory: dict[int, Memory] = {}  # by address of the storage
+
+    # -- what the simulated device tells -----------------------------------------------------------------------------
+
+    def begin(
+        self, stream: SimulatedStream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
+    ) -> None:
+        with self._lock:
+            self._join(stream, self._clocks[threading.get_ident()])
+            self._touch(stream, reads, writes, what)
+
+    def now(self, stream: SimulatedStream) -> int:
+        with self._lock:
+            time = self._clocks[stream].get(stream, 0)
+            self._then[stream, time] = dict(self._clocks[stream])
+            return time
+
+    def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
+        with self._lock:
+            self._join(threading.get_ident() if waiter is None else waiter, self._then.get((stream, number), {}))
+
+    def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        with self._lock:
+            self._memory_of(tensor).kept_for.add(stream)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            self._memory_of(tensor).known = True
+
+    # -- what the program does ---------------------------------------------------------------------------------------
+
+    def operate(self, func: Any, args: Sequence[Any], result: Any, made_on_device: bool) -> None:
+        """An operation of torch that is not put into a stream of copies."""
+        arguments = list(zip(func._schema.arguments, args, strict=False))
+        if any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns):
+            return  # a view
+        written = [tensor for arg, value in arguments if _is_written(arg) for tensor in _tensors(value)]
+        read = [tensor for arg, value in arguments if not _is_written(arg) for tensor in _tensors(value)]
+        ids = {id(tensor) for tensor in written}
+        made = [tensor for tensor in _tensors(result) if id(tensor) not in ids]
+        with self._lock:
+            touched = [self._memory_of(tensor) for tensor in (*read, *written, *made)]
+            device = made_on_device or any(memory.maker is not None for memory in touched)
+            agent: Agent = COMPUTATION if device else threading.get_ident()
+            for memory in touched:
+                if not memory.known and (device or read or written):
+                    memory.maker = simulated.current_stream(simulated.DEVICE) if device else None
+                    memory.known = device or any(m.known for m in touched)
+            if device:
+                self._join(COMPUTATION, self._clocks[threading.get_ident()])
+            if "empty" not in func.__name__:
+                self._touch(agent, read, [*written, *made], func.__name__)
+            if func is torch.ops.aten._local_scalar_dense.default:  # the program has waited for the device
+                self._join(threading.get_ident(), self._clocks[COMPUTATION])
+
+    def hand_over(self) -> Clock:
+        """What the calling thread knows."""
+        with self._lock:
+            thread = threading.get_ident()
+            self._clocks[thread][thread] = self._clocks[thread].get(thread, 0) + 1
+            return dict(self._clocks[thread])
+
+    def take_over(self, clock: Clock) -> None:
+        """The calling thread knows ``clock`` from here on."""
+        with self._lock:
+            self._join(threading.get_ident(), clock)
+
+    # -- the check ---------------------------------------------------------------------------------------------------
+
+    def _join(self, agent: Agent, clock: Clock) -> None:
+        mine = self._clocks[agent]
+        for other, time in clock.items():
+            if mine.get(other, 0) < time:
+                mine[other] = time
+
+    def _touch(self, agent: Agent, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str) -> None:
+        clock = self._clocks[agent]
+        time = clock[agent] = clock.get(agent, 0) + 1
+        where = f"{what} at {_place()}"
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                if tensor.numel():
+                    self._check(self._memory_of(tensor), Access(*_bytes_of(tensor), agent, time, is_write, where), clock)
+
+    def _check(self, memory: Memory, new: Access, clock: Clock) -> None:
+        for old in memory.accesses:
+            overlaps = old.low < new.high and new.low < old.high
+            unordered = old.agent != new.agent and clock.get(old.agent, 0) < old.time
+            if overlaps and unordered and (old.writes or new.writes):
+                self._report(f"{_name(old.agent)}: {old.where}  |  {_name(new.agent)}: {new.where}")
+        memory.accesses = [
+            old
+            for old in memory.accesses
+            if not (old.agent == new.agent and (old.low, old.high, old.writes) == (new.low, new.high, new.writes))
+        ]
+        memory.accesses.append(new)
+
+    def _memory_of(self, tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in self._memory:
+            self._memory[address] = Memory(None, False)
+            weakref.finalize(storage, self._free, address).atexit = False
+        return self._memory[address]
+
+    def _free(self, address: int) -> None:
+        """What is made next by the same stream may lie there."""
+        with self._lock:
+            memory = self._memory.pop(address, None)
+            if memory is None or memory.maker is None:
+                return
+            clock = self._clocks[memory.maker]
+            for access in memory.accesses:
+                stays = access.agent in memory.kept_for or _name(access.agent).startswith("collectives")
+                if access.agent is not memory.maker and not stays and clock.get(access.agent, 0) < access.time:
+                    self._report(f"{_name(access.agent)}: {access.where}  |  given back to {memory.maker.name}")
+
+    def _report(self, line: str) -> None:
+        self.found[line] = None
+
+
+class _Look(TorchDispatchMode):
+    """Tells of every operation of this thread."""
+
+    def __init__(self, races: Races) -> None:
+        super().__init__()
+        self._races = races
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        result = func(*args, **given)
+        named = [given.get(argument.name) for argument in func._schema.arguments[len(args) :]]
+        self._races.operate(func, [*args, *named], result, given.get("device") == simulated.DEVICE)
+        return result
+
+
+@contextlib.contextmanager
+def looking_for_races() -> Iterator[Races]:
+    """In the block all threads that get work from this one are watched. The simulated device has to be in use."""
+    races = Races()
+    submit, result = ThreadPoolExecutor.submit, Future.result
+
+    def watched_submit(pool: Any, work: Any, *args: Any, **kwargs: Any) -> Any:
+        known, submitted = races.hand_over(), threading.Event()
+
+        def run() -> Any:
+            submitted.wait()
+            with _Look(races):
+                races.take_over(known)
+                try:
+                    return work(*args, **kwargs)
+                finally:
+                    future.known = races.hand_over()
+
+        future: Any = submit(pool, run)
+        submitted.set()
+        return future
+
+    def watched_result(future: Any, timeout: float | None = None) -> Any:
+        try:
+            return result(future, timeout)
+        finally:
+            races.take_over(getattr(future, "known", {}))
+
+    before = simulated.watch(races)
+    ThreadPoolExecutor.submit, Future.result = watched_submit, watched_result  # type: ignore[assignment,method-assign]
+    try:
+        with _Look(races):
+            yield races
+    finally:
+        ThreadPoolExecutor.submit, Future.result = submit, result  # type: ignore[method-assign]
+        simulated.watch(before)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """From the first byte to the last: as if there were no gaps."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    low = tensor.storage_offset() * tensor.element_size()
+    return low, low + span * tensor.element_size()
+
+
+def _name(agent: Agent) -> str:
+    return agent.name if isinstance(agent, SimulatedStream) else "the program"
+
+
+def _place() -> str:
+    """The innermost line of zerorun's that does not belong to the simulation."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/zerorun/" in frame.filename and "simulated" not in frame.filename:
+            return f"{frame.filename.rpartition('/zerorun/')[2]}:{frame.lineno}"
+    return "the script"

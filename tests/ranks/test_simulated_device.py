@@ -1,0 +1,112 @@
+"""Every stage, kind of offload and of checkpointing gives the run of one process on the simulated device.
+
+There copies are put off until somebody waits for them, and what they have still to write holds NaN.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import CASES
+from races import looking_for_races
+from reference import Result, differences, train_reference
+from simulation import simulated_device
+from training import make_config, train
+
+from zerorun.activations import host_pool
+from zerorun.ops import single_pass
+
+STEPS = 3
+SETTINGS: dict[str, Any] = {
+    "world": (2, 1, 4),
+    "stage": (3, 2, 1, 0),
+    "precision": ("fp32", "bf16", "fp16"),
+    "offload": ("params", "cpu", "none"),
+    "checkpointing": ("none", "selective", "cpu"),
+    "accumulation": (2, 1),
+}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    """Offload needs shards."""
+    return row["stage"] >= {"none": 0, "cpu": 1, "params": 3}[row["offload"]]
+
+
+ROWS = [row for row in (dict(zip(SETTINGS, values, strict=True)) for values in product(*SETTINGS.values())) if allowed(row)]
+
+
+def configuration(row: dict[str, Any]) -> dict[str, Any]:
+    zero: dict[str, Any] = {}
+    if row["offload"] != "none":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if row["offload"] == "params":
+        zero["offload_param"] = {"device": "cpu"}
+    policy = {"none": "none", "selective": "selective", "cpu": "full"}[row["checkpointing"]]
+    return make_config(
+        row["stage"],
+        accumulation=row["accumulation"],
+        clip=0.5,
+        precision=row["precision"],
+        zero_optimization=zero,
+        activation_checkpointing={"policy": policy, "cpu_checkpointing": row["checkpointing"] == "cpu"},
+    )
+
+
+def train_both(config: dict[str, Any]) -> tuple[Result, Result]:
+    """On the simulated device, and on the CPU."""
+    small, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 0  # the tensors of these models are
+    try:
+        with simulated_device():
+            found = train(CASES["plain"], config, STEPS)
+        return found, train(CASES["plain"], config, STEPS)
+    finally:
+        host_pool.SMALL_BYTES = small
+
+
+@cache
+def reference(world: int, accumulation: int) -> Result:
+    return train_reference(CASES["plain"], world_size=world, steps=STEPS, accumulation=accumulation, clip=0.5)
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize(tuple(SETTINGS), sorted(tuple(row.values()) for row in ROWS))
+def test_equals_one_process(
+    world: int, stage: int, precision: str, offload: str, checkpointing: str, accumulation: int
+) -> None:
+    row = dict(zip(SETTINGS, (world, stage, precision, offload, checkpointing, accumulation), strict=True))
+    for rank, (found, on_cpu) in enumerate(run_ranks(world, train_both, configuration(row))):
+        if precision == "fp32":
+            assert not differences(found, reference(world, accumulation)), f"rank {rank}"
+        else:
+            assert found.losses == pytest.approx(on_cpu.losses, rel=1e-2), f"rank {rank}"
+            assert found.norms == pytest.approx(on_cpu.norms, rel=2e-2), f"rank {rank}"
+
+
+def look(config: dict[str, Any]) -> list[str]:
+    """The races of a run."""
+    small, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 0
+    single_pass.leave_to_torch(torch.device("cpu"))  # what the native library touches is not seen
+    try:
+        with simulated_device(), looking_for_races() as races:
+            train(CASES["plain"], config, STEPS)
+        return list(races.found)
+    finally:
+        host_pool.SMALL_BYTES = small
+        single_pass._left_to_torch.clear()
+
+
+LOOKED_AT = {name: values for name, values in SETTINGS.items() if name != "world"}
+LOOKED_ROWS = [row for row in (dict(zip(LOOKED_AT, v, strict=True)) for v in product(*LOOKED_AT.values())) if allowed(row)]
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize(tuple(LOOKED_AT), sorted(tuple(row.values()) for row in LOOKED_ROWS))
+def test_there_are_no_races(stage: int, precision: str, offload: str, checkpointing: str, accumulation: int) -> None:
+    row = dict(zip(LOOKED_AT, (stage, precision, offload, checkpointing, accumulation), strict=True))
+    for found in run_ranks(2, look, configuration(row)):
+        assert not found, "\n".join(found)

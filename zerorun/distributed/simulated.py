@@ -1,0 +1,233 @@
+"""A simulated device: host memory in place of a GPU's, and streams whose work is put off as long as nothing waits for it.
+
+[Note: what it is for]
+On a CPU every copy is done when its call returns, so a program that forgets to wait is right there, and wrong on a GPU.
+``ZERORUN_DEVICE=simulated`` makes it wrong here, too. The computation goes on at once, as a device would that is never
+behind. Copies on other streams are begun as late as possible: when somebody waits for one of their events. Until then what
+they write holds NaN, and what they read may have been overwritten. Collectives go through simulated_nccl.py.
+
+That shows waits that are missing after a copy. Those before it cannot be seen in numbers, since the computation is never
+behind. An observer is told of all that is done and waited for, and can find them by the order that is guaranteed.
+
+The names are those of torch.cuda. Tensors are on the CPU; the device is the CPU with a number, as which no tensor counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+NAME = "simulated"  # as ZERORUN_DEVICE has it
+DEVICE = torch.device("cpu", 0)
+
+
+class Observer(Protocol):
+    """Who is told, at once, of what the program tells streams to do. ``stream`` None: the program itself.
+
+    ``at_once``: copies are not put off, so that memory is free when the program lets go of it.
+    """
+
+    at_once: bool
+
+    def begin(
+        self, stream: SimulatedStream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
+    ) -> None:
+        """Work is given to ``stream``."""
+        ...
+
+    def now(self, stream: SimulatedStream) -> int:
+        """The number of the last work that was given to ``stream``."""
+        ...
+
+    def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
+        """What ``waiter`` does from here on comes after the work ``number`` of ``stream``, and all before that."""
+        ...
+
+    def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        """The memory of ``tensor`` is not used again before ``stream`` has done what it has been told."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is new, in host memory that the device reads and writes by itself."""
+        ...
+
+
+class Nobody:
+    """An observer that looks at nothing."""
+
+    at_once = False
+
+    def begin(
+        self, stream: SimulatedStream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
+    ) -> None:
+        return
+
+    def now(self, stream: SimulatedStream) -> int:
+        return 0
+
+    def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
+        return
+
+    def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
+        return
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        return
+
+
+class _World:
+    """What all streams of this process have in common."""
+
+    def __init__(self) -> None:
+        self.observer: Observer = Nobody()
+        self.running = threading.RLock()  # streams run one at a time, on the thread that waits for them
+        self.current = threading.local()
+
+
+_world = _World()
+
+
+class SimulatedStream:
+    """Work in order. That of the computation is done at once, that of others when it is waited for."""
+
+    def __init__(self, device: torch.device, name: str = "copies", *, at_once: bool = False) -> None:
+        self.name, self._at_once = name, at_once
+        self._left: deque[Callable[[], object]] = deque()
+        self._touched: set[int] = set()  # addresses of the storages that those touch
+        self._done = 0
+
+    def put(
+        self, work: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
+    ) -> None:
+        """Do ``work``, which reads and writes these tensors, after all that was put here before."""
+        with _world.running:
+            _world.observer.begin(self, reads, writes, what)
+            if _world.observer.at_once:
+                with _disable_current_modes():
+                    work()
+                return
+            if not self._touched.isdisjoint(map(_storage, writes)):
+                self.run_to(self.given)  # what comes before it in this stream may read it
+            for tensor in writes:
+                poison(tensor)
+            self._touched.update(map(_storage, (*reads, *writes)))
+            self._left.append(work)
+
+    @property
+    def given(self) -> int:
+        """How much work was put here so far."""
+        return self._done + len(self._left)
+
+    def record_event(self) -> Event:
+        return Event(self, self.given, _world.observer.now(self))
+
+    def wait_event(self, event: Event) -> None:
+        """What comes after this comes after the event."""
+        _world.observer.wait(self, event.stream, event.number)
+        if self._at_once:
+            event.stream.run_to(event.place)
+        else:
+            with _world.running:
+                self._left.append(lambda: event.stream.run_to(event.place))
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.wait_event(other.record_event())
+
+    def run_to(self, place: int) -> None:
+        """Do what was put here before ``place``."""
+        with _world.running, _disable_current_modes(), torch.no_grad():
+            while self._left and self._done < place:
+                self._left.popleft()()
+                self._done += 1
+            if not self._left:
+                self._touched.clear()
+
+
+class Event:
+    """The end of what a stream had been told."""
+
+    def __init__(self, stream: SimulatedStream, place: int, number: int) -> None:
+        self.stream, self.place, self.number = stream, place, number
+
+    def wait(self) -> None:
+        """Let later work of the current stream wait for it."""
+        current_stream(DEVICE).wait_event(self)
+
+    def synchronize(self) -> None:
+        """Let the program wait for it."""
+        _world.observer.wait(None, self.stream, self.number)
+        self.stream.run_to(self.place)
+
+
+Stream = SimulatedStream  # as torch.cuda calls it
+COMPUTATION = SimulatedStream(DEVICE, "computation", at_once=True)
+
+
+def current_stream(device: torch.device) -> SimulatedStream:
+    """That which the calling thread gives its work to."""
+    found: SimulatedStream = getattr(_world.current, "stream", COMPUTATION)
+    return found
+
+
+@contextlib.contextmanager
+def stream(chosen: SimulatedStream) -> Iterator[None]:
+    """In the block copies go to ``chosen``. Anything else but making tensors is an error."""
+    before = current_stream(DEVICE)
+    _world.current.stream = chosen
+    try:
+        with _PutOff(chosen):
+            yield
+    finally:
+        _world.current.stream = before
+
+
+class _PutOff(TorchDispatchMode):
+    """Gives copies to a stream."""
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            self._stream.put(lambda: target.copy_(source), [source], [target], "copy")
+            return target
+        if "empty" in str(func) or func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return func(*args, **(kwargs or {}))
+        raise NotImplementedError(f"the simulated device knows no {func} on a stream of copies")
+
+
+def keep(tensor: torch.Tensor, stream: SimulatedStream) -> None:
+    """As ``tensor.record_stream(stream)`` of torch."""
+    _world.observer.keep(tensor, stream)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Let it hold what no program means: NaN, or -1 for integers."""
+    with _disable_current_modes(), torch.no_grad():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype != torch.bool:
+            tensor.fill_(-1)
+
+
+def watch(observer: Observer) -> Observer:
+    """Tell ``observer`` from here on. Returns the one before."""
+    before, _world.observer = _world.observer, observer
+    return before
+
+
+def observer() -> Observer:
+    """Who is told."""
+    return _world.observer
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

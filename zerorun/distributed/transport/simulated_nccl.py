@@ -1,0 +1,144 @@
+"""A process group that behaves as NCCL's do, for the simulated device: gloo moves the bytes.
+
+What is different from gloo, and what a program can get wrong: calls are carried out one after the other for each process
+group, in the order in which they are made, on a stream of their own; messages have no tags; a send is over when the receive
+that it meets is. Here a thread for each group carries the calls out, each after a delay that is drawn by chance.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import simulated
+
+_MOST_DELAY_S = 0.002
+_PATIENCE_S = 60.0  # after that, NCCL would wait for ever
+_GIVEN, _RECEIVED = 1, 2  # tags of gloo
+_Call = tuple["Future[None]", Callable[[], object]]
+
+
+def group_of(group: dist.ProcessGroup) -> SimulatedNccl:
+    """What stands for NCCL's part of ``group``."""
+    found = _groups[group]() if group in _groups else None
+    if found is None:
+        found = SimulatedNccl(group)
+        _groups[group] = weakref.ref(found)
+    return found
+
+
+class SimulatedNccl:
+    """The calls that the transport of NCCL makes, with its semantics. They return at once."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        ranks = dist.get_process_group_ranks(group)
+        self.stream = simulated.SimulatedStream(simulated.DEVICE, f"collectives of {ranks}, {group.group_desc}")
+        self._size, self._calls = len(ranks), SimpleQueue[_Call | None]()
+        seed = dist.get_rank()
+        threading.Thread(target=_work_off, args=(self._calls, seed), name="simulated NCCL", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def _begin(
+        self,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        unset: Sequence[torch.Tensor],
+        call: Callable[[], object],
+    ) -> dist.Work:
+        """``unset``: what of ``writes`` has no meaning from here on."""
+        self.stream.wait_stream(simulated.current_stream(simulated.DEVICE))
+        simulated.observer().begin(self.stream, reads, writes, what)
+        for tensor in unset:
+            simulated.poison(tensor)
+        future: Future[None] = Future()
+        self._calls.put((future, call))
+        work: Any = _Work(future, self.stream)
+        return work  # type: ignore[no-any-return]
+
+    def _allgather_base(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
+        _refuse_uneven(full, own, self._size)
+        begin = (own.data_ptr() - full.data_ptr()) // full.element_size()
+        others = [full[:begin], full[begin + own.numel() :]]
+        return self._begin(
+            "all_gather", [own], others, others, lambda: self._group._allgather_base(full, own.clone()).wait()
+        )
+
+    def _reduce_scatter_base(self, own: torch.Tensor, full: torch.Tensor, options: Any) -> dist.Work:
+        _refuse_uneven(full, own, self._size)
+
+        def call() -> None:
+            found = torch.empty_like(own)
+            self._group._reduce_scatter_base(found, full.clone(), options).wait()
+            own.copy_(found)
+
+        return self._begin("reduce_scatter", [full], [own], [], call)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> dist.Work:
+        return self._begin("all_reduce", tensors, tensors, [], lambda: self._group.allreduce(tensors).wait())
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        def call() -> None:
+            self._group.send(tensors, peer, _GIVEN).wait()
+            self._group.recv([torch.empty(1)], peer, _RECEIVED).wait()
+
+        return self._begin("send", tensors, [], [], call)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        def call() -> None:
+            self._group.recv(tensors, peer, _GIVEN).wait()
+            self._group.send([torch.empty(1)], peer, _RECEIVED).wait()
+
+        return self._begin("receive", [], tensors, tensors, call)
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[SimulatedNccl]] = weakref.WeakKeyDictionary()
+
+
+class _Work:
+    """A call on its way."""
+
+    def __init__(self, future: Future[None], stream: simulated.SimulatedStream) -> None:
+        self._future, self._end = future, stream.record_event()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream wait for it. Raises RuntimeError where NCCL would wait for ever."""
+        self._end.wait()
+        try:
+            self._future.result(timeout.total_seconds() if timeout else _PATIENCE_S)
+        except TimeoutError as error:
+            raise RuntimeError("a call of the simulated NCCL does not end") from error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+
+def _work_off(calls: SimpleQueue[_Call | None], seed: int) -> None:
+    drawn = random.Random(seed)
+    while (entry := calls.get()) is not None:
+        future, call = entry
+        time.sleep(drawn.uniform(0, _MOST_DELAY_S))
+        try:
+            call()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del entry, future, call
+
+
+def _refuse_uneven(full: torch.Tensor, own: torch.Tensor, size: int) -> None:
+    if full.numel() != own.numel() * size:
+        raise ValueError(f"NCCL refuses {own.numel()} of {full.numel()} elements on each of {size} ranks")
