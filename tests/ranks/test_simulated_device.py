@@ -6,17 +6,18 @@ There copies are put off until somebody waits for them, and what they have still
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import run_ranks
-from models import CASES
+from models import Block, Case, Gpt, Mlp, Place
 from races import looking_for_races
 from reference import Result, differences, train_reference
 from simulation import simulated_device
-from training import make_config, train
+from training import make_config, make_engine, train
 
 from zerorun.activations import host_pool
 from zerorun.ops import single_pass
@@ -27,9 +28,25 @@ SETTINGS: dict[str, Any] = {
     "stage": (3, 2, 1, 0),
     "precision": ("fp32", "bf16", "fp16"),
     "offload": ("params", "cpu", "none"),
-    "checkpointing": ("none", "selective", "cpu"),
+    "checkpointing": ("selective in host memory", "none", "selective", "full in host memory"),
     "accumulation": (2, 1),
 }
+
+
+class InPlace(Mlp):
+    """Writes into a result that selective checkpointing keeps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu_(self.up(x)))
+
+
+def build() -> Gpt:
+    """Attention and writes in place, in turn."""
+    kinds = cycle((Block, InPlace))
+    return Gpt(4, make=lambda: next(kinds)())
+
+
+CASE = Case("in place", build)
 
 
 def allowed(row: dict[str, Any]) -> bool:
@@ -46,14 +63,14 @@ def configuration(row: dict[str, Any]) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if row["offload"] == "params":
         zero["offload_param"] = {"device": "cpu"}
-    policy = {"none": "none", "selective": "selective", "cpu": "full"}[row["checkpointing"]]
+    policy, _, where = row["checkpointing"].partition(" ")
     return make_config(
         row["stage"],
         accumulation=row["accumulation"],
         clip=0.5,
         precision=row["precision"],
         zero_optimization=zero,
-        activation_checkpointing={"policy": policy, "cpu_checkpointing": row["checkpointing"] == "cpu"},
+        activation_checkpointing={"policy": policy, "cpu_checkpointing": bool(where)},
     )
 
 
@@ -62,15 +79,15 @@ def train_both(config: dict[str, Any]) -> tuple[Result, Result]:
     small, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 0  # the tensors of these models are
     try:
         with simulated_device():
-            found = train(CASES["plain"], config, STEPS)
-        return found, train(CASES["plain"], config, STEPS)
+            found = train(CASE, config, STEPS)
+        return found, train(CASE, config, STEPS)
     finally:
         host_pool.SMALL_BYTES = small
 
 
 @cache
 def reference(world: int, accumulation: int) -> Result:
-    return train_reference(CASES["plain"], world_size=world, steps=STEPS, accumulation=accumulation, clip=0.5)
+    return train_reference(CASE, world_size=world, steps=STEPS, accumulation=accumulation, clip=0.5)
 
 
 @pytest.mark.each_pair
@@ -93,7 +110,15 @@ def look(config: dict[str, Any]) -> list[str]:
     single_pass.leave_to_torch(torch.device("cpu"))  # what the native library touches is not seen
     try:
         with simulated_device(), looking_for_races() as races:
-            train(CASES["plain"], config, STEPS)
+            engine = make_engine(CASE, config)
+            for step in range(STEPS):
+                for micro in range(engine.gradient_accumulation_steps()):
+                    engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
+                    if engine.is_gradient_accumulation_boundary():
+                        with torch.no_grad():  # reads weights after the last gradient has left the device
+                            CASE.loss(engine, Place(dist.get_rank(), step, micro))
+                    engine.step()
+            engine.destroy()
         return list(races.found)
     finally:
         host_pool.SMALL_BYTES = small

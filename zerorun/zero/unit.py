@@ -232,8 +232,10 @@ class Unit:
     # -- updates -------------------------------------------------------------------------------------------------
 
     def update_by(self, wait: Callable[[], None]) -> None:
-        """An update of the masters has begun; ``wait`` returns when the shards have the new values, or raises."""
-        self.updated()
+        """An update of the masters has begun; ``wait`` returns when the shards have the new values, or raises.
+
+        The one before must be over, see ``updated``.
+        """
         self._updating = wait
 
     def updated(self) -> None:

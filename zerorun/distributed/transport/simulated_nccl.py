@@ -7,6 +7,7 @@ that it meets is. Here a thread for each group carries the calls out, each after
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from .. import simulated
 
@@ -41,8 +43,10 @@ class SimulatedNccl:
     """The calls that the transport of NCCL makes, with its semantics. They return at once."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        ranks = dist.get_process_group_ranks(group)
+        """All ranks of ``group`` must make it. It has connections of its own, as NCCL has."""
+        number, ranks = next(_made.setdefault(group, itertools.count())), dist.get_process_group_ranks(group)
+        store = dist.PrefixStore(f"simulated NCCL {group.group_name} {number}", _get_process_group_store(group))
+        self._group: Any = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timedelta(seconds=_PATIENCE_S))
         self.stream = simulated.SimulatedStream(simulated.DEVICE, f"collectives of {ranks}, {group.group_desc}")
         self._size, self._calls = len(ranks), SimpleQueue[_Call | None]()
         seed = dist.get_rank()
@@ -103,6 +107,7 @@ class SimulatedNccl:
         return self._begin("receive", [], tensors, tensors, call)
 
 
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[SimulatedNccl]] = weakref.WeakKeyDictionary()
 
 
