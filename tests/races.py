@@ -177,10 +177,10 @@ class Races:
             memory = self._memory.pop(address, None)
             if memory is None or memory.maker is None:
                 return
-            clock = self._clocks[memory.maker]
+            clock, program = self._clocks[memory.maker], self._clocks[threading.get_ident()]
             for access in memory.accesses:
-                stays = access.agent in memory.kept_for or _name(access.agent).startswith("collectives")
-                if access.agent is not memory.maker and not stays and clock.get(access.agent, 0) < access.time:
+                stays = access.agent in memory.kept_for or access.agent is memory.maker
+                if not stays and max(clock.get(access.agent, 0), program.get(access.agent, 0)) < access.time:
                     self._report(f"{_name(access.agent)}: {access.where}  |  given back to {memory.maker.name}")
 
     def _report(self, line: str) -> None:

@@ -10,6 +10,7 @@ from itertools import cycle, product
 from typing import Any
 
 import pytest
+import test_parallel_matrix
 import torch
 import torch.distributed as dist
 from harness import run_ranks
@@ -134,4 +135,43 @@ LOOKED_ROWS = [row for row in (dict(zip(LOOKED_AT, v, strict=True)) for v in pro
 def test_there_are_no_races(stage: int, precision: str, offload: str, checkpointing: str, accumulation: int) -> None:
     row = dict(zip(LOOKED_AT, (stage, precision, offload, checkpointing, accumulation), strict=True))
     for found in run_ranks(2, look, configuration(row)):
+        assert not found, "\n".join(found)
+
+
+# -- layers and stages -------------------------------------------------------------------------------------------------
+
+# (stage, tensor, pipe, data, schedule)
+PARALLEL = (
+    *((3, 2, 1, 1, "1f1b"), (1, 2, 1, 2, "1f1b"), (0, 2, 2, 1, "1f1b"), (3, 1, 2, 2, "zero_bubble")),
+    *((2, 1, 2, 1, "zero_bubble"), (1, 1, 3, 1, "gpipe"), (3, 1, 2, 1, "1f1b")),
+)
+AS_PARALLEL = pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "schedule"), PARALLEL)
+
+
+def train_parallel(tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, Any]:
+    with simulated_device():
+        return test_parallel_matrix.train("llama", tensor, pipe, config)
+
+
+@AS_PARALLEL
+def test_divided_models_equal_one_process(stage: int, tensor: int, pipe: int, data: int, schedule: str) -> None:
+    config = make_config(stage, accumulation=2, clip=0.5, pipeline={"schedule": schedule})
+    found = run_ranks(tensor * pipe * data, train_parallel, tensor, pipe, config)
+    test_parallel_matrix.compare(found, test_parallel_matrix.reference("llama", data, 2))
+
+
+def look_at_parallel(tensor: int, pipe: int, config: dict[str, Any]) -> list[str]:
+    single_pass.leave_to_torch(torch.device("cpu"))
+    try:
+        with simulated_device(), looking_for_races() as races:
+            test_parallel_matrix.train("llama", tensor, pipe, config)
+        return list(races.found)
+    finally:
+        single_pass._left_to_torch.clear()
+
+
+@AS_PARALLEL
+def test_divided_models_have_no_races(stage: int, tensor: int, pipe: int, data: int, schedule: str) -> None:
+    config = make_config(stage, accumulation=2, clip=0.5, pipeline={"schedule": schedule})
+    for found in run_ranks(tensor * pipe * data, look_at_parallel, tensor, pipe, config):
         assert not found, "\n".join(found)

@@ -118,18 +118,19 @@ class Communicator:
         """What this rank puts into the sum of a step, for ``refuse_other_order``: as many numbers on all ranks."""
         if not self._shard.queues:
             return []
-        stages, checksum = self.topology.pipe, float(self.statistics.order.checksum)
-        mine = [checksum * (stage == self.topology.pipe_rank) for stage in range(stages)]
+        parts, checksum = self.topology.pipe * self.topology.tensor, float(self.statistics.order.checksum)
+        here = self.topology.pipe_rank * self.topology.tensor + self.topology.tensor_rank
+        mine = [checksum * (part == here) for part in range(parts)]
         return [*mine, *(value * value for value in mine)]
 
     def refuse_other_order(self, sums: Sequence[float]) -> None:
-        """Raise OrderError, on all ranks alike, unless those of each stage made the same collectives since the last call.
+        """Raise OrderError, on all ranks alike, unless those with the same part of the model made the same collectives.
 
-        ``sums``: of what ``told_order`` has given, over all ranks. Numbers are equal if the square of their sum is the sum
-        of their squares, times their count.
+        Since the last call. ``sums``: of what ``told_order`` has given, over all ranks. Numbers are equal if the square of
+        their sum is the sum of their squares, times their count.
         """
-        stages, each = len(sums) // 2, self.topology.world_size // self.topology.pipe
-        same = all(int(sums[stage]) ** 2 == each * int(sums[stages + stage]) for stage in range(stages))
+        parts, each = len(sums) // 2, self.topology.data_parallel_size
+        same = all(int(sums[part]) ** 2 == each * int(sums[parts + part]) for part in range(parts))
         labels = list(self.statistics.order.labels)
         self.statistics.order.begin()
         if not same:
@@ -137,9 +138,9 @@ class Communicator:
 
     def _name_difference(self, found: Sequence[list[str]]) -> str:
         """``found``: the labels, by rank of the world."""
-        each = self.topology.world_size // self.topology.pipe
         for rank, labels in enumerate(found):
-            first = rank // each * each  # of the stage
+            place = self.topology.coordinate(rank)._replace(replicate=0, shard=0)
+            first = self.topology.rank_at(**place._asdict())
             pairs = zip_longest(found[first], labels, fillvalue="nothing")
             for number, (one, other) in enumerate(pairs):
                 if one != other:

@@ -127,7 +127,11 @@ class _Work:
         return True
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        """What the program does after True comes after the call."""
+        done = self._future.done()
+        if done:
+            self._end.synchronize()
+        return done
 
 
 def _work_off(calls: SimpleQueue[_Call | None], seed: int) -> None:

@@ -4,8 +4,8 @@
 Point-to-point messages carry a tag made from a checksum of the collective's label and the number of calls with that
 label. If ranks ever disagreed about the order, messages would wait for their counterpart: they could not deliver the
 bytes of another unit. NCCL knows no tags: it would mix two units of one size in silence. So where it is used, each rank
-keeps a checksum of the labels in their order, and the small sum of every step tells whether all ranks of a pipeline stage
-have the same (``Communicator.refuse_other_order``).
+keeps a checksum of the labels in their order, and the small sum of every step tells whether ranks with the same part of
+the model have the same (``Communicator.refuse_other_order``).
 """
 
 from __future__ import annotations
