@@ -118,7 +118,7 @@ class Races:
                 self._join(COMPUTATION, self._clocks[threading.get_ident()])
             if "empty" not in func.__name__:
                 self._touch(agent, read, [*written, *made], func.__name__)
-            if func is torch.ops.aten._local_scalar_dense.default:  # the program has waited for the device
+            if device and func is torch.ops.aten._local_scalar_dense.default:  # the program has waited for the device
                 self._join(threading.get_ident(), self._clocks[COMPUTATION])
 
     def hand_over(self) -> Clock:
