@@ -14,6 +14,7 @@ from simulation import simulated_device
 from zerorun.distributed import simulated
 from zerorun.distributed.device import CopyStream, host_empty
 from zerorun.distributed.simulated import COMPUTATION, DEVICE
+from zerorun.zero.offload.host_link import HostLink
 
 SIZE = 8
 
@@ -155,6 +156,18 @@ def test_a_planted_race_is_found(planted: Callable[[Place], None]) -> None:
             found = dict(races.found)  # before the end of the place, which gives all back
             del place
         assert bool(found) != right, f"right: {right}: {list(found)}"
+
+
+def test_weights_are_sent_behind_what_reads_them() -> None:
+    """In a training step the program has waited for the device by then: the links may not count on that."""
+    with simulated_device(), looking_for_races() as races:
+        link, weight = HostLink(DEVICE), torch.zeros(SIZE, device=DEVICE)
+        master = link.empty(SIZE, torch.float32).zero_()
+        weight.sum()
+        link.open()
+        link.send([(master, weight)]).synchronize()
+        link.close()
+        assert not races.found
 
 
 # -- what is put off ---------------------------------------------------------------------------------------------------

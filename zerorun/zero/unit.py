@@ -218,7 +218,6 @@ class Unit:
 
     def _fetch(self, group: TrainedGroup, host_grad: torch.Tensor) -> None:
         """Begin to move the reduced gradients of ``group`` to the host."""
-        self.updated()  # which still reads the gradients of the step before
         then = partial(group.landed, final=self._is_final)
         self._leaving.append(self.link.fetch(group.grad_shard, host_grad, add=group.fetch_begins(), then=then))
 
