@@ -143,7 +143,7 @@ def test_there_are_no_races(stage: int, precision: str, offload: str, checkpoint
 # (stage, tensor, pipe, data, schedule)
 PARALLEL = (
     *((3, 2, 1, 1, "1f1b"), (1, 2, 1, 2, "1f1b"), (0, 2, 2, 1, "1f1b"), (3, 1, 2, 2, "zero_bubble")),
-    *((2, 1, 2, 1, "zero_bubble"), (1, 1, 3, 1, "gpipe"), (3, 1, 2, 1, "1f1b")),
+    (2, 1, 3, 1, "gpipe"),
 )
 AS_PARALLEL = pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "schedule"), PARALLEL)
 
