@@ -228,7 +228,7 @@ _WAITS = (
         "zerorun/zero/sharded_optimizer.py",
         "            unit.updated()",
         "            pass",
-        _SIMULATED + "test_there_are_no_races",
+        _SIMULATED + "test_an_update_waits_for_the_one_before",
     ),
     (
         "replicas-not-awaited",

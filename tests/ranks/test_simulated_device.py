@@ -21,6 +21,7 @@ from simulation import simulated_device
 from training import make_config, make_engine, train
 
 from zerorun.activations import host_pool
+from zerorun.errors import SwapError
 from zerorun.ops import single_pass
 
 STEPS = 3
@@ -136,6 +137,33 @@ def test_there_are_no_races(stage: int, precision: str, offload: str, checkpoint
     row = dict(zip(LOOKED_AT, (stage, precision, offload, checkpointing, accumulation), strict=True))
     for found in run_ranks(2, look, configuration(row)):
         assert not found, "\n".join(found)
+
+
+def update_after_a_failure() -> str:
+    """What the update of a unit that nobody has needed since the last one says of that."""
+
+    def fail() -> None:
+        raise SwapError("planted")
+
+    engine = make_engine(CASE, make_config(3, zero_optimization={"offload_optimizer": {"device": "cpu"}}))
+    engine.backward(CASE.loss(engine, Place(0, 0)))
+    engine.step()
+    unit = engine.units[1]
+    unit.updated()
+    unit.update_by(fail)
+    try:
+        engine.sharded_model.update(1.0, unused=False)
+    except SwapError as error:
+        return str(error)
+    finally:
+        unit.update_by(lambda: None)
+        engine.destroy()
+    return ""
+
+
+def test_an_update_waits_for_the_one_before() -> None:
+    """Whose error must not be lost: half of an update would pass for a whole one."""
+    assert run_ranks(1, update_after_a_failure) == ["planted"]
 
 
 # -- layers and stages -------------------------------------------------------------------------------------------------
