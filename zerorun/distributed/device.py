@@ -130,7 +130,8 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         simulated.observer().pin(flat)
         return flat
     if pinned and numel * dtype.itemsize >= _LARGE_BYTES:
-        mapped = mmap.mmap(-1, numel * dtype.itemsize)
+        mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped.madvise(mmap.MADV_DONTFORK)  # after a fork the first to write would get other pages than the device has
         flat = torch.frombuffer(mapped, dtype=dtype)
         cuda, address = torch.cuda.cudart(), flat.data_ptr()
         if int(cuda.cudaHostRegister(address, numel * dtype.itemsize, 0)) == 0:

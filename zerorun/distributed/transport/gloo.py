@@ -16,7 +16,7 @@ import torch
 
 from ..transports import GLOO
 from .statistics import Message, Pending, Started
-from .sums import store, sum_in_rank_order
+from .sums import sum_in_rank_order
 from .transport import Transport
 
 
@@ -34,23 +34,18 @@ class Gloo(Transport):
         works += [self._sending(own, peer, tag, label) for peer in others if own.numel()]
         return Pending(self.statistics, label, works)
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self,
         full: torch.Tensor,
         bounds: Sequence[int],
         out: torch.Tensor,
         label: str,
-        *,
         accumulate: bool,
         wire_dtype: torch.dtype,
     ) -> Pending:
-        if self.size == 1:
-            store(full, out, accumulate)
-            return Pending(self.statistics, label)
         outgoing, pool = full, self.statistics.pool
         if wire_dtype != full.dtype:
             outgoing = pool.take(full.numel(), wire_dtype).copy_(full)
-        self.statistics.count(label, (full.numel() - out.numel()) * outgoing.element_size())
         works, finish = self._start_sum(full, outgoing, bounds, out, label, accumulate)
 
         def finish_and_give() -> None:

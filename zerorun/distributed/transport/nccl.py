@@ -49,19 +49,15 @@ class Nccl(Transport):
         work = self.calls._allgather_base(table, table[width * self.rank : width * (self.rank + 1)])
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self,
         full: torch.Tensor,
         bounds: Sequence[int],
         out: torch.Tensor,
         label: str,
-        *,
         accumulate: bool,
         wire_dtype: torch.dtype,
     ) -> Pending:
-        if self.size == 1:
-            store(full, out, accumulate)
-            return Pending(self.statistics, label)
         self.statistics.order.note(label)
         width, wire = _width(bounds), full.to(wire_dtype)
         if width * self.size != full.numel():
@@ -69,7 +65,6 @@ class Nccl(Transport):
             for rank, (low, high) in enumerate(pairwise(bounds)):
                 wire[width * rank :][: high - low].copy_(full[low:high])
         own = wire[width * self.rank : width * (self.rank + 1)]
-        self.statistics.count(label, (full.numel() - out.numel()) * wire.element_size())
         works: list[Started] = [self.calls._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
         return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate))
 

@@ -29,22 +29,18 @@ class ThroughHost(Transport):
         inner = self._inner._all_gather(host, bounds, label, None, until_given)
         return Pending(self.statistics, label, [inner], lambda: store(host, full, accumulate=False))
 
-    def reduce_scatter(
+    def _reduce_scatter(
         self,
         full: torch.Tensor,
         bounds: Sequence[int],
         out: torch.Tensor,
         label: str,
-        *,
         accumulate: bool,
         wire_dtype: torch.dtype,
     ) -> Pending:
-        if self.size == 1:
-            store(full, out, accumulate)
-            return Pending(self.statistics, label)
         host = full.to("cpu")
         own = host[bounds[self.rank] : bounds[self.rank + 1]]
-        inner = self._inner.reduce_scatter(host, bounds, own, label, accumulate=False, wire_dtype=wire_dtype)
+        inner = self._inner._reduce_scatter(host, bounds, own, label, False, wire_dtype)
         return Pending(self.statistics, label, [inner], lambda: store(own.to(out.device), out, accumulate))
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:

@@ -27,6 +27,7 @@ from .mapped_shards import MappedShards
 from .open_shards import close_all
 from .peer_memory import PeerMemory
 from .statistics import CommunicationStatistics, Pending
+from .sums import store
 from .world import gather_values
 
 # Seconds that an exiting process gives others to read what it offers.
@@ -105,7 +106,6 @@ class Transport(ABC):
     ) -> Pending:
         """This rank's part is in ``full``, and in ``source`` if that is given."""
 
-    @abstractmethod
     def reduce_scatter(
         self,
         full: torch.Tensor,
@@ -120,6 +120,23 @@ class Transport(ABC):
 
         ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``.
         """
+        if self.size == 1:
+            store(full, out, accumulate)
+            return Pending(self.statistics, label)
+        self.statistics.count(label, (full.numel() - out.numel()) * wire_dtype.itemsize)
+        return self._reduce_scatter(full, bounds, out, label, accumulate, wire_dtype)
+
+    @abstractmethod
+    def _reduce_scatter(
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        out: torch.Tensor,
+        label: str,
+        accumulate: bool,
+        wire_dtype: torch.dtype,
+    ) -> Pending:
+        """There is more than one rank."""
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         """Sum a flat buffer over the axis, in place: reduce-scatter, then all-gather. The same bits on every rank."""
