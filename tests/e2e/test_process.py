@@ -115,7 +115,7 @@ if dist.get_rank() == 0:
 """
 
 
-@pytest.mark.parametrize(("stage", "degree"), [(3, 4), (2, 2)])
+@pytest.mark.parametrize(("stage", "degree"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.nightly)])
 def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough(tmp_path: Path, stage: int, degree: int) -> None:
     """As by ``init_process_group("nccl")``: there is no backend for what ranks tell each other in host memory."""
     script = tmp_path / "own_group.py"
