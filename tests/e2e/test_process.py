@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from harness import patience
 
 SCRIPT = """
@@ -97,33 +98,38 @@ def test_a_rank_that_raises_ends_though_a_collective_of_the_script_waits_for_ano
 OWN_GROUP = """
 import sys, torch, zerorun
 import torch.distributed as dist
-if sys.argv[1] == "own":
-    dist.init_process_group("cuda:gloo")
+dist.init_process_group("cuda:gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
 engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
-                                    "zero_optimization": {"stage": int(sys.argv[2]), "shard_degree": int(sys.argv[3])}})
+                                    "zero_optimization": {"stage": 3, "shard_degree": 2}})
 for _ in range(3):
     loss = engine(torch.ones(1, 8) * (dist.get_rank() + 1)).square().mean()
     engine.backward(loss)
     engine.step()
 total = engine.comm.control.sum(loss.detach().clone())
-assert engine.get_global_grad_norm() > 0
 if dist.get_rank() == 0:
-    print(f"loss {float(total):.6f}")
+    print(f"loss {float(total)}")
 """
 
 
-@pytest.mark.parametrize(("stage", "degree"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.nightly)])
-def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough(tmp_path: Path, stage: int, degree: int) -> None:
+def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough(tmp_path: Path) -> None:
     """As by ``init_process_group("nccl")``: there is no backend for what ranks tell each other in host memory."""
     script = tmp_path / "own_group.py"
     script.write_text(OWN_GROUP)
-    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "4", str(script)]
-    done = [start([*command, who, str(stage), str(degree)]) for who in ("own", "zerorun")]
-    assert all("loss " in found.stdout for found in done), done[0].stderr
-    assert done[0].stdout == done[1].stdout
+    done = start([sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "4", str(script)])
+    assert "loss " in done.stdout, done.stderr
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    for _ in range(3):
+        losses = torch.stack([model(torch.ones(1, 8) * (rank + 1)).square().mean() for rank in range(4)])
+        optimizer.zero_grad()
+        losses.mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert float(done.stdout.split("loss ")[1].split()[0]) == pytest.approx(float(losses.sum().detach()), rel=1e-5)
 
 
 def test_torchrun_and_plain_python(script: Path) -> None:
