@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from zerorun.distributed import simulated
 from zerorun.distributed.simulated import COMPUTATION, SimulatedStream
+from zerorun.ops import single_pass
 
 Agent = Any  # a SimulatedStream, or the number of a thread
 Clock = dict[Agent, int]
@@ -204,7 +205,10 @@ class _Look(TorchDispatchMode):
 
 @contextlib.contextmanager
 def looking_for_races() -> Iterator[Races]:
-    """In the block all threads that get work from this one are watched. The simulated device has to be in use."""
+    """In the block all threads that get work from this one are watched. The simulated device has to be in use.
+
+    torch runs the updates of optimizers: what the native library touches is not seen.
+    """
     races = Races()
     submit, result = ThreadPoolExecutor.submit, Future.result
 
@@ -230,6 +234,7 @@ def looking_for_races() -> Iterator[Races]:
         finally:
             races.take_over(getattr(future, "known", {}))
 
+    single_pass.leave_to_torch(torch.device("cpu"))
     before = simulated.watch(races)
     ThreadPoolExecutor.submit, Future.result = watched_submit, watched_result  # type: ignore[assignment,method-assign]
     try:
@@ -238,6 +243,7 @@ def looking_for_races() -> Iterator[Races]:
     finally:
         ThreadPoolExecutor.submit, Future.result = submit, result  # type: ignore[method-assign]
         simulated.watch(before)
+        single_pass._left_to_torch.clear()
 
 
 def _is_written(argument: Any) -> bool:

@@ -29,7 +29,7 @@ from training import make_config, make_engine
 
 import zerorun
 from zerorun.distributed.layout import Layout, build_layout
-from zerorun.distributed.transport.connect import connect_axis
+from zerorun.distributed.transport.gloo import Gloo
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.reductions import MAX_REDUCING, Reductions
 from zerorun.plan.units import UnitPolicy, choose_units
@@ -301,15 +301,8 @@ def test_no_more_reductions_are_on_their_way_than_are_counted(overlap: bool, mos
 
 def broadcast_bytes() -> list[int]:
     """Of a tensor of 20 bytes, from each rank in turn."""
-    transport = connect_axis(
-        "test",
-        None,
-        dist.get_rank(),
-        dist.get_world_size(),
-        torch.device("cpu"),
-        CommunicationStatistics(),
-        reads_peers=False,
-    )
+    place = (dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    transport = Gloo("test", None, *place, CommunicationStatistics())
     found = []
     for source in range(dist.get_world_size()):
         transport.broadcast(torch.zeros(5), f"from {source}", source)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from harness import patience, run_ranks
 from torch.utils import _pytree
 
-from zerorun.distributed.transport.connect import connect_axis
+from zerorun.distributed.transport.gloo import Gloo
 from zerorun.distributed.transport.process_group import init_distributed
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS, PointToPoint
@@ -20,9 +20,7 @@ from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS, PointToPoint
 def p2p() -> PointToPoint:
     init_distributed(torch.device("cpu"))
     place = (dist.get_rank(), dist.get_world_size())
-    transport = connect_axis(
-        "pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics(), reads_peers=False
-    )
+    transport = Gloo("pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics())
     return PointToPoint(transport, lambda message, label: message.result(60), torch.device("cpu"))
 
 
@@ -55,7 +53,7 @@ def alone_before() -> bool:
         alone = dist.new_group([0], use_local_synchronization=True)
         for _ in range(3):
             PointToPoint(
-                connect_axis("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics(), reads_peers=False),
+                Gloo("pipe", alone, 0, 1, torch.device("cpu"), CommunicationStatistics()),
                 lambda *unused: None,
                 torch.device("cpu"),
             )

@@ -5,6 +5,8 @@ There copies are put off until somebody waits for them, and what they have still
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from itertools import cycle, product
 from typing import Any
@@ -22,7 +24,6 @@ from training import make_config, make_engine, train
 
 from zerorun.activations import host_pool
 from zerorun.errors import SwapError
-from zerorun.ops import single_pass
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -76,15 +77,22 @@ def configuration(row: dict[str, Any]) -> dict[str, Any]:
     )
 
 
+@contextmanager
+def small_tensors_are_moved() -> Iterator[None]:
+    """Activations go to host memory whatever their size: those of this model are small."""
+    before, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 0
+    try:
+        yield
+    finally:
+        host_pool.SMALL_BYTES = before
+
+
 def train_both(config: dict[str, Any]) -> tuple[Result, Result]:
     """On the simulated device, and on the CPU."""
-    small, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 0  # the tensors of these models are
-    try:
+    with small_tensors_are_moved():
         with simulated_device():
             found = train(CASE, config, STEPS)
         return found, train(CASE, config, STEPS)
-    finally:
-        host_pool.SMALL_BYTES = small
 
 
 @cache
@@ -108,23 +116,17 @@ def test_equals_one_process(
 
 def look(config: dict[str, Any]) -> list[str]:
     """The races of a run."""
-    small, host_pool.SMALL_BYTES = host_pool.SMALL_BYTES, 0
-    single_pass.leave_to_torch(torch.device("cpu"))  # what the native library touches is not seen
-    try:
-        with simulated_device(), looking_for_races() as races:
-            engine = make_engine(CASE, config)
-            for step in range(STEPS):
-                for micro in range(engine.gradient_accumulation_steps()):
-                    engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
-                    if engine.is_gradient_accumulation_boundary():
-                        with torch.no_grad():  # reads weights after the last gradient has left the device
-                            CASE.loss(engine, Place(dist.get_rank(), step, micro))
-                    engine.step()
-            engine.destroy()
-        return list(races.found)
-    finally:
-        host_pool.SMALL_BYTES = small
-        single_pass._left_to_torch.clear()
+    with small_tensors_are_moved(), simulated_device(), looking_for_races() as races:
+        engine = make_engine(CASE, config)
+        for step in range(STEPS):
+            for micro in range(engine.gradient_accumulation_steps()):
+                engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
+                if engine.is_gradient_accumulation_boundary():
+                    with torch.no_grad():  # reads weights after the last gradient has left the device
+                        CASE.loss(engine, Place(dist.get_rank(), step, micro))
+                engine.step()
+        engine.destroy()
+    return list(races.found)
 
 
 LOOKED_AT = {name: values for name, values in SETTINGS.items() if name != "world"}
@@ -190,13 +192,9 @@ def test_divided_models_equal_one_process(stage: int, tensor: int, pipe: int, da
 
 def look_at_parallel(tensor: int, pipe: int, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The run, in which copies are not put off, and its races."""
-    single_pass.leave_to_torch(torch.device("cpu"))
-    try:
-        with simulated_device(), looking_for_races() as races:
-            result = test_parallel_matrix.train("llama", tensor, pipe, config)
-        return result, list(races.found)
-    finally:
-        single_pass._left_to_torch.clear()
+    with simulated_device(), looking_for_races() as races:
+        result = test_parallel_matrix.train("llama", tensor, pipe, config)
+    return result, list(races.found)
 
 
 @AS_PARALLEL

@@ -148,13 +148,14 @@ def test_pipelines_equal_one_process(schedule: str, stage: int, world: int, stag
 
 def exchange_tensors_of_the_host() -> list[float]:
     """A layer may give the next stage a tensor that it left in host memory: it arrives on the device, by the link."""
-    from zerorun.distributed.transport.connect import connect_axis, connect_links
+    from zerorun.distributed.transport.connect import connect_links
+    from zerorun.distributed.transport.gloo import Gloo
     from zerorun.pipeline.p2p import PointToPoint, links_of
 
     topology = zerorun.Topology.create(2, dist.get_rank(), pipe=2, device_type="cpu")
     with simulated_device():
         host, statistics, other = torch.device("cpu"), CommunicationStatistics(), 1 - dist.get_rank()
-        transport = connect_axis("pipe", topology.group("pipe"), dist.get_rank(), 2, host, statistics, reads_peers=False)
+        transport = Gloo("pipe", topology.group("pipe"), dist.get_rank(), 2, host, statistics)
         links = connect_links("pipe", links_of(2, 2), topology, DEVICE, statistics)
         p2p = PointToPoint(transport, lambda message, label: message.result(60), DEVICE, links)
         found = []

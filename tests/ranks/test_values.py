@@ -14,7 +14,7 @@ from harness import run_ranks
 from zerorun.checkpoint.ranks import Ranks
 from zerorun.distributed.topology import Topology
 from zerorun.distributed.transport.communicator import Communicator
-from zerorun.distributed.transport.connect import connect_axis
+from zerorun.distributed.transport.gloo import Gloo
 from zerorun.distributed.transport.process_group import init_distributed
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.distributed.transport.world import gather_values
@@ -84,7 +84,7 @@ def be_attacked(trace: str) -> list[str]:
     rank, cpu = dist.get_rank(), torch.device("cpu")
     topology = Topology.create(2, rank, device_type="cpu")
     comm, ranks = Communicator(topology, cpu), Ranks(topology)
-    transport = connect_axis("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics(), reads_peers=False)
+    transport = Gloo("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics())
     p2p = PointToPoint(transport, lambda message, label: message.result(60), torch.device("cpu"))
     group = ranks._group._group if ranks._group is not None else None
     content, found = pickle.dumps(Evil(Path(trace))), []

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -161,18 +161,16 @@ class Topology:
             return self.own_group()
         if len(wide) == 1:
             return mesh.get_group(wide[0])
-        made: dist.ProcessGroup = self._make("_".join(wide), self.groups(axis))
-        return made
+        return cast(dist.ProcessGroup, self._make("_".join(wide), self.groups(axis)))
 
     def own_group(self) -> dist.ProcessGroup:
         """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
         _mesh_of(self)
         if self.world_size == 1:
             return everyone()
-        own: dist.ProcessGroup = self._make("own", tuple((rank,) for rank in range(self.world_size)))
-        return own
+        return cast(dist.ProcessGroup, self._make("own", tuple((rank,) for rank in range(self.world_size))))
 
-    def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> Any:
+    def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         """That of ``groups`` which this rank is in; None if it is in none."""
         if name not in self._made:
             self._made[name], _ = dist.new_subgroups_by_enumeration(
@@ -183,7 +181,7 @@ class Topology:
     def close(self) -> None:
         """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
         if self.mesh is not None:
-            kept = (None, dist.group.WORLD, everyone())
+            kept = (None, dist.group.WORLD, *_everyone.values())
             for group in (*self.mesh.get_all_groups(), *self._made.values()):
                 if group not in kept:
                     dist.destroy_process_group(group)
@@ -295,8 +293,7 @@ def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "
     """
     _mesh_of(topology)
     chosen = tuple(tuple(sorted(ranks[place] for place in places)) for ranks in topology.groups(axis))
-    found: dist.ProcessGroup | None = topology._make(f"{axis} {places} {name}", chosen)
-    return found
+    return topology._make(f"{axis} {places} {name}", chosen)
 
 
 def _mesh_of(topology: Topology) -> DeviceMesh:
@@ -311,10 +308,10 @@ _everyone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = wea
 
 
 def everyone() -> dist.ProcessGroup:
-    """The group of all ranks, for tensors in host memory as well: the default group, if a script made it not for GPUs only.
+    """The process group of all ranks that serves host memory as well as devices.
 
-    Else another one, which is made at the first call: all ranks must make that. Raises TopologyError before
-    torch.distributed is initialised.
+    It is the default group, unless a script made that for GPUs only: then another one, which is made at the first call. All
+    ranks must make that. Raises TopologyError before torch.distributed is initialised.
     """
     world = dist.group.WORLD
     if world is None:

@@ -13,7 +13,8 @@ import torch
 
 from ..distributed.device import CPU
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
-from ..distributed.transport.connect import connect_axis, connect_links
+from ..distributed.transport.connect import connect_links
+from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger
 from ..optim.loss_scaler import DTYPES, cast_floats
@@ -50,8 +51,7 @@ class PipelineEngine(Engine):
         p2p = None
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
-            host = torch.device(CPU)
-            transport = connect_axis("pipe", group, *place, host, self.comm.statistics, reads_peers=False)
+            transport = Gloo("pipe", group, *place, torch.device(CPU), self.comm.statistics)
             links = connect_links(
                 "pipe", links_of(topology.pipe, self.module.chunks), topology, self.device, self.comm.statistics
             )

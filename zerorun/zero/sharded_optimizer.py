@@ -55,6 +55,8 @@ class ShardedOptimizer:
 
     def _agree_on_kernels(self) -> None:
         """Let all ranks update with the same kernels: others round differently, and replicas would drift apart."""
+        if self.comm.topology.world_size == 1:
+            return
         once = isinstance(self.optimizer, SinglePassOptimizer)
         on_host = {unit.placement.optimizer for unit in self.units if unit.trainable and once}
         devices = [torch.device(CPU) if host else self.comm.device for host in on_host]

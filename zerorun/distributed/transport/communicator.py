@@ -131,7 +131,7 @@ class Communicator:
         """
         parts, each = len(sums) // 2, self.topology.data_parallel_size
         same = all(int(sums[part]) ** 2 == each * int(sums[parts + part]) for part in range(parts))
-        labels = list(self.statistics.order.labels)
+        labels = [] if same else list(self.statistics.order.labels)
         self.statistics.order.begin()
         if not same:
             raise OrderError(self._name_difference(self.control.values(labels)))

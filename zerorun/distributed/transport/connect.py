@@ -35,15 +35,13 @@ def connect_axis(
     size: int,
     device: torch.device,
     statistics: CommunicationStatistics,
-    *,
-    reads_peers: bool = True,
 ) -> Transport:
-    """The transport of an axis for tensors of ``device``. All its ranks must call it. ``reads_peers``: if they can."""
+    """The transport of an axis for tensors of ``device``. All its ranks must call it."""
     if uses_nccl(device, group):
         return Nccl(axis, group, rank, size, device, statistics)
     home = torch.device(CPU) if on_gpu(device) else device
     inner = Gloo(axis, group, rank, size, home, statistics)
-    if reads_peers and size > 1:
+    if size > 1:
         memory = PeerMemory.connect(inner.values, rank, size, inner.names)
         if memory is not None:
             inner = SameHost(axis, group, rank, size, home, statistics, memory)

@@ -59,8 +59,10 @@ class Nccl(Transport):
         wire_dtype: torch.dtype,
     ) -> Pending:
         self.statistics.order.note(label)
-        width, wire = _width(bounds), full.to(wire_dtype)
-        if width * self.size != full.numel():
+        width = _width(bounds)
+        if width * self.size == full.numel():
+            wire = full.to(wire_dtype)
+        else:
             wire = full.new_zeros(width * self.size, dtype=wire_dtype)
             for rank, (low, high) in enumerate(pairwise(bounds)):
                 wire[width * rank :][: high - low].copy_(full[low:high])

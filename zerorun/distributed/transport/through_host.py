@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from .mapped_shards import MappedShards
 from .statistics import Pending
@@ -54,14 +53,6 @@ class ThroughHost(Transport):
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         self._inner.broadcast(tensor, label, source)
-
-    def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """``flat`` is in host memory: whoever sends keeps it there until it has left."""
-        return self._inner.send(flat, peer, tag)
-
-    def receive(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """``flat`` is in host memory."""
-        return self._inner.receive(flat, peer, tag)
 
     def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
         return self._inner.map_shards(sizes)
