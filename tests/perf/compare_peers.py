@@ -15,6 +15,11 @@ and ``deepspeed-3-offload-all`` the parameters, too:
 
     python tests/perf/compare_peers.py --before ../before/bin/python --only before-3,zerorun-3 --rounds 5
 
+``floor`` is what no runtime can be faster than: the whole forward and backward, a rank's share of the update, and not one
+byte between ranks. ZERORUN_PEER_MEMORY=0 lets zerorun send what ranks of one host else read, as between hosts:
+
+    ZERORUN_PEER_MEMORY=0 python tests/perf/compare_peers.py --only ddp,zerorun-3 --rounds 5
+
 bf16: zerorun, FSDP2 and DeepSpeed compute in bf16 with fp32 masters; DDP and ZeroRedundancyOptimizer use
 torch.autocast on fp32 weights, which is their way to the same semantics.
 """
@@ -31,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +111,8 @@ def make_step(name: str, args: argparse.Namespace) -> tuple[Callable[[list[Any]]
     family, _, variant = name.partition("-")
     if family in ("zerorun", "before", "deepspeed"):
         step = _engine_step(family, model, variant, args)
+    elif family == "floor":
+        step = _floor_step(model, args)
     elif family == "ddp":
         step = _ddp_step(model, zero1=bool(variant), args=args)
     elif family == "fsdp2":
@@ -155,8 +162,14 @@ def _engine_step(family: str, model: Any, variant: str, args: argparse.Namespace
     return step
 
 
-def _loop(model: Any, optimizer: Any, args: argparse.Namespace, sync: Callable[[bool], Any]) -> Any:
-    """The usual loop; ``sync(last)`` is entered around each micro-batch."""
+def _loop(
+    model: Any,
+    optimizer: Any,
+    args: argparse.Namespace,
+    sync: Callable[[bool], Any],
+    updated: Callable[[], Iterable[Any]] | None = None,
+) -> Any:
+    """The usual loop; ``sync(last)`` is entered around each micro-batch. ``updated``: gives the parameters that are."""
     import torch
 
     autocast = args.dtype == "bf16" and not hasattr(model, "unshard")
@@ -167,7 +180,7 @@ def _loop(model: Any, optimizer: Any, args: argparse.Namespace, sync: Callable[[
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                     loss = model(ids, targets)
                 (loss / len(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(updated() if updated else model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
@@ -183,6 +196,29 @@ def _plain_step(model: Any, args: argparse.Namespace) -> Callable[[list[Any]], f
     torch.distributed.init_process_group("gloo")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     return _loop(model, optimizer, args, lambda last: contextlib.nullcontext())
+
+
+def _floor_step(model: Any, args: argparse.Namespace) -> Callable[[list[Any]], float]:
+    import contextlib
+
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    shares = {param: torch.nn.Parameter(_share(param, rank, size)) for param in model.parameters()}
+    optimizer = torch.optim.AdamW(shares.values(), lr=1e-4, weight_decay=0.01, fused=True)
+
+    def updated() -> Iterable[Any]:
+        for param, share in shares.items():
+            share.grad, param.grad = _share(param.grad, rank, size), None
+        return shares.values()
+
+    return _loop(model, optimizer, args, lambda last: contextlib.nullcontext(), updated)
+
+
+def _share(tensor: Any, rank: int, size: int) -> Any:
+    """What of ``tensor`` is one rank's, flat: a view."""
+    return tensor.detach().view(-1).tensor_split(size)[rank]
 
 
 def _ddp_step(model: Any, *, zero1: bool, args: argparse.Namespace) -> Callable[[list[Any]], float]:
