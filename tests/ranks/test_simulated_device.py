@@ -16,7 +16,7 @@ import test_parallel_matrix
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from models import Block, Case, Gpt, Mlp, Place
+from models import CASES, Block, Case, Gpt, Mlp, Place
 from races import looking_for_races
 from reference import Result, differences, train_reference
 from simulation import simulated_device
@@ -24,6 +24,7 @@ from training import make_config, make_engine, train
 
 from zerorun.activations import host_pool
 from zerorun.errors import SwapError
+from zerorun.plan.step import step_collectives
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {
@@ -114,16 +115,16 @@ def test_equals_one_process(
             assert found.norms == pytest.approx(on_cpu.norms, rel=2e-2), f"rank {rank}"
 
 
-def look(config: dict[str, Any]) -> list[str]:
+def look(config: dict[str, Any], case: Case = CASE) -> list[str]:
     """The races of a run."""
     with small_tensors_are_moved(), simulated_device(), looking_for_races() as races:
-        engine = make_engine(CASE, config)
+        engine = make_engine(case, config)
         for step in range(STEPS):
             for micro in range(engine.gradient_accumulation_steps()):
-                engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
+                engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))
                 if engine.is_gradient_accumulation_boundary():
                     with torch.no_grad():  # reads weights after the last gradient has left the device
-                        CASE.loss(engine, Place(dist.get_rank(), step, micro))
+                        case.loss(engine, Place(dist.get_rank(), step, micro))
                 engine.step()
         engine.destroy()
     return list(races.found)
@@ -139,6 +140,51 @@ def test_there_are_no_races(stage: int, precision: str, offload: str, checkpoint
     row = dict(zip(LOOKED_AT, (stage, precision, offload, checkpointing, accumulation), strict=True))
     for found in run_ranks(2, look, configuration(row)):
         assert not found, "\n".join(found)
+
+
+def look_at_branches(config: dict[str, Any]) -> list[str]:
+    return look(config, CASES["branch"])
+
+
+def test_a_unit_that_one_rank_did_not_need_has_no_races() -> None:
+    """Its gather, which another rank needs, reads the shard that is updated next."""
+    for found in run_ranks(2, look_at_branches, make_config(3)):
+        assert not found, "\n".join(found)
+
+
+def replicas(stage: int, wire: str, shards: int = 2) -> dict[str, Any]:
+    zero = {"shard_degree": shards}
+    return make_config(stage, clip=0.5, accumulation=2, zero_optimization=zero, communication_data_type=wire)
+
+
+@pytest.mark.parametrize(("stage", "wire", "shards"), [(1, "fp32", 1), (1, "bf16", 1), (2, "fp32", 2), (3, "bf16", 2)])
+def test_sums_over_replicas_have_no_races(stage: int, wire: str, shards: int) -> None:
+    for found in run_ranks(2 * shards, look, replicas(stage, wire, shards)):
+        assert not found, "\n".join(found)
+
+
+def order_of_a_step(config: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The reductions of a step's last backward: as they were issued before the step, and as planned."""
+    with simulated_device():
+        engine = make_engine(CASE, config)
+        for micro in range(2):
+            engine.comm.statistics.order.begin()
+            engine.backward(CASE.loss(engine, Place(dist.get_rank(), 0, micro)))
+            issued = list(engine.comm.statistics.order.labels)
+            engine.step()
+        planned = [call.label for call in step_collectives(engine.runtime.plan)]
+        engine.destroy()
+    found, wanted = ([label for label in labels if "reduce-scatter" in label] for labels in (issued, planned))
+    return found, wanted[-len(found) :]
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_the_sum_over_replicas_follows_each_reduction(stage: int) -> None:
+    """It is not put off until somebody waits for it: then the slowest link would begin when the backward is over."""
+    for found, planned in run_ranks(4, order_of_a_step, replicas(stage, "fp32")):
+        assert found == planned
+        first, second = found[0::2], found[1::2]
+        assert first and second == [f"{label} over replicas" for label in first]
 
 
 def update_after_a_failure() -> str:

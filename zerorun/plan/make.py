@@ -139,6 +139,12 @@ def _slot_count(config: Config, overlap: bool, numels: list[int]) -> int:
     return min(1 + ahead, max(len(numels), 1))
 
 
+def _grad_slot_count(param_slots: int, *, goes_on: bool) -> int:
+    """A slot is filled when its unit is left. Where its reduction ``goes_on`` behind the computation, it is on the wire
+    while the next unit's is filled."""
+    return max(param_slots - 1, 2 if goes_on else 1)
+
+
 # -- planning ----------------------------------------------------------------------------------------------------
 
 _Members = list[tuple[str, nn.Parameter]]
@@ -203,9 +209,7 @@ class _Planner:
         config, topology = self.config, self.topology
         overlap = _overlap(config, self.transport, topology)
         count = _slot_count(config, overlap, [sum(p.numel() for _, p in spec.params) for spec in self.specs[1:]])
-        in_flight = max(
-            count - 1, 1
-        )  # a gradient slot is filled when its unit is left, and on the wire during the next one
+        in_flight = _grad_slot_count(count, goes_on=overlap and not reads_peers(self.transport, topology))
         units = self._units(count if self.policy.share_param_slots else 0, in_flight if self.policy.share_grad_slots else 0)
         sharing = [units[index] for index in self.sharing]
         disk = self._disk(units)

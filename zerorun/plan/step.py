@@ -99,8 +99,11 @@ class _Step:
 
     def _start_reduction(self, unit: UnitPlan) -> None:
         label = f"{unit.name}: reduce-scatter gradients"
-        for group in unit.trainable if self._plan.topology.shard > 1 else ():
-            self._issued.append(Collective(label, self._bytes_to_shards(group)))
+        for group in unit.trainable:
+            if self._plan.topology.shard > 1:
+                self._issued.append(Collective(label, self._bytes_to_shards(group)))
+            if self._plan.transport == NCCL:  # goes on to the replicas by itself
+                self._sum_over_replicas(unit, group)
 
     def _bytes_to_shards(self, group: FlatGroupPlan) -> int:
         if group.unpacked:
@@ -110,12 +113,15 @@ class _Step:
 
     def _finish_reduction(self, unit: UnitPlan) -> None:
         topology = self._plan.topology
-        for group in unit.trainable if topology.replicate > 1 else ():
-            for sent in self._bytes_over_replicas(group.shard_numel):
-                self._issued.append(Collective(f"{unit.name}: reduce-scatter gradients over replicas", sent))
+        for group in unit.trainable if self._plan.transport != NCCL else ():
+            self._sum_over_replicas(unit, group)
         for group in unit.trainable if topology.shard > 1 and not self._plan.policy.shard_optimizer else ():
             sent = group.shard_numel * (topology.shard - 1) * torch.float32.itemsize
             self._issued.append(Collective(f"{unit.name}: all-gather gradients", sent))
+
+    def _sum_over_replicas(self, unit: UnitPlan, group: FlatGroupPlan) -> None:
+        for sent in self._bytes_over_replicas(group.shard_numel) if self._plan.topology.replicate > 1 else ():
+            self._issued.append(Collective(f"{unit.name}: reduce-scatter gradients over replicas", sent))
 
     def _bytes_over_replicas(self, numel: int) -> list[int]:
         """Of an all-reduce: one call through NCCL, else a reduce-scatter and an all-gather."""

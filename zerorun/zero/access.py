@@ -49,8 +49,7 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
     if unit.resident:
         return flat_group.full
     full = torch.empty(flat_group.layout.numel, dtype=flat_group.dtype, device=runtime.comm.device)
-    label = f"{unit.name}: all-gather on request"
-    runtime.comm.all_gather(full, flat_group.layout.bounds, label, flat_group.shard).wait()
+    unit.gather_into(runtime.comm, flat_group, full, "on request").wait()
     runtime.comm.fence()  # as above
     return full
 

@@ -259,3 +259,9 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
         total = total + rows.double().square().sum()
     return total
+
+
+def square_sum_at_once(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same of all ``flats`` [numel], on a device: as many kernels for a thousand as for one, and fp64 all the way."""
+    norms = torch._foreach_norm([flat for flat in flats if flat.numel()], 2, dtype=torch.float64)
+    return torch.stack(norms).square().sum() if norms else flats[0].new_zeros((), dtype=torch.float64)

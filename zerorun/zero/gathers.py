@@ -197,9 +197,7 @@ class Gathers:
             return
         unit.updated()
         for flat_group in unit.flat_groups:  # other ranks need our shard; what we receive goes to scratch
-            scratch = torch.empty_like(flat_group.full)
-            label = f"{unit.name}: all-gather as asked"
-            self._comm.all_gather(scratch, flat_group.layout.bounds, label, flat_group.shard).wait()
+            unit.gather_into(self._comm, flat_group, torch.empty_like(flat_group.full), "as asked").wait()
 
     def _agree(self, trace: ExecutionTrace, universe: list[int]) -> None:
         """Merge what the ranks needed into the order of this kind of pass."""

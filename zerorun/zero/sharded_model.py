@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ..distributed.device import queues
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.communicator import Communicator
 from ..distributed.waits import waiting
-from .flat_group import FlatGroup
+from .flat_group import FlatGroup, square_sum_at_once
 from .pieces import owned_gradient
 from .runtime import Runtime
 from .sharded_optimizer import ShardedOptimizer
@@ -176,6 +177,8 @@ class ShardedModel:
         ``unused``: some parameter had no gradient on some rank; those that none had one for stay as they are.
         """
         assert self.optimizer is not None
+        for unit in self.units:
+            unit.finish_gather()  # that nobody here has needed: it may still read the shard
         self.optimizer.update(coefficient, unused=unused, order=self.runtime.gathers.forward_order())
 
     def publish(self) -> None:
@@ -248,11 +251,15 @@ class ShardedModel:
         The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all
         stages add the same numbers in the same order.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        total, on_device = torch.zeros((), dtype=torch.float64), list[torch.Tensor]()
         for flat_group in (flat_group for unit in self.units for flat_group in unit.trainable):
             if flat_group.plan.replication.counted:
-                part = flat_group.local_square_sum()
-                total = part + total.to(part.device)
+                if queues(self.comm.device) and flat_group.host_grad is None:
+                    on_device.append(flat_group.grad_shard)
+                else:
+                    total = flat_group.local_square_sum() + total
+        if on_device:
+            total = square_sum_at_once(on_device) + total.to(self.comm.device)
         with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
             return float(total)
 

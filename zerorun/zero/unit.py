@@ -99,9 +99,15 @@ class Unit:
         """Issue the all-gather of every flat group into its slot. ``finish_gather`` must follow before use."""
         self.updated()
         for flat_group in self.flat_groups:
-            source = None if self.resident else flat_group.shard
-            label = f"{self.name}: all-gather {phase}"
-            self._gathering.append(comm.all_gather(flat_group.full, flat_group.layout.bounds, label, source))
+            self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, phase))
+
+    def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
+        """Begin to gather ``group`` into ``full`` [numel]."""
+        source = None if self.resident else group.shard
+        if source is not None and self.placement.params and self.link.apart:
+            full[group.plan.low : group.plan.high].copy_(source)  # to the device, from where it can be sent
+            source = None
+        return comm.all_gather(full, group.layout.bounds, f"{self.name}: all-gather {phase}", source)
 
     def finish_gather(self) -> None:
         """Wait for the gather in flight, if any."""

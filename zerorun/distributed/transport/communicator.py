@@ -77,12 +77,8 @@ class Communicator:
             return self._shard.reduce_scatter(full, bounds, out, label, accumulate=accumulate, wire_dtype=wire)
         own = full[bounds[self._shard.rank] : bounds[self._shard.rank + 1]]
         inner = self._shard.reduce_scatter(full, bounds, own, label, accumulate=False, wire_dtype=wire)
-
-        def sum_over_replicas() -> None:
-            self._replicate.all_reduce(own, f"{label} over replicas", wire)
-            store(own, out, accumulate)
-
-        return Pending(self.statistics, label, [inner], sum_over_replicas)
+        total = self._replicate.sum_after(inner, own, f"{label} over replicas", wire)
+        return Pending(self.statistics, label, [total], lambda: store(own, out, accumulate))
 
     def sum_parts(
         self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from ..device import is_simulated
+from ..device import CopyStream, is_simulated
 from ..transports import NCCL
 from ..waits import waiting
 from .simulated_nccl import SimulatedNccl, group_of
@@ -29,24 +29,30 @@ class Nccl(Transport):
 
     name = NCCL
     queues = True
+    takes_from_source = True
 
     @cached_property
     def calls(self) -> dist.ProcessGroup | SimulatedNccl:
         """Who carries out calls for tensors on the device."""
         return group_of(self.joined) if is_simulated(self.device) else self.joined
 
+    @cached_property
+    def _beside(self) -> CopyStream:
+        """What follows a collective of another axis waits for it here."""
+        return CopyStream(self.device)
+
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
         self.statistics.order.note(label)
-        width = _width(bounds)
+        width, own = _width(bounds), full[bounds[self.rank] : bounds[self.rank + 1]]
         if width * self.size == full.numel():
-            table = full
+            table, sent = full, own if source is None else source  # NCCL puts it in its place
         else:
             table = full.new_zeros(width * self.size)
-            own = full[bounds[self.rank] : bounds[self.rank + 1]]
-            table[width * self.rank :][: own.numel()].copy_(own)
-        work = self.calls._allgather_base(table, table[width * self.rank : width * (self.rank + 1)])
+            sent = table[width * self.rank : width * (self.rank + 1)]
+            sent[: own.numel()].copy_(own if source is None else source)
+        work = self.calls._allgather_base(table, sent)
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
 
     def _reduce_scatter(
@@ -74,10 +80,31 @@ class Nccl(Transport):
         if self.size > 1:
             self.statistics.order.note(label)
             wire = buffer.to(wire_dtype or buffer.dtype)
-            self.statistics.count(label, 2 * wire.numel() * (self.size - 1) // self.size * wire.element_size())
+            self._count_all_reduce(wire, label)
             with waiting(label):
                 self.calls.allreduce([wire]).wait()
             store(wire, buffer, accumulate=False)
+
+    def sum_after(self, first: Pending, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype) -> Pending:
+        """The device goes on from ``first`` to the sum by itself, on a stream for which nothing else waits."""
+        self.statistics.order.note(label)
+        wire = buffer if buffer.dtype == wire_dtype else torch.empty_like(buffer, dtype=wire_dtype)
+        self._count_all_reduce(wire, label)
+        kept = first.buffers  # read on that stream, and made on another
+        self._beside.follow()
+        with self._beside.copying():
+            first.wait()
+            store(buffer, wire, accumulate=False)
+            work = self.calls.allreduce([wire])
+
+        def finish() -> None:
+            store(wire, buffer, accumulate=False)
+            del kept[:]
+
+        return Pending(self.statistics, label, [work], finish)
+
+    def _count_all_reduce(self, wire: torch.Tensor, label: str) -> None:
+        self.statistics.count(label, 2 * wire.numel() * (self.size - 1) // self.size * wire.element_size())
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
         return self.calls.send([flat], peer, tag)

@@ -48,7 +48,7 @@ class SimulatedNccl:
         store = dist.PrefixStore(f"simulated NCCL {group.group_name} {number}", _get_process_group_store(group))
         self._group: Any = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timedelta(seconds=_PATIENCE_S))
         self.stream = simulated.SimulatedStream(simulated.DEVICE, f"collectives of {ranks}, {group.group_desc}")
-        self._size, self._calls = len(ranks), SimpleQueue[_Call | None]()
+        self._rank, self._size, self._calls = dist.get_rank(group), len(ranks), SimpleQueue[_Call | None]()
         seed = dist.get_rank()
         threading.Thread(target=_work_off, args=(self._calls, seed), name="simulated NCCL", daemon=True).start()
         weakref.finalize(self, self._calls.put, None).atexit = False
@@ -62,7 +62,9 @@ class SimulatedNccl:
         call: Callable[[], object],
     ) -> dist.Work:
         """``unset``: what of ``writes`` has no meaning from here on."""
-        self.stream.wait_stream(simulated.current_stream(simulated.DEVICE))
+        current = simulated.current_stream(simulated.DEVICE)
+        current.run_to(current.given)  # gloo reads what is there
+        self.stream.wait_stream(current)
         simulated.observer().begin(self.stream, reads, writes, what)
         for tensor in unset:
             simulated.poison(tensor)
@@ -73,10 +75,11 @@ class SimulatedNccl:
 
     def _allgather_base(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
         _refuse_uneven(full, own, self._size)
-        begin = (own.data_ptr() - full.data_ptr()) // full.element_size()
-        others = [full[:begin], full[begin + own.numel() :]]
+        begin = self._rank * own.numel()
+        in_place = own.data_ptr() == full[begin:].data_ptr()
+        filled = [full[:begin], full[begin + own.numel() :]] if in_place else [full]
         return self._begin(
-            "all_gather", [own], others, others, lambda: self._group._allgather_base(full, own.clone()).wait()
+            "all_gather", [own], filled, filled, lambda: self._group._allgather_base(full, own.clone()).wait()
         )
 
     def _reduce_scatter_base(self, own: torch.Tensor, full: torch.Tensor, options: Any) -> dist.Work:

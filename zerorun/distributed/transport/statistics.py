@@ -58,6 +58,11 @@ class Pending:
         self.done = False
         self._in_flight.add(self)
 
+    @property
+    def buffers(self) -> list[object]:
+        """What holds its buffers: they stay alive with it after ``wait``, too."""
+        return [*self._works, self._finish]
+
     def wait(self, *timeout: timedelta) -> None:
         """Return when the result is in place. Raises OrderError, naming the collective, if a peer is gone."""
         if self.done:

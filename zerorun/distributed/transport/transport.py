@@ -45,6 +45,7 @@ class Transport(ABC):
 
     name: str
     queues = False  # True: what follows on the device's queue waits for what it moves, and not the program
+    takes_from_source = False  # True: gathers send a rank's part from where it lies, and put it into its place
     memory: PeerMemory | None = None  # where ranks read each other's
 
     def __init__(
@@ -93,7 +94,8 @@ class Transport(ABC):
         ``until_given``: return from ``wait`` only when all others have read this rank's part.
         """
         own = full[bounds[self.rank] : bounds[self.rank + 1]]
-        if source is not None and source.data_ptr() != own.data_ptr():
+        apart = source is not None and source.data_ptr() != own.data_ptr()
+        if source is not None and apart and (self.size == 1 or not self.takes_from_source):
             own.copy_(source)
         if self.size == 1:
             return Pending(self.statistics, label)
@@ -104,7 +106,8 @@ class Transport(ABC):
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
-        """This rank's part is in ``full``, and in ``source`` if that is given."""
+        """There is more than one rank. This one's part is in ``source`` if that is given, and in ``full`` if it is not or
+        unless ``takes_from_source``."""
 
     def reduce_scatter(
         self,
@@ -148,6 +151,10 @@ class Transport(ABC):
         wire = wire_dtype or buffer.dtype
         self.reduce_scatter(buffer, bounds, own, label, accumulate=False, wire_dtype=wire).wait()
         self.all_gather(buffer, bounds, label, until_given=True).wait()
+
+    def sum_after(self, first: Pending, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype) -> Pending:
+        """Sum a flat buffer over the axis, in place, when ``first`` is over, a collective of another axis that fills it."""
+        return Pending(self.statistics, label, [first], lambda: self.all_reduce(buffer, label, wire_dtype))
 
     def sum_of(self, flat: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of ``flat`` [numel] over the axis, as a new tensor, the same bits on every rank. ``flat`` must stay."""
