@@ -15,7 +15,7 @@ import contextlib
 import threading
 import traceback
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -56,12 +56,14 @@ class Memory:
 
 
 class Races:
-    """The observer. ``found``: a line for each race, the same one once."""
+    """The observer. ``found``: a line for each race, the same one once. It counts, too, what it sees."""
 
     at_once = True
 
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
+        self.launches: Counter[str] = Counter()  # of the computation, by operation
+        self.host_waits = 0  # of the program for the device
         self._lock = threading.RLock()
         self._clocks: dict[Agent, Clock] = defaultdict(dict)
         self._then: dict[tuple[Agent, int], Clock] = {}  # clocks as they were
@@ -84,6 +86,7 @@ class Races:
 
     def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
         with self._lock:
+            self.host_waits += waiter is None
             self._join(threading.get_ident() if waiter is None else waiter, self._then.get((stream, number), {}))
 
     def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
@@ -119,7 +122,9 @@ class Races:
                 self._join(COMPUTATION, self._clocks[threading.get_ident()])
             if "empty" not in func.__name__:
                 self._touch(agent, read, [*written, *made], func.__name__)
+            self.launches[func.__name__] += device and "empty" not in func.__name__
             if device and func is torch.ops.aten._local_scalar_dense.default:  # the program has waited for the device
+                self.host_waits += 1
                 self._join(threading.get_ident(), self._clocks[COMPUTATION])
 
     def hand_over(self) -> Clock:

@@ -70,8 +70,8 @@ def on_gpu(where: torch.device | torch.Tensor) -> bool:
 
 
 def on_host(where: torch.device | torch.Tensor) -> bool:
-    """True for the CPU, and for what lies in host memory."""
-    return _type_of(where) == CPU
+    """True for the CPU, and for what lies in host memory: what is computed there can be looked at without waiting."""
+    return _type_of(where) == CPU and where != simulated.DEVICE
 
 
 def is_simulated(device: torch.device) -> bool:

@@ -16,7 +16,8 @@ from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
 CONTROL = "control"
-# Numbers that ranks add up before an update, in fp64: see ShardedOptimizer.summarise.
+# Numbers that ranks add up before an update, in fp64: see ShardedModel.norm. With NCCL, two more for each part of the
+# model: see Communicator.told_order.
 SUMMARY_NUMEL = 7
 
 
@@ -55,7 +56,8 @@ class _Step:
                         reduce(unit, self._reductions)
         self._reductions.end()
         if plan.topology.world_size > 1:
-            self._issued.append(Collective(CONTROL, SUMMARY_NUMEL * torch.float64.itemsize))
+            numel = SUMMARY_NUMEL + (2 * plan.topology.pipe * plan.topology.tensor if plan.transport == NCCL else 0)
+            self._issued.append(Collective(CONTROL, numel * torch.float64.itemsize))
         if plan.policy.shard_optimizer:
             self._occupants.clear()
             for unit in plan.units:

@@ -72,7 +72,8 @@ class Nccl(Transport):
             wire = full.new_zeros(width * self.size, dtype=wire_dtype)
             for rank, (low, high) in enumerate(pairwise(bounds)):
                 wire[width * rank :][: high - low].copy_(full[low:high])
-        own = wire[width * self.rank : width * (self.rank + 1)]
+        direct = out.dtype == wire_dtype and out.numel() == width and not accumulate
+        own = out if direct else wire[width * self.rank : width * (self.rank + 1)]
         works: list[Started] = [self.calls._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
         return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate))
 
