@@ -108,11 +108,9 @@ def test_equals_one_process(
 ) -> None:
     row = dict(zip(SETTINGS, (world, stage, precision, offload, checkpointing, accumulation), strict=True))
     for rank, (found, on_cpu) in enumerate(run_ranks(world, train_both, configuration(row))):
+        assert not differences(found, on_cpu), f"rank {rank}"
         if precision == "fp32":
             assert not differences(found, reference(world, accumulation)), f"rank {rank}"
-        else:
-            assert found.losses == pytest.approx(on_cpu.losses, rel=1e-2), f"rank {rank}"
-            assert found.norms == pytest.approx(on_cpu.norms, rel=2e-2), f"rank {rank}"
 
 
 def look(config: dict[str, Any], case: Case = CASE) -> list[str]:
