@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from models import Gpt, Place, token_loss, tokens
-from training import make_config, shared_topology
+from simulation import simulated_device
+from training import make_config
 
 import zerorun
 
@@ -22,36 +25,60 @@ def counting_backend(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 
-def train(stage: int, backend: Any, steps: int) -> tuple[list[float], list[int]]:
-    """(losses, graphs compiled after each step)."""
+WARM_UP = 2  # steps, of training and of evaluation, in which graphs are made
+SETTINGS: dict[str, Any] = {
+    "stage": (3, 2, 1, 0),
+    "device": ("simulated", "cpu"),
+    "precision": ("fp32", "bf16"),
+    "policy": ("none", "full"),
+    "accumulation": (1, 2),
+}
+
+
+def train(config: dict[str, Any], backend: Any, steps: int, device: str = "cpu") -> tuple[list[float], list[int]]:
+    """(losses of training and evaluation, graphs made after each step). After the warm-up a block that is compiled again
+    is an error, as is one that is not a single graph."""
     torch._dynamo.reset()
     _compiled.clear()
     torch.manual_seed(0)
-    engine = zerorun.initialize(Gpt(), make_config(stage, clip=1.0), topology=shared_topology())
-    if backend is not None:
-        engine.compile(backend=counting_backend if backend == "counting" else backend)
     losses, graphs = [], []
-    for step in range(steps):
-        loss = token_loss(engine, tokens(Place(dist.get_rank(), step)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-        graphs.append(len(_compiled))
-    engine.destroy()
+    with simulated_device() if device == "simulated" else nullcontext():
+        engine = zerorun.initialize(Gpt(), config)
+        if backend is not None:
+            engine.compile(backend=counting_backend if backend == "counting" else backend, fullgraph=True)
+        for step in range(steps):
+            with torch.compiler.set_stance("fail_on_recompile") if step >= WARM_UP else nullcontext():
+                for micro in range(engine.gradient_accumulation_steps()):
+                    loss = token_loss(engine, tokens(Place(dist.get_rank(), step, micro)))
+                    engine.backward(loss)
+                    engine.step()
+                with torch.no_grad():
+                    evaluated = token_loss(engine.eval(), tokens(Place(dist.get_rank(), step), salt=1))
+            engine.train()
+            losses += [float(loss.detach()), float(evaluated)]
+            graphs.append(len(_compiled))
+        engine.destroy()
     torch._dynamo.reset()
     return losses, graphs
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_compiled_equals_eager_and_is_not_compiled_again(stage: int) -> None:
-    eager = run_ranks(2, train, stage, None, 5)
-    for (losses, graphs), (expected, _) in zip(run_ranks(2, train, stage, "counting", 5), eager, strict=True):
+@pytest.mark.each_pair
+@pytest.mark.parametrize(tuple(SETTINGS), list(product(*SETTINGS.values())))
+def test_a_block_is_one_graph_which_is_made_once(
+    stage: int, device: str, precision: str, policy: str, accumulation: int
+) -> None:
+    config = make_config(
+        stage, clip=1.0, precision=precision, accumulation=accumulation, activation_checkpointing={"policy": policy}
+    )
+    eager = run_ranks(2, train, config, None, 4, device)
+    for (losses, graphs), (expected, _) in zip(run_ranks(2, train, config, "counting", 4, device), eager, strict=True):
         assert losses == expected
-        assert graphs[0] > 0, "nothing was compiled"
-        assert graphs[-1] == graphs[1], "units were compiled again after the second step"
+        assert graphs == [2] * 4, "one for training and one for evaluation, which all blocks share"
 
 
 def test_inductor_at_stage_3() -> None:
-    eager = run_ranks(2, train, 3, None, 3)
-    for (losses, _), (expected, _) in zip(run_ranks(2, train, 3, "inductor", 3, timeout_s=240.0), eager, strict=True):
+    eager = run_ranks(2, train, make_config(3, clip=1.0), None, 3)
+    for (losses, _), (expected, _) in zip(
+        run_ranks(2, train, make_config(3, clip=1.0), "inductor", 3, timeout_s=240.0), eager, strict=True
+    ):
         assert losses == pytest.approx(expected, rel=1e-5)
