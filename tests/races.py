@@ -173,7 +173,7 @@ class Races:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._memory:
-            self._memory[address] = Memory(None, False)
+            self._memory[address] = Memory(None, known=not storage.resizable())  # else mapped: the host's
             weakref.finalize(storage, self._free, address).atexit = False
         return self._memory[address]
 

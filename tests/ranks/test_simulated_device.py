@@ -5,6 +5,7 @@ There copies are put off until somebody waits for them, and what they have still
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -31,7 +32,7 @@ SETTINGS: dict[str, Any] = {
     "world": (2, 1, 4),
     "stage": (3, 2, 1, 0),
     "precision": ("fp32", "bf16", "fp16"),
-    "offload": ("params", "cpu", "none"),
+    "offload": ("params", "cpu", "none", "disk", "params on disk"),
     "checkpointing": ("selective in host memory", "none", "selective", "full in host memory"),
     "accumulation": (2, 1),
 }
@@ -55,7 +56,7 @@ CASE = Case("in place", build)
 
 def allowed(row: dict[str, Any]) -> bool:
     """Offload needs shards."""
-    return row["stage"] >= {"none": 0, "cpu": 1, "params": 3}[row["offload"]]
+    return row["stage"] >= {"none": 0, "cpu": 1, "disk": 1, "params": 3, "params on disk": 3}[row["offload"]]
 
 
 ROWS = [row for row in (dict(zip(SETTINGS, values, strict=True)) for values in product(*SETTINGS.values())) if allowed(row)]
@@ -63,10 +64,11 @@ ROWS = [row for row in (dict(zip(SETTINGS, values, strict=True)) for values in p
 
 def configuration(row: dict[str, Any]) -> dict[str, Any]:
     zero: dict[str, Any] = {}
+    on_disk = {"device": "nvme", "nvme_path": tempfile.gettempdir()}
     if row["offload"] != "none":
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if row["offload"] == "params":
-        zero["offload_param"] = {"device": "cpu"}
+        zero["offload_optimizer"] = on_disk if row["offload"].endswith("disk") else {"device": "cpu"}
+    if row["offload"].startswith("params"):
+        zero["offload_param"] = on_disk if row["offload"].endswith("disk") else {"device": "cpu"}
     policy, _, where = row["checkpointing"].partition(" ")
     return make_config(
         row["stage"],
