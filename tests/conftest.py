@@ -80,6 +80,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
+            if file.startswith("tests/gpu/"):  # processes of their own, and nothing that tests share
+                return nodeid
             return "tests/cluster" if file.startswith("tests/cluster/") else file
 
     return ByFile(config, log)

@@ -24,6 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; the CPU runs cover the same code"),
 ]
 STEPS = 4
+# Ranks that share a GPU exchange over NCCL only where the user says so: see process_group.py.
+NCCL = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def run(ranks: int, device: str, stage: int, precision: str, offload: bool = False, delay: bool = False) -> dict[str, Any]:
@@ -46,6 +48,7 @@ def test_every_stage_equals_the_cpu(ranks: int, precision: str) -> None:
         found = run(ranks, "cuda:0", stage, precision)
         assert found["losses"] == pytest.approx(expected["losses"], rel=tolerance), stage
         assert found["norms"] == pytest.approx(expected["norms"], rel=10 * tolerance), stage
+        assert ranks == 1 or (found["over"] == "nccl") == NCCL
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -161,7 +164,7 @@ def work(stage: str, precision: str, offload: str, delay: str, result: str) -> N
         losses.append(float(loss))
         norms.append(engine.get_global_grad_norm())
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps({"losses": losses, "norms": norms}))
+        Path(result).write_text(json.dumps({"losses": losses, "norms": norms, "over": engine.comm.transport}))
 
 
 if __name__ == "__main__":

@@ -160,13 +160,13 @@ def _bare(stage: str, options: list[str], shape: Shape, device: torch.device) ->
     return step
 
 
-def _config(stage: int, options: list[str]) -> dict[str, Any]:
+def config(stage: int, options: list[str]) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     for option in options:
         if option.startswith("offload"):
             zero["offload_optimizer"] = {"device": "cpu"}
         if option == "offload-part":
-            zero["offload_optimizer"]["ratio"] = 0.3
+            zero["offload_optimizer"]["ratio"] = 0.6
         if option == "offload-all":
             zero["offload_param"] = {"device": "cpu"}
     return {
@@ -182,12 +182,12 @@ def _zerorun(stage: int, options: list[str], shape: Shape, device: torch.device)
     """Built on the device, which has room: the moments, 8 bytes per parameter, come with the first step only."""
     import zerorun
 
-    config = _config(stage, options)
+    settings = config(stage, options)
     if "ckpt" in options:
-        config["activation_checkpointing"] = {"policy": "full"}
+        settings["activation_checkpointing"] = {"policy": "full"}
     with device:
         model = Olmo(shape)
-    engines = [zerorun.initialize(model, config)]
+    engines = [zerorun.initialize(model, settings)]
     del model
 
     def step(ids: torch.Tensor) -> None:
@@ -236,15 +236,15 @@ def _deepspeed(stage: str, options: list[str], shape: Shape, device: torch.devic
 
     os.environ.setdefault("LOCAL_RANK", "0")
     _alone(device)
-    config = _config(int(stage), options)
+    settings = config(int(stage), options)
     with device:
         model = Olmo(shape, recompute="ckpt" in options)
     optimizer = None
     if not any(option.startswith("offload") for option in options):
-        del config["optimizer"]
-        config["zero_allow_untested_optimizer"] = True
+        del settings["optimizer"]
+        settings["zero_allow_untested_optimizer"] = True
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, fused=True)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
 
     def step(ids: torch.Tensor) -> None:
         engine.backward(engine(ids))

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 import torch
-from gpu_models import Shape, Step, build, free
+from gpu_models import Olmo, Shape, Step, build, config, free
 
 from zerorun.ops import native, on_cuda, single_pass
 from zerorun.ops.operands import Operands
@@ -216,6 +216,54 @@ def steady_state(step: Step, ids: torch.Tensor) -> dict[str, int]:
     synchronisations = sum("synchroniz" in str(entry.message) for entry in caught)
     segments = torch.cuda.memory_stats()["segment.all.allocated"] - before
     return {"segments": int(segments), "synchronisations": synchronisations}
+
+
+def memory(device: torch.device, *, names: list[str], shape: Shape, batch: int, context: int) -> dict[str, Any]:
+    """What estimate_memory() says beside what is taken: between steps, and at the peak of one.
+
+    The estimate of the peak is given what forward and backward of the bare model take at their highest.
+    """
+    import zerorun
+
+    ids = torch.randint(0, shape.vocabulary, (batch, context), device=device)
+    activations = _activations(shape, ids)
+    found: dict[str, Any] = {}
+    for name in names:
+        family, *options = name.split("+")
+        settings = config(int(family.partition("-")[2]), options)
+        with torch.device("meta"):
+            described = Olmo(shape)
+        estimate = zerorun.estimate_memory(described, settings, 1, device=device.type, activation_bytes=activations)
+        free()
+        before = _held(device)
+        step, close = build(name, shape, device)
+        for _ in range(2):
+            step(ids)
+        between = _held(device) - before
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        step(ids)
+        row = {"held_gib": between / GIB, "estimated_held_gib": estimate.device_bytes / GIB}
+        row |= {"peak_gib": (_peak(device) - before) / GIB, "estimated_peak_gib": estimate.step_peak_bytes / GIB}
+        row |= {"held_of_estimate": row["held_gib"] / row["estimated_held_gib"]}
+        found[name] = row | {"peak_of_estimate": row["peak_gib"] / row["estimated_peak_gib"]}
+        del step
+        close()
+    return {"activations_gib": activations / GIB, "found": found}
+
+
+def _activations(shape: Shape, ids: torch.Tensor) -> int:
+    """Bytes that a forward and backward in bf16 take at their highest beside the parameters; gradients go at once."""
+    device = ids.device
+    with device:
+        model = Olmo(shape).bfloat16()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+    before = _held(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    model(ids).backward()
+    return max(0, _peak(device) - before)
 
 
 def offload_bound(machine: dict[str, Any], resident: dict[str, Any], numel: int) -> dict[str, float]:

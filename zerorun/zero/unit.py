@@ -104,7 +104,7 @@ class Unit:
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
         """Begin to gather ``group`` into ``full`` [numel]."""
         source = None if self.resident else group.shard
-        if source is not None and self.placement.params and self.link.apart:
+        if source is not None and comm.takes_from_source and self.placement.params and self.link.apart:
             full[group.plan.low : group.plan.high].copy_(source)  # to the device, from where it can be sent
             source = None
         return comm.all_gather(full, group.layout.bounds, f"{self.name}: all-gather {phase}", source)

@@ -57,6 +57,11 @@ class Communicator:
 
     # -- flat tensors --------------------------------------------------------------------------------------------
 
+    @property
+    def takes_from_source(self) -> bool:
+        """True if gathers send this rank's shard from where it lies, which must be on the device."""
+        return self._shard.takes_from_source
+
     def all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None = None
     ) -> Pending:

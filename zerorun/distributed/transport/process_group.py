@@ -148,9 +148,13 @@ def _backends(device: torch.device, store: dist.Store, world_size: int, named: s
     """Which backend serves which device. NCCL cannot serve two ranks that share one GPU; gloo can."""
     if not on_gpu(device):
         return "gloo"
-    shared = world_size > 1 and _some_share_a_gpu(device, store, world_size)
+    shared = world_size > 1 and _some_share_a_gpu(device, store, world_size) and not _nccl_serves_shared_gpus()
     if named == "nccl" and (shared or not dist.is_nccl_available()):
-        reason = "ranks share a GPU, which NCCL does not serve" if shared else "this torch is built without NCCL"
+        reason = (
+            "ranks share a GPU, which NCCL serves only with NCCL_MULTI_RANK_GPU_ENABLE=1"
+            if shared
+            else "this torch is built without NCCL"
+        )
         raise TopologyError(
             f"init_distributed was told to use nccl, but {reason}. Remedy: start one rank for each GPU, or name no backend."
         )
@@ -158,6 +162,11 @@ def _backends(device: torch.device, store: dist.Store, world_size: int, named: s
         warn_once("ranks share a GPU, which NCCL does not serve: what they exchange goes through host memory, by gloo.")
     slow = shared or named == "gloo" or not dist.is_nccl_available()
     return "cpu:gloo,cuda:gloo" if slow else "cpu:gloo,cuda:nccl"
+
+
+def _nccl_serves_shared_gpus() -> bool:
+    """True if the user has told NCCL to do so: from version 2.30 on it can, as an experiment."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
 def _some_share_a_gpu(device: torch.device, store: dist.Store, world_size: int) -> bool:
