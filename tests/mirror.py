@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerorun.distributed.transport import nccl
+from zerorun.distributed.transport.process_group import shutdown
 
 NAME = "mirror"
 
@@ -72,7 +73,10 @@ class Mirror(dist.ProcessGroup):
 
 @contextlib.contextmanager
 def mirrored(rank: int, size: int) -> Iterator[None]:
-    """In the block this process is ``rank`` of ``size``, and its transport is NCCL's."""
+    """In the block this process is ``rank`` of ``size``, and its transport is NCCL's. A group that it is in, it leaves."""
+    shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, Mirror, devices=["cpu"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=size)
