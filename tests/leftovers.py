@@ -21,7 +21,9 @@ import pytest
 
 _RUN = "TESTS_OF_RUN"  # the folder of the run: in the environment of all its processes
 _SHARED_MEMORY = Path("/dev/shm")
-_OF_LIBRARIES = ("torchelastic_", "torchinductor_")  # what PyTorch itself leaves
+# What PyTorch itself leaves; the last is of a DataLoader's worker that was told to end while it was reading ahead: it
+# makes the folder when it hands over its first tensor, and it may do that after it has removed its folders.
+_OF_LIBRARIES = ("torchelastic_", "torchinductor_", "pymp-")
 _START_S = 1.0  # for processes that are starting
 _GRACE_S = 5.0  # for processes that are ending
 
