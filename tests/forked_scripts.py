@@ -1,6 +1,8 @@
 """Scripts in processes of their own that need not import PyTorch: they are forked from one that has.
 
 ``python forked_scripts.py DESCRIPTOR MODULE ...`` imports the modules and forks a process for every script that it is sent.
+A script ends as any program does, with its atexit handlers and exit code; only what is decided while the modules are
+imported was decided before.
 """
 
 from __future__ import annotations
@@ -13,38 +15,41 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkedScripts:
-    """The process that forks. ``modules`` are imported in it, by their names."""
+    """The process that forks. ``modules`` are imported in it, by their names, with ``variables`` in the environment."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, variables: Mapping[str, str] = {}) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zerorun-scripts-")
         self._control, theirs = Pipe()
         command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environment = {**os.environ, **one_thread, **variables}
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._started = 0
 
-    def start(self, text: str, environment: dict[str, str]) -> RunningScript:
-        """Begin to run ``text`` in ``environment``, and with the umask of this process."""
+    def start(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> RunningScript:
+        """Begin to run ``text`` in ``environment``, with ``arguments``, and with the umask of this process."""
         self._started += 1
         umask = os.umask(0o077)
         os.umask(umask)
         folder = Path(self._folder.name) / str(self._started)
         folder.mkdir()
-        self._control.send((text, environment, umask, str(folder)))
+        self._control.send((text, dict(environment), list(arguments), umask, str(folder)))
         return RunningScript(self, self._control.recv(), folder)
 
-    def wait(self, pid: int) -> int:
-        """The exit code of a script."""
+    def wait(self, pid: int, timeout_s: float | None) -> int:
+        """The exit code of a script. Raises TimeoutError, after which no other script can be waited for."""
         self._control.send(pid)
+        if not self._control.poll(timeout_s):
+            raise TimeoutError(f"the script {pid} has not ended within {timeout_s} s")
         code: int = self._control.recv()
         return code
 
@@ -62,14 +67,18 @@ class RunningScript:
     def __init__(self, scripts: ForkedScripts, pid: int, folder: Path) -> None:
         self._scripts, self._pid, self._folder = scripts, pid, folder
 
-    def finish(self) -> tuple[int, str, str]:
-        """(exit code, what it wrote to stdout, and to stderr), once it has ended."""
-        code = self._scripts.wait(self._pid)
+    def kill(self) -> None:
+        """SIGKILL. ``finish`` must not have been called."""
+        os.kill(self._pid, signal.SIGKILL)
+
+    def finish(self, timeout_s: float | None = None) -> tuple[int, str, str]:
+        """(exit code, what it wrote to stdout, and to stderr), once it has ended. Raises TimeoutError."""
+        code = self._scripts.wait(self._pid, timeout_s)
         return code, (self._folder / "out").read_text(), (self._folder / "err").read_text()
 
 
-def serve(control: Connection) -> None:
-    """Fork scripts, and tell how they ended, until the pipe is closed."""
+def serve(control: Connection) -> str:
+    """Fork scripts, and tell how they ended, until the pipe is closed. Returns in each forked process: the script."""
     gc.freeze()
     while True:
         try:
@@ -82,29 +91,21 @@ def serve(control: Connection) -> None:
         pid = os.fork()
         if not pid:
             control.close()
-            run(*order)
+            return begin(*order)
         control.send(pid)
 
 
-def run(text: str, environment: dict[str, str], umask: int, folder: str) -> NoReturn:
-    """What a forked process does."""
+def begin(text: str, environment: dict[str, str], arguments: list[str], umask: int, folder: str) -> str:
+    """Let the forked process be that of a script, which is returned."""
     end_with_parent()
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
     os.umask(umask)
     os.environ.clear()
     os.environ.update(environment)
+    sys.argv = ["script", *arguments]
     tempfile.tempdir = None  # asked for already, in another environment
-    code = 1
-    try:
-        exec(compile(text, "script", "exec"), {"__name__": "__main__"})
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    return text
 
 
 def end_with_parent() -> None:
@@ -119,4 +120,4 @@ if __name__ == "__main__":
     end_with_parent()
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    serve(Connection(int(sys.argv[1])))
+    exec(compile(serve(Connection(int(sys.argv[1]))), "script", "exec"), {"__name__": "__main__"})

@@ -27,6 +27,8 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
+from forked_scripts import ForkedScripts, RunningScript
+
 TESTS = Path(__file__).parent
 DEFAULT_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 120.0  # importing torch
@@ -268,26 +270,35 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def close_pool() -> None:
-    """End all workers."""
+    """End all workers, and whoever forks scripts."""
     while _pool:
         pool = _pool.pop()
         pool.close()
         pool.folder.cleanup()
+    while _scripts:
+        _scripts.popitem()[1].close()
 
 
 atexit.register(close_pool)
 
 
-def start_two(script: Path, *args: str) -> list[subprocess.Popen[str]]:
-    """Two ranks that run ``script``, without a launcher that would end one for the other."""
+# -- scripts without a launcher --------------------------------------------------------------------------------------
+
+_scripts: dict[tuple[tuple[str, str], ...], ForkedScripts] = {}  # by the variables that their modules saw
+
+
+def start_script(text: str, *arguments: str, **variables: str) -> RunningScript:
+    """A program on one rank, which may import zerorun. ``variables``: of its environment, from the first import on."""
+    known = tuple(sorted((name, value) for name, value in variables.items() if name.startswith("ZERORUN_")))
+    if known not in _scripts:
+        _scripts[known] = ForkedScripts("torch", "torch._dynamo", "zerorun.engine.initialize", variables=dict(known))
+    return _scripts[known].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
+
+
+def start_two(text: str, *arguments: str, **variables: str) -> list[RunningScript]:
+    """The same program on two ranks, without a launcher that would end one for the other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ZERORUN_DEVICE": "cpu"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(script), *args], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
+    return [start_script(text, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]

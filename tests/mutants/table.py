@@ -79,7 +79,7 @@ _WAITS = (
     (
         "update-while-gathered",
         "zerorun/zero/sharded_model.py",
-        "            unit.finish_gather()  # that nobody here has needed: it may still read the shard",
+        "            unit.finish_gather()  # nobody on this rank waited for it, but it may still read the shard",
         "            pass",
         _SIMULATED + "test_a_unit_that_one_rank_did_not_need_has_no_races",
     ),
@@ -410,6 +410,14 @@ MUTANTS = (
         "            if writer != task.writer or (filled + tensor.nbytes > max_file and not is_single(kind)):",
         "            if writer != task.writer or (filled + tensor.nbytes >= max_file and not is_single(kind)):",
         ("tests/unit/test_checkpoint_files.py::test_a_file_may_be_as_large_as_is_said",),
+    ),
+    Mutant(
+        "board-goes-with-its-group",
+        "stale",
+        "zerorun/distributed/transport/peer_memory.py",
+        "            _left.append(({process for process, _ in self._boards.values()}, self._board))",
+        "            pass",
+        ("tests/ranks/test_peer_memory.py::test_a_board_is_there_until_all_have_looked",),
     ),
     Mutant(
         "one-offer-too-many",
@@ -808,7 +816,7 @@ MUTANTS = (
     Mutant(
         "unvisited-units",
         "order",
-        "zerorun/zero/execution_trace.py",
+        "zerorun/zero/gathers.py",
         "            result.insert(0 if previous is None else result.index(previous) + 1, unit)",
         "            result.insert(0 if previous is None else result.index(previous), unit)",
         ("tests/unit/test_order.py::test_orders_by_hand",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -11,7 +12,6 @@ import threading
 import time
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +73,37 @@ def exchange_many(count: int) -> bool:
 @pytest.mark.parametrize("world", (2, 4))
 def test_more_exchanges_than_slots(world: int) -> None:
     assert run_ranks(world, exchange_many, 50) == [True] * world
+
+
+def drop_before_the_other_looks() -> list[bool]:
+    """Rank 1 drops the group when it is done, and rank 0 has still to see on its board that it is. Whether the board is
+    kept then, and after the ranks have met in another group."""
+    memory, rank = connect(), dist.get_rank()
+    board = ctypes.addressof(memory._board)
+    made = memory.exchange(5, "test", [torch.ones(3)], lambda tables: None, until_given=False)
+    made.wait()
+    if rank == 0:
+        dist.barrier()
+    memory.finish(timedelta(seconds=5))
+    del memory, made
+    gc.collect()
+    if rank == 1:
+        dist.barrier()
+    return [board in map(ctypes.addressof, boards()) for boards in (left_boards, left_boards_after_another)]
+
+
+def left_boards() -> list[Any]:
+    return [board for _, board in peer_memory._left]
+
+
+def left_boards_after_another() -> list[Any]:
+    another = connect()
+    assert another is not None
+    return left_boards()
+
+
+def test_a_board_is_there_until_all_have_looked() -> None:
+    assert run_ranks(2, drop_before_the_other_looks) == [[True, False]] * 2
 
 
 def overwrite_at_once(how: str) -> list[float]:
@@ -251,29 +282,24 @@ if ending == "rank 0 goes on alone" and rank == 0:
 """
 
 
-def start(folder: Path, stage: int, ending: str) -> list[subprocess.Popen[str]]:
-    script = folder / "train.py"
-    script.write_text(SCRIPT)
-    return start_two(script, str(stage), ending)
-
-
 @every_stage
-def test_a_killed_rank_is_noticed_at_once(tmp_path: Path, stage: int) -> None:
-    first, second = start(tmp_path, stage, "die")
-    assert second.wait(60) == -signal.SIGKILL
+def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
+    first, second = start_two(SCRIPT, str(stage), "die")
+    assert second.finish(60 * patience())[0] == -signal.SIGKILL
     begun = time.monotonic()
-    errors = first.communicate(timeout=30 * patience())[1]
+    code, _, errors = first.finish(30 * patience())
     assert time.monotonic() - begun < 15 * patience()
-    assert first.returncode == 1
+    assert code == 1
     assert "OrderError" in errors
     assert "another rank ended" in errors
 
 
 @pytest.mark.parametrize("stage", (1, 2))
-def test_a_rank_may_go_on_after_the_others_are_done(tmp_path: Path, stage: int) -> None:
-    for process in start(tmp_path, stage, "rank 0 goes on alone"):
-        assert process.communicate(timeout=60 * patience())[1].count("Error") == 0
-        assert process.returncode == 0
+def test_a_rank_may_go_on_after_the_others_are_done(stage: int) -> None:
+    for script in start_two(SCRIPT, str(stage), "rank 0 goes on alone"):
+        code, _, errors = script.finish(60 * patience())
+        assert "Error" not in errors
+        assert code == 0
 
 
 # -- who may read ------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ differ it is an error at once.
 
 Reading needs the reader to act, so whoever blocks must go on reading for the others' sake: ``wait_until`` does.
 
+A rank that is done with a group may drop it while others have still to see that on its board. So a board outlives its
+group, until all of these ranks have come to connect another one: they do not while they wait in the first.
+
 An entry's address and tag are stored before its number. x86 lets no processor see these stores in another order; other
 processors may, so they use gloo.
 
@@ -158,6 +161,8 @@ class PeerMemory:
             _permission.end_unused()
             return None
         _served.append(weakref.ref(memory, _forget))
+        present = {process for process, _ in memory._boards.values()}
+        _left[:] = [(readers, board) for readers, board in _left if not readers <= present]
         return memory
 
     def _open(self, cards: list[Any]) -> bool:
@@ -180,6 +185,8 @@ class PeerMemory:
     def __del__(self) -> None:
         for handle in self._handles:
             os.close(handle)
+        if self._boards:
+            _left.append(({process for process, _ in self._boards.values()}, self._board))
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -335,6 +342,8 @@ class PeerMemory:
 
 # All groups of this process: who waits in one serves all.
 _served: list[weakref.ref[PeerMemory]] = []
+# Boards of groups that this process has dropped, and the processes that may still look at them.
+_left: list[tuple[set[int], Any]] = []
 
 
 def _forget(served: weakref.ref[PeerMemory]) -> None:
