@@ -24,15 +24,17 @@ def enough(rows: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
 
     Greedy and deterministic: not always the fewest that there are.
     """
-    choices = [dict.fromkeys(combinations(row.items(), min(strength, len(row)))) for row in rows]
-    missing = {choice: None for each in choices for choice in each}  # an ordered set
-    chosen = []
+    numbers: dict[Any, int] = {}  # of the combinations; a row is the set of its own, as the bits of one number
+    masks = [
+        sum(1 << numbers.setdefault(choice, len(numbers)) for choice in combinations(row.items(), min(strength, len(row))))
+        for row in rows
+    ]
+    missing, chosen = (1 << len(numbers)) - 1, []
     while missing:
-        wanted = next(iter(missing))
-        fitting = [row for row, each in enumerate(choices) if wanted in each]
-        best = max(fitting, key=lambda row: len(missing.keys() & choices[row].keys()))
-        for choice in choices[best]:
-            missing.pop(choice, None)
+        wanted = missing & -missing
+        fitting = [row for row, mask in enumerate(masks) if mask & wanted]
+        best = max(fitting, key=lambda row: (masks[row] & missing).bit_count())
+        missing &= ~masks[best]
         chosen.append(best)
     return sorted(chosen)
 

@@ -12,8 +12,8 @@ host memory alone. Of what was just made nobody can say; it is where that is wit
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-import traceback
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -272,7 +272,10 @@ def _name(agent: Agent) -> str:
 
 def _place() -> str:
     """The innermost line of zerorun's that does not belong to the simulation."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/zerorun/" in frame.filename and "simulated" not in frame.filename:
-            return f"{frame.filename.rpartition('/zerorun/')[2]}:{frame.lineno}"
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "/zerorun/" in name and "simulated" not in name:
+            return f"{name.rpartition('/zerorun/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
     return "the script"

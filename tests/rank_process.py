@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch._dynamo  # what optimizers and determinism import late: a second of each rank
 import torch.distributed as dist
 from forked_scripts import end_with_parent
 from harness import Job, of_this_job, stack_file

@@ -125,6 +125,7 @@ def serve(pipe: Connection) -> None:
 def _import_the_rest() -> None:
     """What a job imports late, so that no child has to."""
     import numpy.random  # noqa: F401
+    import torch._dynamo  # optimizers do
     import torch._subclasses.schema_check_mode
     import torch.distributed.device_mesh
     import torch.utils._device

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import patience
+from harness import patience, start_script
 
 SCRIPT = """
 import atexit, errno, os, sys, time, torch, zerorun
@@ -36,11 +34,9 @@ print("end of the script")
 @pytest.mark.parametrize("full", [False, True])
 def test_a_failure_that_nobody_heard_of_is_the_exit_code(tmp_path: Path, full: bool) -> None:
     script = SCRIPT.format(full=full, folder=str(tmp_path / "checkpoints"))
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120 * patience(), check=False
-    )
-    assert "end of the script" in done.stdout
-    assert "other handlers run" in done.stdout
-    assert done.returncode == (1 if full else 0), done.stderr
-    assert ("No space left" in done.stderr) == full
+    code, out, errors = start_script(script).finish(120 * patience())
+    assert "end of the script" in out
+    assert "other handlers run" in out
+    assert code == (1 if full else 0), errors
+    assert ("No space left" in errors) == full
     assert (tmp_path / "checkpoints" / "latest").exists() != full

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -261,20 +260,14 @@ sys.stdout.write(f"{value!r}\\n")
 """
 
 
-def start(folder: Path, ending: str) -> list[subprocess.Popen[str]]:
-    script = folder / "evaluate.py"
-    script.write_text(SCRIPT)
-    return start_two(script, ending)
-
-
 @pytest.mark.parametrize("ending", ("ended", "dropped"))
-def test_a_rank_that_is_done_waits_for_those_who_still_read(tmp_path: Path, ending: str) -> None:
-    outputs = [process.communicate(timeout=60 * patience()) for process in start(tmp_path, ending)]
-    assert "Error" not in outputs[0][1] + outputs[1][1]
-    assert outputs[0][0] == outputs[1][0] != ""
+def test_a_rank_that_is_done_waits_for_those_who_still_read(ending: str) -> None:
+    (_, first, errors), (_, second, more) = [script.finish(60 * patience()) for script in start_two(SCRIPT, ending)]
+    assert "Error" not in errors + more
+    assert first == second != ""
 
 
-def test_a_rank_that_is_killed_is_noticed(tmp_path: Path) -> None:
-    first, second = start(tmp_path, "killed")
-    assert second.wait(60) == -signal.SIGKILL
-    first.communicate(timeout=30 * patience())
+def test_a_rank_that_is_killed_is_noticed() -> None:
+    first, second = start_two(SCRIPT, "killed")
+    assert second.finish(60 * patience())[0] == -signal.SIGKILL
+    assert first.finish(30 * patience())[0] == 1

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from harness import patience
+from harness import patience, start_script
 
 import zerorun
 from zerorun.startup.inputs import take_in
@@ -58,5 +56,5 @@ def test_initialize_takes_the_arguments_of_deepspeeds_scripts(tmp_path: Path) ->
 @pytest.mark.parametrize("arguments", CALLS)
 def test_a_backend_may_be_named(arguments: str) -> None:
     code = f"import zerorun, torch.distributed as d; zerorun.init_distributed({arguments}); print(d.get_world_size())"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120 * patience())
-    assert found.stdout.strip() == "1", found.stderr
+    _, found, errors = start_script(code).finish(120 * patience())
+    assert found.strip() == "1", errors
