@@ -30,8 +30,8 @@ from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 
 SEED = 20240607
 # Of each chain; at night enough for every point of every chain.
-KILLS_OF_SAVES = pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.nightly)])
-KILLS_OF_TRAINING = pytest.mark.parametrize("kills", [4, pytest.param(25, marks=pytest.mark.nightly)])
+KILLS_OF_SAVES = pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.nightly)])
+KILLS_OF_TRAINING = pytest.mark.parametrize("kills", [3, pytest.param(25, marks=pytest.mark.nightly)])
 _ANSWER_S = 90.0
 _NOBODY = 65534
 

@@ -98,12 +98,17 @@ def test_a_rank_that_computes_slowly_is_named() -> None:
     assert "rank 0" not in words(report, "warning")
 
 
-def test_a_wrong_result_names_dtype_collective_and_rank() -> None:
-    status, report = as_json("--quick", ZERORUN_REPORT_FAULT="wrong:reduce_scatter bfloat16:1")
+def test_a_wrong_result_and_peer_memory_that_is_switched_off() -> None:
+    """The result is named with its dtype, collective and rank; memory with who switched it off."""
+    fault = "wrong:reduce_scatter bfloat16:1"
+    status, report = as_json("--quick", ZERORUN_REPORT_FAULT=fault, ZERORUN_PEER_MEMORY="0")
     assert status == 2
     assert "wrong result of reduce_scatter in bfloat16 on rank 1" in words(report, "error")
+    assert "peer memory is not in force: ZERORUN_PEER_MEMORY=0" in words(report, "note")
+    assert set(report["live"]["transport"].values()) == {"gloo"}
 
 
+@pytest.mark.nightly  # by day: what is said of it, in unit/test_report_findings.py
 def test_a_rank_that_fails() -> None:
     status, report = as_json("--quick", ZERORUN_REPORT_FAULT="raise:barrier:0")
     assert status == 2
@@ -140,12 +145,6 @@ def test_the_live_check_does_not_mind_a_strange_environment() -> None:
     nonsense = {"RANK": "x", "WORLD_SIZE": "", "MASTER_PORT": "-1", "MASTER_ADDR": "nowhere.invalid"}
     status, report = as_json("--quick", PATH="", **nonsense)
     assert status in (0, 1), report["findings"]
-
-
-def test_peer_memory_that_is_switched_off_says_why() -> None:
-    _, report = as_json("--quick", ZERORUN_PEER_MEMORY="0")
-    assert "peer memory is not in force: ZERORUN_PEER_MEMORY=0" in words(report, "note")
-    assert set(report["live"]["transport"].values()) == {"gloo"}
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -53,6 +54,13 @@ class DropBlock(Block):
 DROPOUT = Case("dropout", lambda: Gpt(5, DropBlock))
 
 
+def by_day(first: str, second: str) -> list[Any]:
+    """Stage 0 with one cut into units, and stage 3 with the other; the rest is nightly."""
+    kept = {(0, first), (3, second)}
+    rows = product(range(4), (first, second))
+    return [pytest.param(*row, marks=() if row in kept else pytest.mark.nightly) for row in rows]
+
+
 @contextmanager
 def everything_is_large() -> Iterator[None]:
     """The test models' tensors would all stay: they are small."""
@@ -84,9 +92,7 @@ def train_dropout(stage: int, units: dict[str, Any], precision: str, sections: l
     return [train_seeded(DROPOUT, {**base, "activation_checkpointing": section}) for section in sections]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("units", ("blocks", "groups"))
+@pytest.mark.parametrize(("stage", "units"), by_day("blocks", "groups"))
 def test_dropout_and_accumulation(stage: int, units: str) -> None:
     sections = [{}, *POLICIES.values()]
     for results in run_ranks(2, train_dropout, stage, UNITS[units], "fp32", sections):
@@ -94,9 +100,7 @@ def test_dropout_and_accumulation(stage: int, units: str) -> None:
             assert_same_bits(result, results[0], section)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("units", ("layers", "sized"))
+@pytest.mark.parametrize(("stage", "units"), by_day("layers", "sized"))
 def test_units_inside_the_blocks(stage: int, units: str) -> None:
     """The same but for the order of sums: a recomputation visits them all, so their first gradients come late."""
     sections = [{}, *POLICIES.values()]
