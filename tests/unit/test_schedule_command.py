@@ -17,6 +17,7 @@ from harness import patience
 from zerorun.errors import ScheduleError
 from zerorun.pipeline import cli
 from zerorun.pipeline.schedule import timeline
+from zerorun.pipeline.schedule.actions import ActionKind
 from zerorun.pipeline.schedule.schedules import SCHEDULES, make_schedule
 from zerorun.pipeline.schedule.simulate import Span, simulate
 from zerorun.pipeline.schedule.times import Times
@@ -111,9 +112,13 @@ def test_the_command_starts_without_torch_and_numpy() -> None:
 # -- pictures ----------------------------------------------------------------------------------------------------
 
 
-def rectangles(path: Path) -> Counter[str]:
-    """How many rectangles of each class an SVG has; "" are background, idle time and legend."""
-    return Counter(element.get("class", "") for element in ElementTree.parse(path).iter(f"{SVG}rect"))
+def texts(path: Path) -> list[str]:
+    return ["".join(element.itertext()) for element in ElementTree.parse(path).iter(f"{SVG}text")]
+
+
+def coloured(path: Path) -> Counter[str]:
+    """How many shapes of each colour an SVG has, the one of the legend included."""
+    return Counter(re.findall(r'<path d="[^"]*"[^>]*style="fill: (#[0-9a-f]{6})', path.read_text()))
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -121,46 +126,57 @@ def test_svg_has_every_action(kind: str, capsys: pytest.CaptureFixture[str], tmp
     path = tmp_path / "a.svg"
     run(capsys, *USUAL, "--kind", kind, "--svg", str(path))
     chunks = 2 if kind == "interleaved" else 1
-    found = rectangles(path)
-    kinds = {"zero_bubble": ("k0", "k2", "k3"), "forward_only": ("k0",)}.get(kind, ("k0", "k1"))
-    assert {name: count for name, count in found.items() if name} == dict.fromkeys(kinds, 32 * chunks)
-    texts = [element.text or "" for element in ElementTree.parse(path).iter(f"{SVG}text")]
-    assert any(text.startswith(kind) and "bubble" in text and "formula" in text for text in texts)
-    assert texts.count("7") == 4 * chunks * len(kinds)  # the number of a micro-batch, wherever there is room for it
+    kinds = {"zero_bubble": (0, 2, 3), "forward_only": (0,)}.get(kind, (0, 1))
+    colours = [colour for index, (_, colour) in enumerate(timeline._COLOURS.values()) if index in kinds]
+    found = coloured(path)
+    assert {colour: found[colour] for _, colour in timeline._COLOURS.values() if found[colour]} == dict.fromkeys(
+        colours, 32 * chunks + 1
+    )
+    assert any(text.startswith(kind) and "bubble" in text and "formula" in text for text in texts(path))
+    assert texts(path).count("7") == 4 * chunks * len(kinds)  # the number of a micro-batch, wherever there is room
 
 
 def test_svg_is_to_scale(tmp_path: Path) -> None:
     times = Times.make(2, (2, 3), 0.5, 0.5, 0.25)
     report = simulate(make_schedule("1f1b", 2, 1), times, record=True)
-    timeline.write_svg(tmp_path / "a.svg", [timeline.Panel("<a & b>", report, 1)])
-    bars = [e for e in ElementTree.parse(tmp_path / "a.svg").iter(f"{SVG}rect") if e.get("class") in ("k0", "k1")]
-    widths = [float(bar.get("width", "nan")) for bar in bars]
+    timeline.draw(tmp_path / "a.svg", [timeline.Panel("<a & b>", report, 1)], "svg")
+    assert "<a & b>" in texts(tmp_path / "a.svg")
+    shapes = re.findall(r'<path d="M ([\d.]+) [^"]*"[^>]*style="fill: (#[0-9a-f]{6})', (tmp_path / "a.svg").read_text())
+    outlines = re.findall(r'<path d="([^"]*)"[^>]*style="fill: #(?:4c78a8|54a24b)', (tmp_path / "a.svg").read_text())
+    assert shapes
+    places = [[float(x) for x in re.findall(r"[ML] ([\d.]+)", outline)] for outline in outlines[:4]]
+    starts, widths = [min(xs) for xs in places], [max(xs) - min(xs) for xs in places]
     assert widths == pytest.approx([widths[0], widths[0] / 2, widths[0] * 1.5, widths[0] / 2], abs=0.02)
-    starts = [float(bar.get("x", "nan")) for bar in bars]
     assert starts[2] - starts[0] == pytest.approx(widths[0] * 2.25 / 2, abs=0.02)
+
+
+def test_pictures_are_the_same_each_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("a.svg", "b.svg"):
+        run(capsys, *USUAL, "--svg", str(tmp_path / name))
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_forwards_that_take_no_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
     printed = run(capsys, *USUAL, "--kind", "forward_only", "--times", "0", "1", "1", "--svg", str(path))
     assert re.search(r"^forward_only +0 +0 +0\.0 +0 +0\.0 +0 +0$", printed, re.MULTILINE)
-    assert rectangles(path)["k0"] == 32
+    assert coloured(path)[timeline._COLOURS[ActionKind.FORWARD][1]] == 32 + 1
 
 
-def test_png_by_matplotlib(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     run(capsys, *USUAL, "--compare", "--png", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_png_without_matplotlib(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_pictures_without_matplotlib(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    said = refuse(capsys, *USUAL, "--png", str(tmp_path / "a.png"))
-    assert "Remedy: pip install matplotlib, or write an SVG" in said
+    said = refuse(capsys, *USUAL, option, str(tmp_path / "a"))
+    assert "Remedy: pip install matplotlib" in said
 
 
 # -- traces ------------------------------------------------------------------------------------------------------
@@ -170,7 +186,12 @@ def test_png_without_matplotlib(
 def test_measured_beside_simulated(kind: str, chunks: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = measured(kind, chunks=chunks)
     write_trace(tmp_path / "run.json", trace)
-    assert read_trace(tmp_path / "run.json") == trace
+    found = read_trace(tmp_path / "run.json")
+    assert [[span.action for span in row] for row in found.spans] == [[span.action for span in row] for row in trace.spans]
+    times = [[time for span in row for time in (span.start, span.end)] for row in trace.spans]
+    assert [[time for span in row for time in (span.start, span.end)] for row in found.spans] == [
+        pytest.approx(row, rel=0, abs=1e-9) for row in times
+    ]
     path = tmp_path / "a.svg"
     printed = run(capsys, "--measured", str(tmp_path / "run.json"), "--svg", str(path), "--json")
     simulated, real = json.loads(printed)["schedules"]
@@ -181,8 +202,7 @@ def test_measured_beside_simulated(kind: str, chunks: int, capsys: pytest.Captur
     assert real["formula_bubble"] == simulated["formula_bubble"]
     if (kind, chunks) == ("1f1b", 1):  # equal stages, and the simulation knows of no transfers
         assert simulated["bubble"] == pytest.approx(simulated["formula_bubble"])
-    texts = [element.text or "" for element in ElementTree.parse(path).iter(f"{SVG}text")]
-    titles = [text.split(":")[0] for text in texts if "makespan" in text]
+    titles = [text.split(":")[0] for text in texts(path) if "makespan" in text]
     assert titles == [f"{kind} simulated", f"{kind} measured"]
 
 
@@ -197,7 +217,7 @@ def test_medians_forget_a_hiccup() -> None:
 
 
 def change(place: str, value: Any) -> Any:
-    """A function that puts ``value`` (None: nothing) at a place such as "ranks/0/3/start"."""
+    """A function that puts ``value`` (None: nothing) at a place such as "traceEvents/3/ts"."""
 
     def apply(found: Any) -> None:
         *path, last = [int(part) if part.isdecimal() else part for part in place.split("/")]
@@ -211,29 +231,33 @@ def change(place: str, value: Any) -> Any:
     return apply
 
 
+FOURTH = "traceEvents/4"  # after the name of rank 0 and its first three forwards
+
+
 @pytest.mark.parametrize(
     ("breaks", "words"),
     [
-        (change("stages", None), "the file lacks 'stages'"),
-        (change("stages", 3), "ranks has 4 lists for 3 stages"),
-        (change("stages", True), "stages is True, and no whole number from 1 on"),
-        (change("micro_batches", 7.5), "micro_batches is 7.5"),
-        (change("kind", "2f2b"), "kind is '2f2b', and not one of naive"),
-        (change("ranks", {}), "ranks has no list for 4 stages"),
-        (change("ranks/2", 1), "ranks[2] is no list"),
-        (change("ranks/0/3", []), "ranks[0][3] is no object"),
-        (change("ranks/0/3/start", None), "ranks[0][3] lacks 'start'"),
-        (change("ranks/0/3/start", "0"), "ranks[0][3]: start is '0'"),
-        (change("ranks/0/3/start", float("nan")), "ranks[0][3]: start is nan"),
-        (change("ranks/0/3/end", 1), "ranks[0][3] ends at 1 s, before it starts"),
-        (change("ranks/0/3/start", 100.01), "ranks[0][3] starts at 100.01 s, while another action runs until"),
-        (change("ranks/0/3/kind", "f"), "ranks[0][3]: kind is 'f', and not one of F, B, I, W"),
-        (change("ranks/0/3/micro_batch", 8), "ranks[0][3]: micro_batch is 8, and no whole number from 0 on and below 8"),
-        (change("ranks/0/3/chunk", -1), "ranks[0][3]: chunk is -1"),
-        (change("ranks/0/3", None), "rank 0 has B of micro-batch 3, chunk 0, and not one F and one B, or one F, I and W"),
-        (change("ranks/1/0/micro_batch", 1), "rank 1 has B of micro-batch 0, chunk 0"),
-        (change("ranks/3", []), "rank 3 has nothing of micro-batch 0, chunk 0"),
-        (change("kind", "forward_only"), "rank 0 has BF of micro-batch 0, chunk 0, and not one F."),
+        (change("otherData", None), "the file lacks 'otherData'"),
+        (change("otherData/stages", None), "otherData lacks 'stages'"),
+        (change("otherData/stages", 3), "traceEvents[52]: tid is 3, and no whole number from 0 on and below 3"),
+        (change("otherData/stages", 5), "rank 4 has nothing of micro-batch 0, chunk 0"),
+        (change("otherData/stages", True), "stages is True, and no whole number from 1 on"),
+        (change("otherData/micro_batches", 7.5), "micro_batches is 7.5"),
+        (change("otherData/kind", "2f2b"), "kind is '2f2b', and not one of naive"),
+        (change("traceEvents", {}), "traceEvents is no list"),
+        (change(FOURTH, []), "traceEvents[4] is no object"),
+        (change(f"{FOURTH}/ts", None), "traceEvents[4] lacks 'ts'"),
+        (change(f"{FOURTH}/ts", "0"), "traceEvents[4]: ts is '0'"),
+        (change(f"{FOURTH}/ts", float("nan")), "traceEvents[4]: ts is nan"),
+        (change(f"{FOURTH}/dur", -1), "traceEvents[4]: dur is -1"),
+        (change(f"{FOURTH}/ts", 100.01e6), "action 3 of rank 0 starts at 100.01 s, while another one runs until"),
+        (change(f"{FOURTH}/cat", "f"), "traceEvents[4]: cat is 'f', and not one of F, B, I, W"),
+        (change(f"{FOURTH}/args", 7), "traceEvents[4]: args is no object"),
+        (change(f"{FOURTH}/args/micro_batch", 8), "traceEvents[4]: micro_batch is 8, and no whole number from 0 on and"),
+        (change(f"{FOURTH}/args/chunk", -1), "traceEvents[4]: chunk is -1"),
+        (change(FOURTH, None), "rank 0 has B of micro-batch 3, chunk 0, and not one F and one B, or one F, I and W"),
+        (change("traceEvents/18/args/micro_batch", 1), "rank 1 has B of micro-batch 0, chunk 0"),
+        (change("otherData/kind", "forward_only"), "rank 0 has BF of micro-batch 0, chunk 0, and not one F."),
     ],
 )
 def test_traces_that_are_none(breaks: Any, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -246,6 +270,19 @@ def test_traces_that_are_none(breaks: Any, words: str, capsys: pytest.CaptureFix
     assert f"trace {path}: " in said
     assert words in said
     assert "Remedy: record one whole optimizer step" in said
+
+
+def test_traces_are_what_viewers_open(tmp_path: Path) -> None:
+    """Complete events have a name, a category, a process, a thread, and times in microseconds; threads have names."""
+    write_trace(tmp_path / "run.json", measured())
+    found = json.loads((tmp_path / "run.json").read_text())
+    complete = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    assert len(complete) == 4 * 16
+    assert all({"name", "cat", "pid", "tid", "ts", "dur", "args"} == event.keys() - {"ph"} for event in complete)
+    first = complete[0]
+    assert (first["name"], first["ts"], first["dur"]) == ("F 0", pytest.approx(100.001e6), pytest.approx(19e3))
+    names = {event["tid"]: event["args"]["name"] for event in found["traceEvents"] if event["ph"] == "M"}
+    assert names == {rank: f"rank {rank}" for rank in range(4)}
 
 
 def test_a_trace_in_an_order_that_cannot_be(tmp_path: Path) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import zerorun
 from zerorun.errors import ScheduleError
+from zerorun.log import positive, run_command
 
 from .schedule.actions import FORWARD_ONLY, PipelineSchedule
 from .schedule.formulas import bubble, why_inexact
 from .schedule.schedules import INTERLEAVED, SCHEDULES, ZERO_BUBBLE, make_schedule
 from .schedule.simulate import Report, simulate
-from .schedule.timeline import Panel, check_drawable, write_png, write_svg
+from .schedule.timeline import Panel, check_drawable, draw
 from .schedule.times import Times
 from .schedule.trace import read_trace
 
@@ -70,38 +70,15 @@ class Case:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return the exit status."""
     args = build_parser().parse_args(argv)
-    try:
-        times, cases, micro_batches = _measured(args) if args.measured else _simulated(args)
-        _draw(args, cases, micro_batches)
-        if args.json:
-            _print([json.dumps(_as_json(times, cases, micro_batches), indent=2)])
-        else:
-            _print(_lines(times, cases, micro_batches))
-    except ScheduleError as error:
-        return _fail(str(error))
-    except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except KeyboardInterrupt:
-        return 130
-    except Exception:
-        traceback.print_exc()
-        return FAILED
-    return 0
+    return run_command("zerorun-schedule", FAILED, partial(_run, args))
 
 
-def _fail(message: str) -> int:
-    print("zerorun-schedule: error:", " ".join(message.split()), file=sys.stderr)
-    return FAILED
-
-
-def _print(lines: Iterable[str]) -> None:
-    """Print ``lines``, as many of them as somebody reads."""
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
+    times, cases, micro_batches = _measured(args) if args.measured else _simulated(args)
+    _draw(args, cases, micro_batches)
+    if args.json:
+        return 0, json.dumps(_as_json(times, cases, micro_batches), indent=2).splitlines()
+    return 0, _lines(times, cases, micro_batches)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------
@@ -116,31 +93,25 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--stages", type=_positive, metavar="P", help="ranks of the pipeline")
-    add("--micro-batches", type=_positive, metavar="M", help="micro-batches of a step")
+    add("--stages", type=positive, metavar="P", help="ranks of the pipeline")
+    add("--micro-batches", type=positive, metavar="M", help="micro-batches of a step")
     add("--kind", choices=SCHEDULES, help="the schedule (default: 1f1b)")
     add(
         "--chunks",
-        type=_positive,
+        type=positive,
         metavar="V",
         help=f"chunks of the model per rank (default: 2 with {INTERLEAVED}, else 1)",
     )
     add("--times", type=_numbers, nargs=3, metavar=("F", "B", "W"), help="forward, input gradient, weight gradient: 1 1 1")
     add("--transfer", type=_numbers, metavar="T", default=0.0, help="time that a message travels (default: 0)")
-    add("--limit", type=_positive, metavar="N", help=f"{ZERO_BUBBLE}: micro-batches that a rank may keep (default: P)")
+    add("--limit", type=positive, metavar="N", help=f"{ZERO_BUBBLE}: micro-batches that a rank may keep (default: P)")
     add("--compare", nargs="*", choices=_TRAINING, metavar="KIND", help="these schedules, or all that train, side by side")
     add("--measured", metavar="TRACE", help="a measured run (JSON), beside its lists simulated with its median times")
-    add("--svg", metavar="FILE", help="draw the timeline")
-    add("--png", metavar="FILE", help="draw the timeline with matplotlib")
+    add("--svg", metavar="FILE", help="draw the timeline (with matplotlib)")
+    add("--png", metavar="FILE", help="draw the timeline (with matplotlib)")
     add("--json", action="store_true", help="print the numbers as JSON")
     add("--version", action="version", version=f"zerorun {zerorun.__version__}")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
-    return int(text)
 
 
 def _numbers(text: str) -> float | tuple[float, ...]:
@@ -220,9 +191,9 @@ def _draw(args: argparse.Namespace, cases: Sequence[Case], micro_batches: int) -
         title += f"bubble {case.percent:.1f} %{formula}, at most {_kept(case, report.peak_kept)} micro-batches kept"
         panels.append(Panel(title, report, case.chunks))
     if args.svg:
-        write_svg(args.svg, panels)
+        draw(args.svg, panels, "svg")
     if args.png:
-        write_png(args.png, panels)
+        draw(args.png, panels, "png")
 
 
 def _kept(case: Case, peaks: Sequence[int]) -> str:

@@ -1,11 +1,13 @@
-"""Traces: what a run really did, as a JSON file. Read with all that can be wrong with it, and written.
+"""Traces: what a run really did, as a JSON file that Perfetto and ``chrome://tracing`` open.
 
-    {"stages": 2, "micro_batches": 4, "kind": "1f1b", "chunks": 1,
-     "ranks": [[{"kind": "F", "micro_batch": 0, "chunk": 0, "start": 0.012, "end": 0.031}, ...], ...]}
+    {"otherData": {"stages": 2, "micro_batches": 4, "kind": "1f1b", "chunks": 1},
+     "traceEvents": [{"ph": "X", "name": "F 0", "cat": "F", "pid": 0, "tid": 0, "ts": 12000, "dur": 19000,
+                      "args": {"micro_batch": 0, "chunk": 0}}, ...]}
 
-``ranks`` has one list for each stage, in the order in which the rank computed. Times are seconds, from one zero for all.
-Kinds are F (forward), B (backward), I and W (input and weight gradient of a split backward). One optimizer step makes a
-trace: each micro-batch and chunk has one F and, unless the kind is "forward_only", one B or one I and one W.
+The format is Chrome's (Trace Event Format, Google, 2016). ``tid`` is the stage; its events come in the order in which it
+computed. Times are microseconds, from one zero for all. ``cat`` is F (forward), B (backward), I or W (input and weight
+gradient of a split backward); events of other phases than "X" say nothing here. One optimizer step makes a trace: each
+micro-batch and chunk has one F and, unless the kind is "forward_only", one B or one I and one W.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ LETTERS = {
 }
 _LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
 _REMEDY = "Remedy: record one whole optimizer step on all ranks, with clocks that have one zero."
+_MICRO = 1e6  # microseconds in a second
 _OVERLAP_SECONDS = 1e-6  # a clock's resolution: a span may begin this much before the one before it ends
 
 
@@ -99,21 +102,16 @@ def _peaks(spans: Sequence[Span], trains: bool) -> tuple[int, int]:
 
 def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     """Write ``trace`` as JSON. Raises OSError."""
-    ranks = [
-        [
-            {
-                "kind": _LETTER_OF[span.action.kind],
-                "micro_batch": span.action.micro_batch,
-                "chunk": span.action.chunk,
-                "start": span.start,
-                "end": span.end,
-            }
-            for span in spans
-        ]
-        for spans in trace.spans
-    ]
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(trace.spans):
+        place = {"pid": 0, "tid": rank}
+        events.append({"ph": "M", "name": "thread_name", **place, "args": {"name": f"rank {rank}"}})
+        for (kind, micro_batch, chunk), start, end in spans:
+            letter, where = _LETTER_OF[kind], {"micro_batch": micro_batch, "chunk": chunk}
+            times = {"ts": start * _MICRO, "dur": (end - start) * _MICRO}
+            events.append({"ph": "X", "name": f"{letter} {micro_batch}", "cat": letter, **place, **times, "args": where})
     head = {"stages": trace.stages, "micro_batches": trace.micro_batches, "kind": trace.kind, "chunks": trace.chunks}
-    Path(path).write_text(json.dumps({**head, "ranks": ranks}), encoding="utf-8")
+    Path(path).write_text(json.dumps({"otherData": head, "traceEvents": events}), encoding="utf-8")
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
@@ -129,21 +127,25 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
 
 
 def _trace(found: Any) -> Trace:
-    head = _fields(found, ("stages", "micro_batches", "kind", "chunks", "ranks"), "the file")
-    counts = {name: _whole(head[name], name, 1) for name in ("stages", "micro_batches", "chunks")}
-    kind, ranks = head["kind"], head["ranks"]
-    if kind not in SCHEDULES:
-        raise ScheduleError(f"kind is {kind!r}, and not one of {', '.join(SCHEDULES)}.")
-    if not isinstance(ranks, list) or len(ranks) != counts["stages"]:
-        size = f"{len(ranks)} lists" if isinstance(ranks, list) else "no list"
-        raise ScheduleError(f"ranks has {size} for {counts['stages']} stages.")
-    spans = []
-    for rank, entries in enumerate(ranks):
-        if not isinstance(entries, list):
-            raise ScheduleError(f"ranks[{rank}] is no list.")
-        spans.append(tuple(_span(entry, f"ranks[{rank}][{place}]", counts) for place, entry in enumerate(entries)))
-        _check_rank(spans[-1], rank, kind, counts)
-    return Trace(kind, counts["stages"], counts["micro_batches"], counts["chunks"], tuple(spans))
+    found = _fields(found, ("otherData", "traceEvents"), "the file")
+    head, events = (
+        _fields(found["otherData"], ("stages", "micro_batches", "kind", "chunks"), "otherData"),
+        found["traceEvents"],
+    )
+    counts = {name: _whole(head[name], f"otherData: {name}", 1) for name in ("stages", "micro_batches", "chunks")}
+    if head["kind"] not in SCHEDULES:
+        raise ScheduleError(f"otherData: kind is {head['kind']!r}, and not one of {', '.join(SCHEDULES)}.")
+    if not isinstance(events, list):
+        raise ScheduleError("traceEvents is no list.")
+    spans: list[list[Span]] = [[] for _ in range(counts["stages"])]
+    for number, event in enumerate(events):
+        place = f"traceEvents[{number}]"
+        if _fields(event, ("ph",), place)["ph"] == "X":
+            rank = _whole(_fields(event, ("tid",), place)["tid"], f"{place}: tid", 0, counts["stages"])
+            spans[rank].append(_span(event, place, counts))
+    for rank, row in enumerate(spans):
+        _check_rank(row, rank, head["kind"], counts)
+    return Trace(head["kind"], counts["stages"], counts["micro_batches"], counts["chunks"], tuple(map(tuple, spans)))
 
 
 def _fields(found: Any, names: tuple[str, ...], place: str) -> dict[str, Any]:
@@ -162,18 +164,20 @@ def _whole(value: Any, place: str, least: int, below: float = math.inf) -> int:
     return value
 
 
-def _span(entry: Any, place: str, counts: dict[str, int]) -> Span:
-    entry = _fields(entry, ("kind", "micro_batch", "chunk", "start", "end"), place)
-    if entry["kind"] not in LETTERS:
-        raise ScheduleError(f"{place}: kind is {entry['kind']!r}, and not one of {', '.join(LETTERS)}.")
-    micro_batch = _whole(entry["micro_batch"], f"{place}: micro_batch", 0, counts["micro_batches"])
-    chunk = _whole(entry["chunk"], f"{place}: chunk", 0, counts["chunks"])
-    for name in ("start", "end"):
-        if type(entry[name]) not in (int, float) or not math.isfinite(entry[name]):
-            raise ScheduleError(f"{place}: {name} is {entry[name]!r}, and no time in seconds.")
-    if entry["end"] < entry["start"]:
-        raise ScheduleError(f"{place} ends at {entry['end']} s, before it starts at {entry['start']} s.")
-    return Span(Action(LETTERS[entry["kind"]], micro_batch, chunk), float(entry["start"]), float(entry["end"]))
+def _span(event: Any, place: str, counts: dict[str, int]) -> Span:
+    event = _fields(event, ("cat", "ts", "dur", "args"), place)
+    if event["cat"] not in LETTERS:
+        raise ScheduleError(f"{place}: cat is {event['cat']!r}, and not one of {', '.join(LETTERS)}.")
+    where = _fields(event["args"], ("micro_batch", "chunk"), f"{place}: args")
+    micro_batch = _whole(where["micro_batch"], f"{place}: micro_batch", 0, counts["micro_batches"])
+    chunk = _whole(where["chunk"], f"{place}: chunk", 0, counts["chunks"])
+    for name in ("ts", "dur"):
+        if type(event[name]) not in (int, float) or not math.isfinite(event[name]):
+            raise ScheduleError(f"{place}: {name} is {event[name]!r}, and no time in microseconds.")
+    if event["dur"] < 0:
+        raise ScheduleError(f"{place}: dur is {event['dur']}, and less than no time.")
+    action = Action(LETTERS[event["cat"]], micro_batch, chunk)
+    return Span(action, event["ts"] / _MICRO, (event["ts"] + event["dur"]) / _MICRO)
 
 
 def _check_rank(spans: Sequence[Span], rank: int, kind: str, counts: dict[str, int]) -> None:
@@ -183,7 +187,7 @@ def _check_rank(spans: Sequence[Span], rank: int, kind: str, counts: dict[str, i
     for place, span in enumerate(spans):
         if span.start < end - _OVERLAP_SECONDS:
             raise ScheduleError(
-                f"ranks[{rank}][{place}] starts at {span.start} s, while another action runs until {end} s."
+                f"action {place} of rank {rank} starts at {span.start} s, while another one runs until {end} s."
             )
         end = span.end
         done.setdefault((span.action.micro_batch, span.action.chunk), []).append(_LETTER_OF[span.action.kind])
