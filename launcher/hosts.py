@@ -13,14 +13,13 @@ The order of ranks is that of the hostfile, whatever the order in a filter.
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from zerorun.errors import LaunchError
+from zerorun.errors import LaunchError, did_you_mean
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%-]+")  # also IPv6 addresses, with or without a zone
 _USER = re.compile(r"(?!-)[A-Za-z0-9_.-]+")
@@ -187,7 +186,8 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, fr
             for name in names:
                 host = known.get(name)
                 if host is None:
-                    raise ValueError(f"no host {name!r}.{_suggestion(name, known)} Hosts: {_names(hosts)}.")
+                    hint = " ".join([f"no host {name!r}.", did_you_mean(name, known)]).rstrip()
+                    raise ValueError(f"{hint} Hosts: {_names(hosts)}.")
                 _check_slots(host, slots)
                 before = named.get(name, frozenset())
                 named[name] = None if slots is None or before is None else before | slots
@@ -227,11 +227,6 @@ def _check_slots(host: Host, slots: frozenset[int] | None) -> None:
     missing = sorted(slots - set(host.slots))
     if missing:
         raise ValueError(f"host {host.name!r} has slots 0 to {len(host.slots) - 1}, not {missing[0]}.")
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1)
-    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _names(hosts: Sequence[Host]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -101,3 +102,24 @@ class LaunchError(ZerorunError, RuntimeError):
 
 class ScheduleError(ZerorunError, ValueError):
     """A pipeline schedule cannot be made as asked, or cannot be run as it stands."""
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """The known words that ``word`` was most likely meant to be, best first; several when they are equally near."""
+    from difflib import SequenceMatcher  # only needed when something is wrong
+
+    least = 0.5 if len(word) <= 3 else 0.65
+    matcher = SequenceMatcher(None, "", word[:80].lower())
+    scored = []
+    for candidate in known:
+        matcher.set_seq1(candidate.lower())
+        if matcher.real_quick_ratio() >= least and matcher.quick_ratio() >= least:
+            scored.append((matcher.ratio(), candidate))
+    scored.sort(reverse=True)
+    return [candidate for score, candidate in scored[:3] if score >= max(least, scored[0][0] - 0.05)]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question with the nearest of the known words; empty if none is near."""
+    likely = nearest(word, known)
+    return "Did you mean " + " or ".join(f'"{candidate}"' for candidate in likely) + "?" if likely else ""

@@ -1,9 +1,15 @@
-"""Logging: one logger, the rank in its formatter, and a warning that is given once."""
+"""What zerorun tells people: one logger, warnings that are given once, and what its commands print and how they end."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+
+from zerorun.errors import ZerorunError
 
 logger = logging.getLogger("zerorun")
 _warned: set[str] = set()
@@ -15,14 +21,6 @@ class _RankFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         record.rank = os.environ.get("RANK", "0")
         return super().format(record)
-
-
-def in_bytes(count: float) -> str:
-    """``count`` bytes with the largest unit that leaves at least one: "1.5 KiB"."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >= 2**power:
-            return f"{count / 2**power:.1f} {unit}"
-    return f"{count:.0f} bytes"
 
 
 def setup_logging(level: int = logging.INFO) -> None:
@@ -53,3 +51,66 @@ def warn_once(message: str) -> None:
     if message not in _warned and is_rank_zero():
         logger.warning(message)
     _warned.add(message)
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+def run_command(program: str, failed: int, command: Callable[[], tuple[int, Iterable[str]]]) -> int:
+    """Print the lines that ``command`` gives, and return its exit status.
+
+    An error is one line on stderr and the status ``failed``, which Python's own status, 1, must not stand for.
+    """
+    try:
+        status, lines = command()
+        print_lines(lines)
+    except ZerorunError as error:
+        return _fail(program, failed, str(error))
+    except OSError as error:
+        return _fail(program, failed, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return failed
+    return status
+
+
+def _fail(program: str, status: int, message: str) -> int:
+    print(f"{program}: error:", printable(" ".join(message.split())), file=sys.stderr)
+    return status
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print ``lines``, as many of them as somebody reads."""
+    try:
+        for line in lines:
+            print(printable(line))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+
+
+def printable(text: str) -> str:
+    """A line as a terminal may have it, whatever names a file has put into it."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
+
+
+def positive(text: str) -> int:
+    """An argument that is a whole number from 1 on."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 host``, ``3,000 hosts``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def in_bytes(count: float) -> str:
+    """``count`` bytes with the largest unit that leaves at least one: ``1.5 KiB``."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(count) >= 2**power:
+            return f"{count / 2**power:.1f} {unit}"
+    return f"{count:.0f} bytes"

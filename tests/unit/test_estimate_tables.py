@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import zerorun
 from zerorun.errors import ConfigError, TopologyError
-from zerorun.memory.estimate import show
+from zerorun.log import in_bytes
 
 GB = 10**9
 
@@ -218,7 +218,7 @@ def test_it_says_what_slots_are_and_what_a_node_needs_with_init() -> None:
     assert "slots (units in use, embedding, head)" in str(found)
     assert found.node_host_with_init_bytes == 8 * max(found.host_bytes, found.start_up_with_init.host)
     assert found.node_host_with_init_bytes < found.node_host_bytes
-    assert f"host memory of one node with zero.Init() {show(found.node_host_with_init_bytes):>15}" in str(found)
+    assert f"host memory of one node with zero.Init() {in_bytes(found.node_host_with_init_bytes):>15}" in str(found)
 
 
 def test_activations_are_added_to_the_peak() -> None:

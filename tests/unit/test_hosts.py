@@ -90,7 +90,7 @@ def test_filters_by_hand() -> None:
     assert slots_of(select(hosts, exclude="w[0-1]:1-3 @ w2")) == {"w0": (0,), "w1": (0,), "x": None}
     assert slots_of(select(hosts, "w0:0@w0@w1:0@w1:3,0")) == {"w0": every, "w1": (0, 3)}
     assert select(hosts) == hosts
-    with pytest.raises(LaunchError, match=r"no host 'node-5'\. Did you mean 'node-4'"):
+    with pytest.raises(LaunchError, match=r"no host 'node-5'\. Did you mean \"node-4\""):
         select(hosts_of("node-4"), "node-5")
 
 

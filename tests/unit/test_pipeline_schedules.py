@@ -215,7 +215,7 @@ def test_codes_and_peers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"kind": "1f1v"}, ["'1f1v' is unknown", "Did you mean '1f1b'?", "zero_bubble"]),
+        ({"kind": "1f1v"}, ["'1f1v' is unknown", 'Did you mean "1f1b"?', "zero_bubble"]),
         ({"stages": 0}, ["stages = 0 is too few", "Remedy: give 1 or more"]),
         ({"micro_batches": -1}, ["micro_batches = -1"]),
         ({"kind": "zero_bubble", "limit": 0}, ["limit = 0"]),

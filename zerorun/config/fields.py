@@ -234,21 +234,6 @@ StepsPerPrint = Annotated[float, BeforeValidator(_steps_per_print)]
 LowerCase = BeforeValidator(_lower)
 
 
-def nearest(word: str, known: list[str]) -> list[str]:
-    """The known words that ``word`` was most likely meant to be, best first; several when they are equally near."""
-    from difflib import SequenceMatcher  # only needed when something is wrong
-
-    least = 0.5 if len(word) <= 3 else 0.65
-    matcher = SequenceMatcher(None, "", word[:80].lower())
-    scored = []
-    for candidate in known:
-        matcher.set_seq1(candidate.lower())
-        if matcher.real_quick_ratio() >= least and matcher.quick_ratio() >= least:
-            scored.append((matcher.ratio(), candidate))
-    scored.sort(reverse=True)
-    return [candidate for score, candidate in scored[:3] if score >= max(least, scored[0][0] - 0.05)]
-
-
 def quoted_words(text: str) -> list[str]:
     """The words in single quotes that pydantic lists as allowed values."""
     return re.findall(r"'([^']*)'", text)

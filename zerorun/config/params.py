@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail, nearest
-from zerorun.errors import ConfigProblem
+from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
+from zerorun.errors import ConfigProblem, did_you_mean
 
 
 def _betas(value: object) -> list[float]:
@@ -351,10 +351,7 @@ def wrong_name(section: str, name: str, params: dict[str, Any]) -> ConfigProblem
 
 def _unknown_name(section: str, name: str) -> ConfigProblem:
     known = list(_kinds(section))
-    likely = nearest(name, known)
-    remedy = f"Use one of {', '.join(known)}."
-    if likely:
-        remedy = "Did you mean " + " or ".join(f'"{word}"' for word in likely) + "?"
+    remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}."
     return ConfigProblem(f"{section}.type", name, f"no {section} has this name.", remedy)
 
 

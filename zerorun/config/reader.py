@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from zerorun.config.fields import NOT_ENABLED, ConfigNote, Feature, Section, nearest, quoted_words, section_of
+from zerorun.config.fields import NOT_ENABLED, ConfigNote, Feature, Section, quoted_words, section_of
 from zerorun.config.params import ScheduleParams, find_kind
 from zerorun.config.schema import Config, Optimizer, Scheduler
-from zerorun.errors import ConfigProblem
+from zerorun.errors import ConfigProblem, did_you_mean
 
 AUTO = "auto"
 _LEFT_OFF = '"auto" leaves it off.'
@@ -147,9 +147,8 @@ class ConfigReader:
         for word, item in entries.items():
             if word in known or is_comment(word):
                 continue
-            likely = nearest(word, known if feature.keys else ["enabled"])
-            if feature.keys or likely:
-                self._add(f"{path}.{word}", item, "is not a known key.", _did_you_mean(likely, known))
+            if feature.keys or did_you_mean(word, ["enabled"]):
+                self._add(f"{path}.{word}", item, "is not a known key.", _one_of(word, known))
         switch = entries.get("enabled")
         if switch is not None and not isinstance(switch, bool) and switch != AUTO:
             self._add(f"{path}.enabled", switch, "must be true or false.", "Write false, or remove the section.")
@@ -167,14 +166,12 @@ class ConfigReader:
 
     def _unknown(self, model: type[Section], path: str, word: str, value: object) -> None:
         known = [*model.spellings(), *model.features]
-        likely = nearest(word, known)
         remedy = _KNOWN_MISTAKES.get(path + word)
         if remedy is None and (homes := [home for home in _homes().get(word, ()) if home != path + word]):
-            remedy = f"It belongs elsewhere: write it as {' or '.join(homes[:3])}."
-            if likely:
-                remedy += " Or " + _did_you_mean(likely, known)[0].lower() + _did_you_mean(likely, known)[1:]
+            question = did_you_mean(word, known).replace("Did", " Or did", 1)
+            remedy = f"It belongs elsewhere: write it as {' or '.join(homes[:3])}.{question}"
         where = path.rstrip(".") or "the top level"
-        self._add(path + word, value, f"is not a known key of {where}.", remedy or _did_you_mean(likely, known))
+        self._add(path + word, value, f"is not a known key of {where}.", remedy or _one_of(word, known))
 
     def _validate(self, model: type[_S], cleaned: dict[str, Any], path: str) -> _S:
         """Build the model; on errors, note them, drop what caused them and build it from the rest."""
@@ -214,9 +211,8 @@ def _explain(entry: Any) -> tuple[str, str]:
         return f"must be {word[kind[0]]} {bound}.", f"Use a number that is {word[kind[0]]} {bound}."
     if kind == "literal_error":
         allowed = quoted_words(context["expected"])
-        likely = nearest(entry["input"], allowed) if isinstance(entry["input"], str) else []
-        remedy = f"Did you mean {likely[0]!r}?" if likely else "Use one of " + ", ".join(map(repr, allowed)) + "."
-        return f"is not one of {', '.join(map(repr, allowed))}.", remedy
+        words = ", ".join(map(repr, allowed))
+        return f"is not one of {words}.", did_you_mean(str(entry["input"]), allowed) or f"Use one of {words}."
     if kind == "missing":
         return "is required.", "Add it, or remove the section."
     if kind in ("tuple_type", "list_type"):
@@ -226,11 +222,10 @@ def _explain(entry: Any) -> tuple[str, str]:
     return f"is not valid ({entry['msg']}).", "Correct it, or remove the key."
 
 
-def _did_you_mean(likely: list[str], known: list[str]) -> str:
-    if likely:
-        return "Did you mean " + " or ".join(f'"{word}"' for word in likely) + "?"
+def _one_of(word: str, known: list[str]) -> str:
+    """What to do about a key that is not among the ``known`` ones."""
     some = ", ".join(sorted(set(known))[:12]) + (", ..." if len(known) > 12 else "")
-    return f"Remove it, or put _ in front to keep it as a comment. Known keys: {some}."
+    return did_you_mean(word, known) or f"Remove it, or put _ in front to keep it as a comment. Known keys: {some}."
 
 
 def _any_enabled(entries: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..log import counted
 from .process_topology import ProcessTopology
 
 _MOST_ROWS, _FIRST_ROWS = 16, 12  # more rows than the first are shown as the first 12 and the last two
@@ -20,7 +21,7 @@ def draw(ranks: ProcessTopology, ranks_per_host: int | None = None) -> str:
     ``ranks_per_host`` it shows hosts as well. What is too long is cut in the middle, and says how much is missing.
     """
     degrees = " x ".join(f"{axis} {dim}" for axis, dim in zip(ranks.axes, ranks.dims, strict=True))
-    title = f"{_count(ranks.world_size(), 'rank')} = {degrees}; ranks rise fastest along tensor"
+    title = f"{counted(ranks.world_size(), 'rank')} = {degrees}; ranks rise fastest along tensor"
     return "\n".join([title, "", *_grid(ranks, ranks_per_host), "", *_table(ranks)])
 
 
@@ -43,7 +44,7 @@ def _grid(ranks: ProcessTopology, ranks_per_host: int | None) -> Iterator[str]:
     yield ""
     yield "A cell is a tensor group, a row holds one copy of its stage's states."
     if ranks_per_host:
-        yield f"A bar stands where another host of {_count(ranks_per_host, 'rank')} begins."
+        yield f"A bar stands where another host of {counted(ranks_per_host, 'rank')} begins."
 
 
 def _cells(columns: Sequence[int | None], first: int, tensor: int, width: int, ranks_per_host: int | None) -> str:
@@ -87,7 +88,3 @@ def _shown(count: int, most: int, first: int) -> list[int | None]:
     if count <= most:
         return list(range(count))
     return [*range(first), None, *range(count - _LAST, count)]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -16,6 +16,7 @@ from ..distributed.device import CPU, GPU, default_device
 from ..distributed.transport import peer_memory
 from ..distributed.transports import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
+from ..log import in_bytes
 from ..plan.ledger import planned_bytes, total_of, with_states
 from ..plan.make import planned_topology
 from ..plan.optimizer_states import OptimizerStates
@@ -122,7 +123,7 @@ class Estimate:
             f"stage {self.stage}, {degrees if self.pipe * self.tensor > 1 else ''}{self.world_size} ranks "
             f"({self.ranks_per_node} on a node, {self.transport}), "
             f"{self.parameters:,} parameters; the rank that holds the most{where}, on {self.device}:",
-            *(f"  {_MEANING.get(kind, kind):<44}{show(size):>12}" for kind, size in self.kinds.items() if size),
+            *(f"  {_MEANING.get(kind, kind):<44}{in_bytes(size):>12}" for kind, size in self.kinds.items() if size),
         ]
         backward = self.gradients_in_backward + self.activation_bytes
         rows = {
@@ -134,16 +135,8 @@ class Estimate:
             "host memory of one node, at its peak": self.node_host_bytes,
             "host memory of one node with zero.Init()": self.node_host_with_init_bytes,
         }
-        lines += [f"  {what:<44}{show(size):>12}" for what, size in rows.items()]
+        lines += [f"  {what:<44}{in_bytes(size):>12}" for what, size in rows.items()]
         return "\n".join([*lines, *self.notes])
-
-
-def show(size: int) -> str:
-    """``size`` bytes for people."""
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"
 
 
 def estimate_memory(

@@ -21,6 +21,7 @@ from ..distributed.device import free_bytes, name_of, on_host
 from ..distributed.topology import Topology
 from ..distributed.transports import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
+from ..log import in_bytes
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.ledger import planned_bytes, total_of, with_states
@@ -29,7 +30,7 @@ from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
 from ..plan.sharding_plan import ShardingPlan
 from ..zero.init import part_of
-from .estimate import held_whole, show
+from .estimate import held_whole
 from .limits import Limit, cgroup_path, host_limits, node_name
 from .start_up import Bytes, Holding, heaviest_rank, never_written, start_up
 
@@ -147,13 +148,13 @@ class Fitting:
         """What there is too little of, in words."""
         free = self._free_on_device
         if free is not None and device > free:
-            return f"{self._device} needs {show(device)} more, and has {show(free)} free"
+            return f"{self._device} needs {in_bytes(device)} more, and has {in_bytes(free)} free"
         for limit in self._limits:
             inside = [demand.host for demand in near if limit.cgroup in ("/", demand.cgroup) or _around(limit, demand)]
             needed = virtual if limit.cgroup is None else sum(inside)
             who = "this rank needs" if limit.cgroup is None else f"{len(inside)} ranks of node {self.demand.node} need"
             if needed > limit.available:
-                return f"{who} {show(needed)} more, and {limit.name} leaves {show(limit.available)}"
+                return f"{who} {in_bytes(needed)} more, and {limit.name} leaves {in_bytes(limit.available)}"
         return None
 
     @cached_property
@@ -162,7 +163,7 @@ class Fitting:
 
     def _refusal(self, short: str, near: list[Demand], sharing: int) -> str:
         kinds = planned_bytes(self._plan)
-        table = "\n".join(f"  {kind:<20}{show(size):>12}" for kind, size in kinds.items() if size)
+        table = "\n".join(f"  {kind:<20}{in_bytes(size):>12}" for kind, size in kinds.items() if size)
         choice = self._nearest(near, sharing)
         remedy = "free memory, or use a smaller model: no stage, placement or number of ranks would fit."
         if choice is not None:
@@ -175,7 +176,7 @@ class Fitting:
         return (
             f"the training does not fit into memory: {short}. Nothing has been allocated{untouched}. "
             f"This rank would hold, apart from activations:\n{table}\n"
-            f"  of which {show(self._held.both)} are there already, as the module's parameters and buffers.\n"
+            f"  of which {in_bytes(self._held.both)} are there already, as the module's parameters and buffers.\n"
             f"Remedy: {remedy} ZERORUN_MEMORY_CHECK=0 switches this check off."
         )
 

@@ -11,7 +11,6 @@ A :class:`Schedule` writes those numbers into the parameter groups of an optimiz
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from dataclasses import dataclass, fields
@@ -19,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from zerorun.errors import ConfigError, ConfigProblem, ModelError
+from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
 from zerorun.log import warn_once
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -313,11 +312,8 @@ def build_schedule(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     return LRSchedule(optimizer, formula, start)
 
 
-def _nearest(name: str, known: list[str]) -> str:
-    """Advice that names the known names most like ``name``, or all of them."""
-    by_lower = {item.lower(): item for item in known}
-    close = [by_lower[item] for item in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)]
-    return f"Did you mean {' or '.join(close)}?" if close else f"Use one of {', '.join(known)}."
+def _instead(name: str, known: list[str]) -> str:
+    return did_you_mean(name, known) or f"Use one of {', '.join(known)}."
 
 
 def _formula_problems(name: str, params: dict[str, Any], error: ValidationError) -> list[ConfigProblem]:
@@ -328,7 +324,7 @@ def _formula_problems(name: str, params: dict[str, Any], error: ValidationError)
         key = str(detail["loc"][0])
         value = params.get(key)
         if detail["type"] == "unexpected_keyword_argument":
-            reason, remedy = f"{name} has no such parameter.", _nearest(key, known)
+            reason, remedy = f"{name} has no such parameter.", _instead(key, known)
         elif detail["type"] == "missing":
             reason, remedy = f"{name} needs this parameter.", "Add it."
         elif value == "auto":
@@ -363,13 +359,13 @@ def _build_torch(type: str, params: dict[str, Any], optimizer: Any) -> Any:
         reason = "needs a metric in every step(), which a schedule driven by optimizer steps does not have."
         raise ConfigError([ConfigProblem("scheduler.type", type, reason, "Build and step it in the training loop.")])
     if name is None:
-        remedy = _nearest(type, [*FORMULAS, *usable])
+        remedy = _instead(type, [*FORMULAS, *usable])
         raise ConfigError([ConfigProblem("scheduler.type", type, "no schedule has this name.", remedy)])
     scheduler_class = getattr(lr_scheduler, name)
     accepted = inspect.signature(scheduler_class).parameters
     known = [item for item in accepted if item != "optimizer"]
     problems = [
-        ConfigProblem(f"scheduler.params.{key}", value, f"{name} has no such parameter.", _nearest(key, known))
+        ConfigProblem(f"scheduler.params.{key}", value, f"{name} has no such parameter.", _instead(key, known))
         for key, value in params.items()
         if key not in known
     ]

@@ -7,7 +7,6 @@ unless told otherwise.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerorun.distributed.device import CPU, GPU
-from zerorun.errors import ConfigError, ConfigProblem, ModelError
+from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
 from zerorun.log import warn_once
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import SinglePassOptimizer
@@ -213,10 +212,8 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
         reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
     if lower not in classes:
-        known = {"adam": "Adam", **{key: value.__name__ for key, value in classes.items() if key != "adam"}}
-        close = difflib.get_close_matches(lower, known, n=3, cutoff=0.6)
-        names = [known[key] for key in close] or sorted(known.values())
-        remedy = f"Did you mean {' or '.join(names)}?" if close else f"Use one of {', '.join(names)}."
+        known = sorted(["Adam", *(value.__name__ for key, value in classes.items() if key != "adam")])
+        remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}."
         raise ConfigError([ConfigProblem("optimizer.type", name, "no optimizer has this name.", remedy)])
     if classes[lower] in _UNUSABLE:
         reason, remedy = _UNUSABLE[classes[lower]]
@@ -255,8 +252,7 @@ def _keywords(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
 
 def _unknown_param(optimizer_class: Any, key: str, value: object, allowed: list[str]) -> ConfigProblem:
     reason = f"{optimizer_class.__name__} has no such parameter."
-    close = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6)
-    remedy = (f"Did you mean {close[0]}? " if close else "") + f"Allowed: {', '.join(allowed)}."
+    remedy = f"{did_you_mean(key, allowed)} Allowed: {', '.join(allowed)}.".lstrip()
     return ConfigProblem(f"optimizer.params.{key}", value, reason, remedy)
 
 

@@ -21,9 +21,10 @@ from zerorun.launcher.cli import build_parser as launcher_parser
 from zerorun.launcher.cli import choose_hosts, in_allocation, own_names, parse_args
 from zerorun.launcher.facts import visible_gpus
 from zerorun.launcher.hosts import Host, limit_slots
+from zerorun.log import counted, positive
 
 from . import collect, findings, live, page
-from .finding import NOTE, Finding, counted
+from .finding import NOTE, Finding
 
 CANNOT_TRAIN = 2
 RANKS_WITHOUT_GPU = 2
@@ -75,11 +76,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("-H", "--hostfile", metavar="FILE", help="lines such as: node1 slots=8 (user=NAME port=N); # comments")
     add("-i", "--include", default="", metavar="FILTER", help="only these hosts and slots: node1@node2:0,2")
     add("-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
-    add("--num-nodes", type=_positive, metavar="N", help="the first N hosts")
-    add("--nproc-per-node", type=_positive, metavar="N", help="ranks of a host (default: its slots; GPUs, else 2, here)")
+    add("--num-nodes", type=positive, metavar="N", help="the first N hosts")
+    add("--nproc-per-node", type=positive, metavar="N", help="ranks of a host (default: its slots; GPUs, else 2, here)")
     add("--launcher", choices=("local", *CARRIERS), help="how to reach hosts (default: as the zerorun command)")
     add("--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun, pdsh or mpirun")
-    add("--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
+    add("--ssh-port", type=positive, metavar="PORT", help="port of the hosts' ssh servers")
     add("--master-addr", metavar="ADDR", help="rendezvous address (default: the first host's own)")
     add("--python", metavar="PATH", help="Python on the other hosts (default: the path of this one)")
     add("--quick", action="store_true", help="small messages only")
@@ -89,12 +90,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="everything as one JSON object")
     add("--version", action="version", version=f"zerorun {zerorun.__version__}")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

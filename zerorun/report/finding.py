@@ -37,11 +37,6 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {listed([str(rank) for rank in ranks], 12)}"
 
 
-def counted(number: int, noun: str) -> str:
-    """``1 host``, ``3 hosts``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def gibibytes(size: float) -> str:
     """``512 MiB``, ``3.5 GiB``, ``1511 GiB``."""
     if size < 1 << 30:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-from .finding import ERROR, NOTE, WARNING, Finding, counted, gibibytes, listed
+from zerorun.log import counted
+
+from .finding import ERROR, NOTE, WARNING, Finding, gibibytes, listed
 from .findings import versions_of
 
 WIDTH = 80  # columns

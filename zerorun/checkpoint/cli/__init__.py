@@ -6,16 +6,15 @@ import argparse
 import importlib
 import json
 import math
-import os
 import re
 import signal
 import sys
-import traceback
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import zerorun
-from zerorun.errors import CheckpointError
+from zerorun.log import run_command
 
 FAILED = 2
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -51,44 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # so that half a directory is deleted, as after Ctrl-C
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _leave)
-    try:
-        module: Any = importlib.import_module(f".{args.module}", __name__)  # here: it imports torch
-        status, lines = module.run(args)
-        _print(lines)
-    except CheckpointError as error:
-        return _fail(str(error))
-    except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except KeyboardInterrupt:
-        return 130
-    except Exception:  # Python's own status for it would say that the checkpoint is damaged, or differs
-        traceback.print_exc()
-        return FAILED
-    return int(status)
+    return run_command("zerorun-checkpoint", FAILED, partial(_run, args))
 
 
-def _fail(message: str) -> int:
-    print("zerorun-checkpoint: error:", printable(" ".join(message.split())), file=sys.stderr)
-    return FAILED
+def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
+    module: Any = importlib.import_module(f".{args.module}", __name__)  # here: it imports torch
+    status, lines = module.run(args)
+    return int(status), lines
 
 
 def _leave(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
-
-
-def _print(lines: Iterable[str]) -> None:
-    """Print ``lines``, as many of them as somebody reads."""
-    try:
-        for line in lines:
-            print(printable(line))
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
-
-
-def printable(text: str) -> str:
-    """``text`` as a terminal may have it, whatever names are in a checkpoint."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------

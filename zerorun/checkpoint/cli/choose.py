@@ -110,8 +110,3 @@ def in_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 file``, ``3 files``, ``12,000 files``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from ...errors import DamagedError
+from ...log import counted
 from ..manifest import Manifest
 from ..read import Read, Reader
 from ..tensorfile import dtype_of, memory_of
 from ..write_plan import MODEL
-from .choose import counted, locate
+from .choose import locate
 from .inspect import readable, table
 from .salvage import Salvage
 

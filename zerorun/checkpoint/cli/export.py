@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
+from ...log import counted
 from ...optim.loss_scaler import DTYPES
 from ..adapters import Adapters, stored_adapters
 from ..manifest import Manifest, never_cast
@@ -19,7 +20,7 @@ from ..offline import STRETCH_BYTES, Stream, refuse_existing, write_weights
 from ..read import Read, Reader
 from ..tensorfile import Described, dtype_code, dtype_of
 from ..write_plan import MASTER, MODEL, is_single
-from .choose import counted, in_bytes, locate, open_reader
+from .choose import in_bytes, locate, open_reader
 
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _SHOWN = 5

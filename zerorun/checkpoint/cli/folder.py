@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...log import counted
 from ..manifest import MANIFEST
 from ..tensorfile import TensorFile
 from ..write_plan import ADAPTER
-from .choose import OWN_FILES, counted, in_bytes, survey
+from .choose import OWN_FILES, in_bytes, survey
 
 _ADAPTER_CONFIG, _MODEL_CONFIG = "adapter_config.json", "config.json"
 _INDEX = "*.safetensors.index.json"

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...log import counted
 from ..foreign import ForeignCheckpoint
 from ..offline import refuse_existing, write_foreign
-from .choose import counted, refuse_missing
+from .choose import refuse_missing
 
 
 def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:

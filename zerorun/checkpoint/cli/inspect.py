@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
+from ...log import counted
 from .. import directory as folder
 from ..adapters import ADAPTERS_FILE, stored_adapters
 from ..manifest import Manifest, read_manifest
 from ..read import Reader
 from ..tensorfile import Located, TensorFile
 from ..write_plan import MODEL, OPTIMIZER, STATE
-from .choose import candidates, counted, in_bytes, nbytes_of, survey
+from .choose import candidates, in_bytes, nbytes_of, survey
 from .folder import describe_folder, head_of_folder, is_folder
 
 FORMAT = 1  # of what --json prints

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError, DamagedError
+from ...log import counted
 from ..files import open_regular, read_regular
 from ..manifest import MANIFEST, Manifest, index_name, read_manifest
 from ..tensorfile import BLOCK_BYTES, Described, FileRecord, TensorFile
 from ..write_plan import MASTER, MODEL, OPTIMIZER, STATE
-from .choose import Candidate, counted, in_bytes, locate, survey
+from .choose import Candidate, in_bytes, locate, survey
 
 _SHOWN_RANGES = 8
 _PROGRESS_SECONDS = 0.2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 
-from zerorun.errors import ScheduleError
+from zerorun.errors import ScheduleError, did_you_mean
 
 from .actions import FORWARD_ONLY, KIND_BITS, ActionKind, PipelineSchedule
 from .times import Times
@@ -43,9 +42,8 @@ def make_schedule(
 
 def _check(kind: str, stages: int, micro_batches: int, chunks: int, limit: int | None) -> None:
     if kind not in SCHEDULES:
-        near = difflib.get_close_matches(kind, SCHEDULES, 1, 0.5)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise ScheduleError(f"schedule kind {kind!r} is unknown. {hint}Remedy: use one of {', '.join(SCHEDULES)}.")
+        hint = " ".join(["is unknown.", did_you_mean(kind, SCHEDULES)]).rstrip()
+        raise ScheduleError(f"schedule kind {kind!r} {hint} Remedy: use one of {', '.join(SCHEDULES)}.")
     for name, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks), ("limit", limit)):
         if value is not None and value < 1:
             raise ScheduleError(f"{name} = {value} is too few. Remedy: give 1 or more.")
