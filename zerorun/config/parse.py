@@ -12,7 +12,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerorun.config.batch import resolve_batch
@@ -20,7 +20,7 @@ from zerorun.config.fields import ConfigNote, EffectiveValue
 from zerorun.config.params import ScheduleParams, find_kind
 from zerorun.config.reader import AUTO, ConfigReader
 from zerorun.config.rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
-from zerorun.config.schema import Config, Optimizer, Scheduler, ZeroOptimization, flatten
+from zerorun.config.schema import Config, Optimizer, Provenance, Scheduler, ZeroOptimization, flatten
 from zerorun.config.source import read_source
 from zerorun.errors import ConfigError, ConfigProblem
 
@@ -85,9 +85,9 @@ def load_config(
     raw, name = read_source(source)
     reader = ConfigReader()
     config = reader.build(Config, raw)
-    config._off, config._name = tuple(reader.notes), name
-    config._sources = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
-    config._sources.update(dict.fromkeys(reader.auto, "auto"))
+    written = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
+    sources = written | dict.fromkeys(reader.auto, "auto")
+    config = config.stating(Provenance(name, sources, off=tuple(reader.notes)))
     # What is not used is not checked, but noted: a section that cannot be read at all could not be.
     given = {"optimizer": optimizer_given, "scheduler": scheduler_given}
     unused = tuple(
@@ -99,7 +99,7 @@ def load_config(
         problems += _batch_problems(config, {problem.key for problem in problems}, world_size, micro_batch_hint)
     _raise(problems, name)
     values = _shard_values(config, raw) | _tensor_size(config)
-    return _with(config, values, dict.fromkeys(config._sources, "file"), tuple(reader.auto))
+    return _with(config, values, dict.fromkeys(sources, "file"), tuple(reader.auto))
 
 
 def _batch_problems(config: Config, wrong: set[str], world_size: int, hint: int | None) -> list[ConfigProblem]:
@@ -129,7 +129,7 @@ def data_parallel_degree(config: Config, world_size: int) -> int:
         key, value = ("pipeline.stages", stages) if stages > 1 else ("tensor_parallel.size", tensor)
         reason = f"{world_size} ranks are no multiple of {tensor} tensor ranks x {stages} pipeline stages."
         remedy = f"Start a multiple of {tensor * stages} ranks, or lower one of the two degrees."
-        raise ConfigError([ConfigProblem(key, value, reason, remedy)], config._name)
+        raise ConfigError([ConfigProblem(key, value, reason, remedy)], config.provenance.file)
     return world_size // (tensor * stages)
 
 
@@ -169,11 +169,10 @@ def _with(
         section[name] = value
     result = Config.model_validate(content)
     every_key = flatten(result.model_dump(by_alias=True))
-    result._auto = auto
-    result._sources = {**dict.fromkeys(every_key, "default"), **dict.fromkeys(values, "derived"), **sources}
-    result._off, result._name = config._off, config._name
-    result._notes = (*collect_notes(result), *result._off, *notes)
-    return result
+    known = {**dict.fromkeys(every_key, "default"), **dict.fromkeys(values, "derived"), **sources}
+    provenance = replace(config.provenance, sources=known, auto=auto)
+    told = collect_notes(result.stating(provenance))
+    return result.stating(replace(provenance, notes=(*told, *provenance.off, *notes)))
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
@@ -217,7 +216,7 @@ def resolve(
         ConfigProblem(key, AUTO, "cannot be decided from what is known.", undecidable[key])
         for key in sorted(work.open & undecidable.keys())
     ]
-    _raise(work.problems, config._name)
+    _raise(work.problems, config.provenance.file)
     kept = {key: source for key, source in config.sources.items() if source != "default"}
     sources = {**kept, **dict.fromkeys(work.values, "derived"), **dict.fromkeys(config.auto, "auto")}
     return _with(config, work.values, sources, (), work.notes)

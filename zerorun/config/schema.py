@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -53,6 +55,21 @@ _SP_SIZE = Refused("sequence parallelism is not built.", allowed=(0, 1), remedy=
 
 def _keys(names: str, reason: str, remedy: str = "", on_when_present: bool = False) -> Feature:
     return Feature(reason, ("enabled", *names.split()), on_when_present, remedy)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the values of a configuration come from, and what is to be said of them. Keys are dotted.
+
+    ``sources``: of every key. ``auto``: the keys that say "auto". ``notes``: all notes. ``off``: of features that the file
+    describes and does not switch on. ``file``: its name, for messages.
+    """
+
+    file: str = "config"
+    sources: Mapping[str, str] = field(default_factory=dict)
+    auto: tuple[str, ...] = ()
+    notes: tuple[ConfigNote, ...] = ()
+    off: tuple[ConfigNote, ...] = ()
 
 
 class Config(Section):
@@ -197,26 +214,33 @@ class Config(Section):
         "graph_harvesting": Feature("graph harvesting is not built."),
     }
 
-    _auto: tuple[str, ...] = PrivateAttr(())
-    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
-    _notes: tuple[ConfigNote, ...] = PrivateAttr(())
-    _name: str = PrivateAttr("config")  # of the file, for messages
-    _off: tuple[ConfigNote, ...] = PrivateAttr(())  # features that the file describes and does not switch on
+    _provenance: Provenance = PrivateAttr(default_factory=Provenance)
+
+    def stating(self, provenance: Provenance) -> Config:
+        """A copy with another ``provenance``."""
+        copy = self.model_copy()
+        copy._provenance = provenance
+        return copy
+
+    @property
+    def provenance(self) -> Provenance:
+        """Where its values come from."""
+        return self._provenance
 
     @property
     def auto(self) -> tuple[str, ...]:
         """Dotted keys that say "auto" and are not resolved yet; empty after ``resolve``."""
-        return self._auto
+        return self._provenance.auto
 
     @property
     def sources(self) -> dict[str, str]:
         """Dotted key -> "file", "auto", "derived" or "default", for every key of the configuration."""
-        return dict(self._sources)
+        return dict(self._provenance.sources)
 
     @property
     def notes(self) -> tuple[ConfigNote, ...]:
         """The keys that were given and have nothing to do here, each with the reason."""
-        return self._notes
+        return self._provenance.notes
 
     @classmethod
     def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
@@ -237,7 +261,7 @@ class Config(Section):
 
     def effective(self) -> dict[str, EffectiveValue]:
         """Dotted key -> what is in force, for every key with a value. A key that has no effect has a note: the reason."""
-        reasons = {note.key: note.reason for note in self._notes}
+        reasons = {note.key: note.reason for note in self.notes}
 
         def note(key: str) -> str | None:
             words = key.split(".")
@@ -245,8 +269,11 @@ class Config(Section):
             return next((reasons[path] for path in above if path in reasons), None)
 
         content = flatten(self.as_dict())
-        found = {key: EffectiveValue(value, self._sources.get(key, "default"), note(key)) for key, value in content.items()}
-        return found | {entry.key: EffectiveValue(False, "file", entry.reason) for entry in self._off}
+        found = {
+            key: EffectiveValue(value, self._provenance.sources.get(key, "default"), note(key))
+            for key, value in content.items()
+        }
+        return found | {entry.key: EffectiveValue(False, "file", entry.reason) for entry in self._provenance.off}
 
     def fingerprint(self) -> str:
         """16 hex digits that are equal exactly when the content is, on any host."""
@@ -258,13 +285,13 @@ class Config(Section):
         content = flatten(self.as_dict())
         ordinary = _ordinary()
         lines = []
-        for key, source in sorted(self._sources.items()):
-            if key in self._auto:
+        for key, source in sorted(self.sources.items()):
+            if key in self.auto:
                 lines.append(f"  {key} = auto")
             elif key in content and content[key] != ordinary.get(key):
                 lines.append(f"  {key} = {_short(content[key])}  ({source})")
-        if self._notes:
-            lines += ["notes:", *(f"  {note}" for note in self._notes)]
+        if self.notes:
+            lines += ["notes:", *(f"  {note}" for note in self.notes)]
         return "\n".join([f"configuration {self.fingerprint()}, without the defaults:", *lines])
 
 
