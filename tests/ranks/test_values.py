@@ -37,6 +37,8 @@ def tell() -> list[Any]:
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     found = [gather_values(["x" * rank, torch.full((rank,), rank)])]
+    for length in (200, 300, 9000):  # in one message, in two, and ranks that differ
+        assert gather_values("y" * (length * rank)) == ["y" * (length * other) for other in range(dist.get_world_size())]
     if rank < 2:
         found.append(gather_values({rank: "of two"}, pair))
     return found
@@ -70,12 +72,11 @@ def test_all_ranks_are_told_who_could_not_tell_its_value() -> None:
 
 
 def tell_bytes(content: bytes, group: dist.ProcessGroup | None) -> None:
-    """What ``gather_values`` sends, and torch.distributed for objects: the length, and the bytes up to the longest one."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
-    longest = max(int(length) for length in lengths)
-    padded = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
-    dist.all_gather([torch.empty_like(padded) for _ in lengths], padded, group=group)
+    """What ``gather_values`` sends: the length, and the bytes; those that do not fit into a message of 256 in another."""
+    whole = len(content).to_bytes(8, "little") + content
+    for part in filter(None, (whole[:256].ljust(256), whole[256:])):
+        sent = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        dist.all_gather([torch.empty_like(sent) for _ in range(dist.get_world_size(group))], sent, group=group)
 
 
 def be_attacked(trace: str) -> list[str]:

@@ -18,6 +18,8 @@ from ..waits import waiting
 from ..wire import decode, encode
 
 T = TypeVar("T")
+_LENGTH = 8  # bytes of the length of a value
+_HEAD = 256  # bytes of a value that are sent with its length: most have no more
 
 
 def size() -> int:
@@ -56,14 +58,22 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Short ones take one collective: with their length they fit into its messages. Longer ones take a second."""
     group = group or everyone()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([len(content)]), group=group)
-    padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8)
-    padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    found = [torch.empty_like(padded) for _ in lengths]
+    head = len(content).to_bytes(_LENGTH, "little") + content[: _HEAD - _LENGTH]
+    heads = _gather_padded(head, _HEAD, group)
+    lengths = [int.from_bytes(found[:_LENGTH], "little") for found in heads]
+    rest = max(lengths) - (_HEAD - _LENGTH)
+    rests = _gather_padded(content[_HEAD - _LENGTH :], rest, group) if rest > 0 else [b""] * len(heads)
+    return [(first[_LENGTH:] + more)[:length] for first, more, length in zip(heads, rests, lengths, strict=True)]
+
+
+def _gather_padded(content: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
+    """The ranks' ``content``, each with zeros up to ``size`` bytes."""
+    padded = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.all_gather(found, padded, group=group)
-    return [bytes(part[: int(length)].numpy()) for part, length in zip(found, lengths, strict=True)]
+    return [bytes(part.numpy()) for part in found]
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -86,23 +96,23 @@ def all_gather_flat(flat: torch.Tensor, mine: torch.Tensor, what: str) -> None:
 
 
 def all_gather_in_one(flat: torch.Tensor, mine: torch.Tensor) -> None:
-    """The same by the call that engines make on GPUs."""
+    """``all_gather_flat`` by the call that engines make on GPUs."""
     _world()._allgather_base(flat, mine).wait()
 
 
 def all_reduce(buffer: torch.Tensor, what: str, *, largest: bool = False) -> None:
-    """Let every rank's ``buffer`` be the sum of all, or by element the largest."""
+    """Replace every rank's ``buffer`` by the sum over ranks, or by the largest of each element."""
     with waiting(what):
         dist.all_reduce(buffer, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
 
 
 def reduce_scatter(full: torch.Tensor, own: torch.Tensor) -> None:
-    """Let ``own`` [numel] be the sum of this rank's part of the ranks' ``full`` [ranks * numel]."""
+    """Set ``own`` [numel] to this rank's part of the sum of the ranks' ``full`` [ranks * numel]."""
     _world()._reduce_scatter_base(own, full, dist.ReduceScatterOptions()).wait()
 
 
 def broadcast(tensor: torch.Tensor, source: int, what: str) -> None:
-    """Let every rank's ``tensor`` be that of rank ``source``."""
+    """Replace every rank's ``tensor`` by that of rank ``source``."""
     with waiting(what):
         dist.broadcast(tensor, source)
 
@@ -126,7 +136,7 @@ def receive(tensor: torch.Tensor, peer: int) -> None:
 
 
 def pass_on(mine: torch.Tensor, came: torch.Tensor) -> None:
-    """Everyone to the next rank, all at a time."""
+    """Send ``mine`` to the next rank and receive ``came`` from the previous one, on all ranks at once."""
     following, previous = (rank() + 1) % size(), (rank() - 1) % size()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, came, previous)]):
         work.wait()
@@ -140,13 +150,13 @@ def _world() -> dist.ProcessGroup:
 
 
 class HostGroup:
-    """A process group of its own for data in host memory, which waits as long as ``timeout`` says. All must make it."""
+    """A process group of its own for data in host memory, with its own ``timeout``. All ranks must make it."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def close(self) -> None:
-        """Give it back."""
+        """Destroy the group."""
         dist.destroy_process_group(self._group)
 
     def values(self, value: T) -> list[T]:
