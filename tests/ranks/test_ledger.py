@@ -33,7 +33,7 @@ from zerorun.distributed.transport.gloo import Gloo
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.reductions import MAX_REDUCING, Reductions
 from zerorun.plan.units import UnitPolicy, choose_units
-from zerorun.zero.execution_trace import gathers
+from zerorun.zero.gathers import gathers
 from zerorun.zero.unit import Unit
 
 ITEMSIZE = {"fp32": 4, "bf16": 2}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerorun.errors import OrderError
-from zerorun.zero.execution_trace import merge_orders
+from zerorun.zero.gathers import merge_orders
 from zerorun.zero.reducer import Reducer
 
 

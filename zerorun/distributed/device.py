@@ -94,18 +94,18 @@ def _type_of(where: torch.device | torch.Tensor) -> str:
 
 
 def select(device: torch.device) -> None:
-    """Let ``device`` be the one that this process means by "cuda"."""
+    """Make ``device`` the one that "cuda" means in this process."""
     if on_gpu(device):
         torch.cuda.set_device(device)
 
 
 def gpus_here() -> list[torch.device]:
-    """The GPU that this process means by "cuda", if there is one. Asking starts CUDA."""
+    """The GPU that "cuda" means in this process, if there is one. Asking starts CUDA."""
     return [torch.device(GPU, torch.cuda.current_device())] if torch.cuda.is_available() else []
 
 
 def gpus_in_use() -> list[torch.device]:
-    """The same, if this process has used one or makes its tensors there. Asking starts no CUDA."""
+    """The GPU that "cuda" means, if this process has used one or makes its tensors there. Asking starts no CUDA."""
     return gpus_here() if torch.cuda.is_initialized() or on_gpu(torch.get_default_device()) else []
 
 
@@ -200,7 +200,7 @@ class CopyStream:
         self._stream = self._cuda.Stream(device) if self._cuda is not None else None
 
     def follow(self, read: torch.Tensor | None = None) -> None:
-        """What is copied from here on comes after all that the computation has been told so far.
+        """Let later copies wait for everything that the computation has been told so far.
 
         ``read``: a tensor of the computation whose memory must stay as it is until the copies are done.
         """
@@ -210,7 +210,7 @@ class CopyStream:
                 _keep(read, self._stream)
 
     def lead(self, made: torch.Tensor | None = None) -> None:
-        """What the computation is told from here on comes after all copies so far.
+        """Let later computation wait for all copies so far.
 
         ``made``: a tensor that was made among the copies and is the computation's from here on.
         """
@@ -221,7 +221,7 @@ class CopyStream:
                 _keep(made, current)
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """What the block begins is part of the copies."""
+        """Whatever the block begins belongs to the copies."""
         return self._cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
@@ -267,7 +267,7 @@ def _trouble() -> str | None:
 
 
 def nccl_version() -> str | None:
-    """Of the NCCL that torch brings; None without."""
+    """The version of the NCCL that torch brings; None if it has none."""
     if torch.version.cuda is None or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))

@@ -16,6 +16,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -65,12 +66,12 @@ class Topology:
 
     # -- degrees and this rank's place ---------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """How many ranks there are."""
         return self.pipe * self.replicate * self.shard * self.tensor
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """How many ranks see different data: ``replicate * shard``."""
         return self.replicate * self.shard
@@ -90,7 +91,7 @@ class Topology:
         """This rank's place along the axis shard."""
         return self.rank // self.tensor % self.shard
 
-    @property
+    @cached_property
     def tensor_rank(self) -> int:
         """This rank's place along the axis tensor."""
         return self.rank % self.tensor

@@ -229,7 +229,8 @@ class Engine(Saving):
                 self.lr_scheduler.step()
         else:
             self._skip()
-        self._update_scale(overflow=not summary.finite)
+        if self.scaler.dynamic:
+            self._update_scale(overflow=not summary.finite)
         self._print_progress()
 
     # -- what a loop may ask -------------------------------------------------------------------------------------

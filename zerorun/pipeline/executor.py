@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
 from ..errors import PipelineError
-from ..zero.execution_trace import ExecutionTrace
+from ..zero.gathers import ExecutionTrace
 from ..zero.runtime import ModelPart, Runtime
 from .p2p import ACTIVATIONS, GRADIENTS, PointToPoint, tensors_of
 from .pipelined import Pipelined

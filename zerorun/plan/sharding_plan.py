@@ -314,12 +314,12 @@ class ShardingPlan:
     def trainable(self) -> tuple[FlatGroupPlan, ...]:
         return tuple(group for group in self.flat_groups if group.trainable)
 
-    @property
+    @cached_property  # hooks ask for it
     def shares_params(self) -> bool:
         """True if some units share slots for parameters, so that these are whole only while they are used."""
         return any(not unit.resident for unit in self.units)
 
-    @property
+    @cached_property
     def shares_grads(self) -> bool:
         """True if some units share slots for gradients, so that every backward reduces."""
         return any(unit.grad_slot >= 0 for unit in self.units)

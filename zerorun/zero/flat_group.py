@@ -14,10 +14,11 @@ from .placeholders import placeholders
 
 # Elements summed in fp32 before the sum goes on in fp64: keeps the relative error near 1e-7 for shards of any size.
 _ROW = 4096
+ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
 
 
 class FlatGroup:
-    """The parameters of a unit that have one dtype and replication, and are trained or frozen all. See unit.py.
+    """The parameters of a unit that share one dtype and replication and are either all trained or all frozen. See unit.py.
 
     This class alone stands for frozen ones.
     """
@@ -35,7 +36,7 @@ class FlatGroup:
         self.views = _views(full, plan.layout)
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
-        # What the parameters show while resharded, and the elements that those placeholders are made of.
+        # The placeholders that the parameters show while they are resharded, and the elements behind them.
         self.marks, self.loud = placeholders(self.params)
 
     @property
@@ -52,21 +53,21 @@ class FlatGroup:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The compute-dtype values of what ``master`` holds: [owned]."""
+        """The compute-dtype values that belong to ``master``: [owned]."""
         return self.full if self.plan.owns_everything and self.plan.resident else self.shard
 
     def unshard(self) -> None:
-        """Let the parameters be views of the slot."""
+        """Make the parameters views of the slot."""
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
 
     def reshard(self) -> None:
-        """Let the parameters be loud placeholders."""
+        """Make the parameters loud placeholders."""
         for param, loud in zip(self.params, self.loud, strict=True):
             param.data = loud
 
     def forget_gradients(self) -> None:
-        """Start the next step with no gradient. Parameters that nobody optimizes may have one, too."""
+        """Start the next step without gradients. Frozen parameters may have one, too."""
         for param in self.params:
             param.grad = None
 
@@ -88,12 +89,12 @@ class TrainedGroup(FlatGroup):
 
     master: torch.Tensor
     grad_shard: torch.Tensor
-    # Of the step that is going on:
+    # State of the current step:
     used: list[bool]  # which parameters got a gradient on this rank
     accumulated: bool  # grad_full or loose holds gradients that are not reduced yet
     reduced: bool  # grad_shard holds reduced gradients
-    fetched: bool  # so does host_grad, or will
-    loose: list[torch.Tensor] | None  # gradients where autograd left them, flat, instead of grad_full
+    fetched: bool  # host_grad holds them, or will
+    loose: list[torch.Tensor] | None  # flat gradients where autograd left them; grad_full is not used then
     late: dict[int, torch.Tensor]  # fp32 gradients that came after the unit's turn, by parameter
     _carry: torch.Tensor | None  # reduced gradients set aside while grad_full fills again
     _square_sum: torch.Tensor | None  # of host_grad, where it was taken on arrival
@@ -117,8 +118,14 @@ class TrainedGroup(FlatGroup):
         )
         self.pieces = plan.shard_pieces
         self.grad_views = _views(gradients.full, plan.layout)
-        self._gap_views = _gaps(gradients.full, plan.layout)  # what belongs to no parameter
+        self._gap_views = _gaps(gradients.full, plan.layout)  # elements that belong to no parameter
         self._begin_step()
+
+    @property
+    def weight_is_beside_master(self) -> bool:
+        """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
+        apart = not self.plan.master_is_weight and self.weight.device == self.master.device
+        return apart and self.weight.dtype in ROUNDED
 
     # -- from autograd -------------------------------------------------------------------------------------------
 
@@ -132,7 +139,7 @@ class TrainedGroup(FlatGroup):
         return False
 
     def take_loose(self) -> bool:
-        """Take over ``parameter.grad`` as they lie, if they are all there, alone and in the dtype of the sum."""
+        """Keep every ``parameter.grad`` where it is, if all exist, nothing was accumulated before, and layouts allow it."""
         if self.accumulated or self.late or not self.plan.unpacked:
             return False
         grads = [param.grad for param in self.params]
@@ -180,7 +187,7 @@ class TrainedGroup(FlatGroup):
                 param.grad = None
 
     def _set_reduced_aside(self) -> None:
-        """A second backward of the same step fills a slot whose shard part is already reduced: keep that part."""
+        """Save the reduced shard before a second backward of the same step fills the slot that it is a part of."""
         if self.reduced and self.shares_grad_memory and self.host_grad is None:
             self._carry = self.grad_shard.clone()
             self.reduced = False
@@ -197,7 +204,7 @@ class TrainedGroup(FlatGroup):
         return self.loose or [self.grad_full[e.offset : e.end] for e in self.layout.entries]
 
     def reduction_begins(self) -> None:
-        """What is accumulated is on its way. The collective keeps loose gradients as long as it needs them."""
+        """The accumulated gradients are being reduced. The collective keeps loose ones alive as long as it needs them."""
         self.loose = None
         self.accumulated, self.reduced = False, True
 
@@ -213,22 +220,22 @@ class TrainedGroup(FlatGroup):
         return before
 
     def landed(self, *, final: bool) -> None:
-        """``host_grad`` has changed. ``final``: most likely for the last time in this step."""
+        """``host_grad`` has changed. ``final``: as far as is known, it will not change again in this step."""
         assert self.host_grad is not None
         self._square_sum = square_sum(self.host_grad) if final else None
 
     def local_square_sum(self) -> torch.Tensor:
-        """Of this rank's reduced gradients: fp64 scalar where they are. At stage 0, of its shard only."""
+        """Sum of squares of this rank's reduced gradients, at stage 0 of its shard only: fp64 scalar on their device."""
         if self._square_sum is not None:
             return self._square_sum
         return square_sum(self.grad_shard if self.host_grad is None else self.host_grad)
 
     def gradient_changed(self) -> None:
-        """Reduced gradients were summed over more ranks: what was known of them is not true any more."""
+        """The reduced gradients were summed over more ranks. Forget what was computed from them."""
         self._square_sum = None
 
     def forget_gradients(self) -> None:
-        """Start the next step with no gradient."""
+        """Start the next step without gradients."""
         super().forget_gradients()
         self._begin_step()
 
@@ -240,12 +247,12 @@ class TrainedGroup(FlatGroup):
 
 
 def _views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Of each parameter in the flat buffer [numel]."""
+    """A view of each parameter in the flat buffer [numel]."""
     return [flat[entry.offset : entry.end].view(entry.shape) for entry in layout.entries]
 
 
 def _gaps(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """What of the flat buffer belongs to no parameter."""
+    """Views of the elements that belong to no parameter."""
     ends = [0, *(entry.end for entry in layout.entries)]
     starts = [*(entry.offset for entry in layout.entries), layout.numel]
     return [flat[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
@@ -262,6 +269,6 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
 
 
 def square_sum_at_once(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same of all ``flats`` [numel], on a device: as many kernels for a thousand as for one, and fp64 all the way."""
+    """Sum of squares of all ``flats`` [numel] on a device, in fp64. The number of kernels does not grow with theirs."""
     norms = torch._foreach_norm([flat for flat in flats if flat.numel()], 2, dtype=torch.float64)
     return torch.stack(norms).square().sum() if norms else flats[0].new_zeros((), dtype=torch.float64)

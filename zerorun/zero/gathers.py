@@ -1,24 +1,95 @@
 """Gathers: which unit's parameters are gathered when, in an order on which all ranks agree.
 
-Why ranks must agree, and how they come to it, is told in execution_trace.py.
+[Note: the agreed order]
+Ranks may run different subsets of the units (branches, experts, early exit) but a collective needs all of them. So no
+rank ever decides on a collective from what is ready on it alone. There is one agreed list of units for every kind of
+pass, and a rank that needs a unit goes along the list up to it, taking part in the collectives of all units it passes.
+
+1. The first time a pass of some kind runs, there is no list. Ranks then ask one another before every gather which units
+   are needed next, and gather those: any divergence is fine, nothing overlaps.
+2. At its end they merge what they needed into one list (``merge_orders``). Units that nobody needed are inserted where
+   the model defines them. If the ranks' orders contradict one another, they go on as in 1.
+3. From then on the trace prefetches along the list. If a rank needs a unit that the rest of its list does not have, it asks
+   as in 1 for the remainder of the pass. That works if all ranks leave the list together; if they do not, the question
+   stays unanswered, and the rank raises an error that names the unit, the pass and itself.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from ..distributed.transport.communicator import Communicator
 from ..errors import OrderError
 from ..log import warn_once
-from .execution_trace import ExecutionTrace, merge_orders
 from .unit import SlotPool, Unit
 
-# Seconds that a rank which left the agreed order waits for the others to ask as well.
+# Seconds for which a rank that has left the agreed order waits for the others to ask as well.
 ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
 _END = -1
+
+
+@dataclass
+class ExecutionTrace:
+    """One pass along ``order``, the agreed list of units; None as long as there is no agreement."""
+
+    key: Hashable
+    order: list[int] | None
+    cursor: int = -1  # position of the unit in use
+    issued: int = -1  # last position whose gather was issued
+    recorded: list[int] = field(default_factory=list)  # units, in the order in which this rank needed them
+    _current: int | None = None  # the unit in use
+    _last: dict[int, int] = field(default_factory=dict)  # unit -> its last position in the order
+
+    def __post_init__(self) -> None:
+        self._last = {unit: position for position, unit in enumerate(self.order or [])}
+
+    @property
+    def with_gradients(self) -> bool:
+        """True if autograd records this forward."""
+        return bool(self.key[2])  # type: ignore[index]
+
+    def enters(self, unit: int) -> bool:
+        """``unit`` is needed. True if another one was in use; that is noted. ``has_entered`` must follow."""
+        if self._current == unit:
+            return False
+        self.recorded.append(unit)
+        return True
+
+    def has_entered(self, unit: int) -> None:
+        """``unit`` is in use."""
+        self._current = unit
+
+    def advance(self) -> None:
+        """The next unit of the order is in use."""
+        self.cursor += 1
+
+    def issue(self) -> None:
+        """The gather of the next unit was issued, or was not needed."""
+        self.issued += 1
+
+    def leave_order(self) -> None:
+        """The rest of the pass has no order."""
+        self.order = None
+
+    def find(self, unit: int) -> int | None:
+        """The next position of ``unit``, not before the cursor."""
+        if self.order is None:
+            return None
+        try:
+            return self.order.index(unit, max(self.cursor, 0))
+        except ValueError:
+            return None
+
+    def left_for_good(self) -> int | None:
+        """The unit at the cursor, if the rest of the order does not have it again."""
+        assert self.order is not None
+        unit = self.order[self.cursor]
+        return unit if self._last[unit] == self.cursor else None
 
 
 class Gathers:
@@ -39,12 +110,12 @@ class Gathers:
     # -- passes --------------------------------------------------------------------------------------------------
 
     def begin_forward(self, key: Hashable) -> ExecutionTrace:
-        """The trace of a forward of the kind ``key``."""
+        """Begin a forward of the kind ``key`` and return its trace."""
         self.phases += 1
         return ExecutionTrace(key, self._orders.get(key))
 
     def begin_backward(self, passes: list[ExecutionTrace]) -> ExecutionTrace:
-        """The trace of the backward of ``passes``: their orders, backwards."""
+        """Begin the backward of ``passes`` and return its trace. It follows their orders in reverse."""
         self.phases += 1
         for trace in passes:
             if trace.key not in self._orders:
@@ -72,13 +143,13 @@ class Gathers:
         unit.unshard()
 
     def end_of_order(self, trace: ExecutionTrace, leave: Callable[[Unit], None] | None) -> None:
-        """Take the steps that this rank had no need for: other ranks may be waiting in them."""
+        """Walk the rest of the order, which this rank did not need: other ranks may be waiting there."""
         if trace.order:
             self._advance(trace, len(trace.order) - 1, leave)
             self._leave(trace, leave)
 
     def agree_at_end(self, trace: ExecutionTrace) -> None:
-        """At the end of a pass without an order: let all ranks come to it, and make one of what they needed."""
+        """At the end of a pass without an order, wait for all ranks and merge what they needed into one."""
         if not self._shares or trace.order is not None:
             return
         while not self._ask(trace, None):
@@ -88,12 +159,12 @@ class Gathers:
         self._agree(trace, universe[::-1] if self._in_backward else universe)
 
     def end_backward(self, trace: ExecutionTrace | None = None) -> None:
-        """No backward is running any more. ``trace``: of the one that has come to its end."""
+        """No backward is running any more. ``trace``: that of the backward, if it was completed."""
         self._in_backward = False
         self._last_backward = trace or self._last_backward
 
     def agree_on_backward(self) -> None:
-        """Let the next backward of its kind follow the order that the last one had."""
+        """Make the order of the last backward the agreed one for its kind."""
         if self._last_backward is not None:
             self._agree(self._last_backward, self._as_defined()[::-1])
 
@@ -110,7 +181,7 @@ class Gathers:
     # -- along the order -----------------------------------------------------------------------------------------
 
     def _advance(self, trace: ExecutionTrace, position: int, leave: Callable[[Unit], None] | None) -> None:
-        """Take every step of the order up to ``position``: the same steps, in the same order, on every rank."""
+        """Walk the order up to ``position``. Every rank takes the same steps in the same order."""
         while trace.cursor < position:
             if trace.cursor >= 0:
                 self._leave(trace, leave)
@@ -123,7 +194,7 @@ class Gathers:
             leave(self._units[left])
 
     def _prefetch(self, trace: ExecutionTrace) -> None:
-        """Issue gathers from the cursor on, as far as slots are free, in the agreed order."""
+        """Issue gathers in the agreed order, from the cursor on, as long as slots are free."""
         assert trace.order is not None
         if not self._shares:
             return
@@ -137,7 +208,7 @@ class Gathers:
             self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
-        """Start to fill the slot of ``unit``, unless its bytes are there already."""
+        """Start filling the slot of ``unit``, unless it has the unit's bytes already."""
         if not unit.resident and not self.holds(unit):
             self._fill(unit, "for backward" if self._in_backward else "for forward")
 
@@ -153,12 +224,12 @@ class Gathers:
         return self.slots.occupant[unit.param_slot] == unit.index
 
     def evict(self, slot: int) -> None:
-        """Nothing is in shared slot ``slot`` from here on. All ranks must do it at the same point."""
+        """Empty the shared slot ``slot``. All ranks must do so at the same point of the order."""
         occupant = self.slots.occupant[slot]
         if occupant is None:
             return
         unit = self._units[occupant]
-        if self._in_backward:  # gradients that are there by now were made from its own weights
+        if self._in_backward:  # gradients that exist now were computed from the unit's own weights
             for flat_group in unit.trainable:
                 flat_group.set_late_aside()
         unit.finish_gather()
@@ -168,14 +239,14 @@ class Gathers:
         self.slots.occupant[slot] = None
 
     def evict_all(self) -> None:
-        """The same of all slots."""
+        """Empty all shared slots."""
         for slot in range(self.slots.count if self._shares else 0):
             self.evict(slot)
 
     # -- agreement -----------------------------------------------------------------------------------------------
 
     def _ask(self, trace: ExecutionTrace, unit: Unit | None) -> bool:
-        """One round: tell which unit this rank needs next, and gather what any rank needs. True if all have ended."""
+        """One round: tell which unit this rank needs, and gather what any rank needs. True if all ranks have ended."""
         need = unit.index if unit is not None else _END
         message = torch.tensor([self.phases, trace.issued, need], dtype=torch.int64)
         try:
@@ -196,11 +267,11 @@ class Gathers:
             self._fill(unit, "as asked")
             return
         unit.updated()
-        for flat_group in unit.flat_groups:  # other ranks need our shard; what we receive goes to scratch
+        for flat_group in unit.flat_groups:  # other ranks need this one's shard; what comes from them is dropped
             unit.gather_into(self._comm, flat_group, torch.empty_like(flat_group.full), "as asked").wait()
 
     def _agree(self, trace: ExecutionTrace, universe: list[int]) -> None:
-        """Merge what the ranks needed into the order of this kind of pass."""
+        """Merge what the ranks needed into the agreed order for this kind of pass."""
         if trace.key in self._orders and self._orders[trace.key] is None:
             return
         merged = merge_orders(self._comm.control.data_values(trace.recorded), universe)
@@ -233,3 +304,67 @@ class Gathers:
             f"rank 0 is in {where(*answers[0])}, but rank {rank} in {where(*answers[rank])}. "
             "Remedy: call the model and backward equally often, and its units in the same order, on all ranks."
         )
+
+
+# -- orders, as pure data ----------------------------------------------------------------------------------------
+
+
+def merge_orders(orders: Sequence[Sequence[int]], universe: Sequence[int]) -> list[int] | None:
+    """One list that has every rank's order as a subsequence, or None if they contradict one another.
+
+    ``universe``: all units in the order of their definition (reversed for a backward); those that no rank needed are
+    inserted after their nearest predecessor that some rank did. A unit may come twice only if all ranks agree entirely.
+    """
+    distinct = {tuple(order) for order in orders}
+    repeats = any(len(set(order)) < len(order) for order in distinct)
+    if len(distinct) == 1:
+        merged = list(next(iter(distinct)))
+    elif repeats:
+        return None
+    else:
+        found = _topological(distinct, universe)
+        if found is None:
+            return None
+        merged = found
+    return merged if repeats else _insert_missing(merged, universe)
+
+
+def _topological(orders: set[tuple[int, ...]], universe: Sequence[int]) -> list[int] | None:
+    rank_of = {unit: position for position, unit in enumerate(universe)}
+    waiting = {unit: set[int]() for order in orders for unit in order}
+    for order in orders:
+        for before, after in pairwise(order):
+            waiting[after].add(before)
+    merged: list[int] = []
+    while waiting:
+        ready = [unit for unit, before in waiting.items() if not before]
+        if not ready:
+            return None
+        chosen = min(ready, key=lambda unit: rank_of[unit])
+        merged.append(chosen)
+        del waiting[chosen]
+        for earlier in waiting.values():
+            earlier.discard(chosen)
+    return merged
+
+
+def _insert_missing(merged: list[int], universe: Sequence[int]) -> list[int]:
+    result, present = list(merged), set(merged)
+    previous: int | None = None
+    for unit in universe:
+        if unit not in present:
+            result.insert(0 if previous is None else result.index(previous) + 1, unit)
+            present.add(unit)
+        previous = unit
+    return result
+
+
+def gathers(recorded: Sequence[int], slot_of: Sequence[int], occupants: list[int | None]) -> list[int]:
+    """The units that have to be gathered in a pass along ``recorded``. Changes ``occupants``, the units in the slots."""
+    needed = []
+    for unit in recorded:
+        slot = slot_of[unit]
+        if slot >= 0 and occupants[slot] != unit:
+            occupants[slot] = unit
+            needed.append(unit)
+    return needed

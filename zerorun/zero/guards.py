@@ -12,11 +12,11 @@ from torch import nn
 from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
 from ..plan.weights import repacking
-from .execution_trace import ExecutionTrace
+from .gathers import ExecutionTrace
 from .placeholders import ReadWatch, tensors_in
 from .unit import Unit
 
-# Forwards in which placeholders are looked at for what the script has written, where looking means to wait for the device.
+# On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.
 _LOOKED_AT = 10
 _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "

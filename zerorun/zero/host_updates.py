@@ -13,29 +13,11 @@ import torch
 from ..distributed.device import Arrival
 from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
-from .flat_group import TrainedGroup
+from .flat_group import ROUNDED, TrainedGroup
 from .offload.host_link import HostLink
 from .offload.nvme import StateFile
 from .pieces import OptimizerPiece
 from .unit import Unit, links_of
-
-_ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # what updates can write
-
-
-def beside_master(flat_group: TrainedGroup) -> bool:
-    """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
-    master, weight = flat_group.master, flat_group.weight
-    return (
-        master is not None
-        and not flat_group.plan.master_is_weight
-        and weight.dtype in _ROUNDED
-        and weight.device == master.device
-    )
-
-
-def weight_of(piece: OptimizerPiece) -> torch.Tensor:
-    """The compute-dtype values of what ``piece`` updates: flat."""
-    return piece.flat_group.weight[piece.low : piece.low + piece.tensor.numel()]
 
 
 def begin_updates(
@@ -111,16 +93,16 @@ def _update(
     weights_on_host = not link.apart or (unit.placement.params and not unit.resident)
     arrivals: list[Arrival] = []
     for flat_group, jobs in flat_groups:
-        if flat_group.plan.master_is_weight or (beside_master(flat_group) and weights_on_host):
+        if flat_group.plan.master_is_weight or (flat_group.weight_is_beside_master and weights_on_host):
             for job in jobs:
-                job.run(None if flat_group.plan.master_is_weight else weight_of(job.piece), where)
-        elif flat_group.dtype in _ROUNDED and flat_group.dtype != torch.float32:
+                job.run(None if flat_group.plan.master_is_weight else job.piece.weight, where)
+        elif flat_group.dtype in ROUNDED and flat_group.dtype != torch.float32:
             arrivals.append(_update_and_send(link, flat_group, jobs, where))
         else:
             for job in jobs:
                 job.run(None, where)
             masters = [job.piece.tensor if where is None else where(job.piece.tensor) for job in jobs]
-            arrivals.append(link.send([(m.view(-1), weight_of(job.piece)) for m, job in zip(masters, jobs, strict=True)]))
+            arrivals.append(link.send([(m.view(-1), job.piece.weight) for m, job in zip(masters, jobs, strict=True)]))
     return arrivals
 
 
@@ -132,5 +114,5 @@ def _update_and_send(link: HostLink, flat_group: TrainedGroup, jobs: list[_Job],
     for job in jobs:
         part = rounded[job.piece.low : job.piece.low + job.piece.tensor.numel()]
         job.run(part, where)
-        pairs.append((part, weight_of(job.piece)))
+        pairs.append((part, job.piece.weight))
     return link.send(pairs, place)

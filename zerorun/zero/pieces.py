@@ -28,7 +28,7 @@ class OptimizerPiece:
 
     flat_group: TrainedGroup
     group: int
-    low: int  # elements into the flat group's owned range
+    low: int  # where it begins in the flat group's owned range, in elements
     tensor: torch.Tensor  # fp32
     runs: list[ParameterRun]
 
@@ -38,9 +38,14 @@ class OptimizerPiece:
         owned = owned_gradient(self.flat_group)
         return owned[self.low : self.low + self.tensor.numel()].view(self.tensor.shape)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The compute-dtype values that belong to ``tensor``, flat."""
+        return self.flat_group.weight[self.low : self.low + self.tensor.numel()]
+
 
 def owned_gradient(flat_group: TrainedGroup) -> torch.Tensor:
-    """The gradient of what this rank updates: [owned] fp32, where the master is."""
+    """The gradient of what this rank updates: [owned] fp32, on the device of the master."""
     if flat_group.host_grad is not None:
         return flat_group.host_grad
     whole = flat_group.plan.owns_everything and flat_group.shares_grad_memory
@@ -62,13 +67,13 @@ def _part(flat_group: TrainedGroup, piece: PiecePlan) -> torch.Tensor:
 
 
 def split_lengths(piece: OptimizerPiece) -> list[int]:
-    """Lengths that cut ``piece`` in front of each of its runs."""
+    """The lengths of the parts if ``piece`` is cut before each of its runs."""
     starts = [run.offset for run in piece.runs] + [piece.tensor.numel()]
     return [end - start for start, end in pairwise(starts)]
 
 
 def split_piece(piece: OptimizerPiece, tensors: list[torch.Tensor]) -> list[OptimizerPiece]:
-    """One piece for each run of ``piece``; ``tensors`` are the parts of its tensor, cut by ``split_lengths``."""
+    """One piece for each run of ``piece``. ``tensors``: its tensor, cut into ``split_lengths``."""
     parts = []
     for run, tensor in zip(piece.runs, tensors, strict=True):
         parts.append(

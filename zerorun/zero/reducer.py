@@ -24,26 +24,26 @@ class Backwards(Protocol):
     """Who counts the backwards of a step, and is told of them."""
 
     def reduces_now(self) -> bool:
-        """Asked when a backward begins: may gradients that accumulate be reduced in it?"""
+        """Asked when a backward begins: whether accumulated gradients may be reduced in it."""
         ...
 
     def inspect(self, unit: Unit) -> None:
-        """Sees a unit before its gradients are collected."""
+        """Called for each unit before its gradients are collected."""
         ...
 
     def ended(self) -> None:
-        """A backward is over."""
+        """Called when a backward is over."""
         ...
 
 
 class Reducer:
-    """The reductions of one engine. All data-parallel ranks make the same calls, in the same order."""
+    """The reductions of one engine. All data-parallel ranks make the same calls in the same order."""
 
     def __init__(self, plan: ShardingPlan, units: list[Unit], comm: Communicator, backwards: Backwards) -> None:
         self.late: set[int] = set()  # units whose gradients came after their turn
         self._units, self._comm, self._backwards = units, comm, backwards
         self._shares_slots = plan.shares_grads
-        # At stage 0 every rank updates everything: reduced gradients go on to all.
+        # At stage 0 every rank updates everything, so reduced gradients are gathered on all ranks.
         self._gathers_reduced = not plan.policy.shard_optimizer and plan.topology.shard > 1
         self._gathering: list[Pending] = []
         self._reduces = False  # in this backward
@@ -60,7 +60,7 @@ class Reducer:
     # -- in a backward -------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """No unit's gradients are complete yet; find out whether those that will be are reduced."""
+        """A backward begins: no gradients are complete. Find out whether they are to be reduced in it."""
         self._is_last = self._backwards.reduces_now()
         self._reduces = self._shares_slots or self._is_last
         self._completed.clear()
@@ -71,7 +71,7 @@ class Reducer:
             self._complete(unit)
 
     def complete(self, units: Iterable[Unit]) -> None:
-        """So has it all of ``units`` whose turn has not come."""
+        """The backward is over: complete those of ``units`` whose turn has not come."""
         for unit in units:
             if unit.trainable and unit.index not in self._completed:
                 self._complete(unit)
@@ -113,14 +113,14 @@ class Reducer:
         self._backwards.ended()
 
     def _refuse_stray(self, unit: Unit) -> None:
-        """A gradient for a unit that never had its slot comes from a use of a placeholder."""
+        """Raise if a unit that was never unsharded has a gradient: a script has used its placeholder."""
         if not unit.resident and unit.index not in self._used and unit.has_gradient():
             raise released_parameter(unit.names_with_gradient()[0], unit.name)
 
     # -- before a step -------------------------------------------------------------------------------------------
 
     def reduce_accumulated(self) -> None:
-        """Reduce what accumulated in backwards that did not (the boundary was not known then)."""
+        """Reduce what backwards accumulated without reducing it, because the boundary was not known yet."""
         for unit in reversed(self._units):
             if any(flat_group.accumulated for flat_group in unit.trainable):
                 self._reductions.begin(unit)
@@ -153,7 +153,7 @@ class Reducer:
 
 
 def _refuse_lost_slot(unit: Unit) -> None:
-    """A gradient that came after its unit's slot went to another unit may be made from the other's weights."""
+    """Raise if a gradient came after its unit's slot was given away: it may be computed from another unit's weights."""
     names = unit.names_with_gradient()
     if names:
         raise OrderError(

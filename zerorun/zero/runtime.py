@@ -49,18 +49,17 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError
 from ..plan.sharding_plan import ShardingPlan
 from .builder import ShardedParameters
-from .execution_trace import ExecutionTrace
-from .gathers import Gathers
+from .gathers import ExecutionTrace, Gathers
 from .guards import ReadGuard, ScriptGuard
 from .placeholders import tensors_in
 from .reducer import Backwards, Reducer
 from .unit import Unit
 
-# Forwards that a backward may still come for. More than any loop keeps; bounds what forwards without one leave behind.
+# How many forwards are remembered for a backward to come. No loop needs more, and forwards without one must not pile up.
 _MAX_OUTSTANDING = 32
 # Of the frames of forwards: hooks and all.
 _MODULE_CALL = nn.Module._call_impl.__code__
-# In the metadata of a node of autograd: the index of the unit whose output it makes.
+# Key in the metadata of an autograd node: the index of the unit whose output the node makes.
 MADE_BY = "zerorun unit"
 
 
@@ -81,7 +80,7 @@ class ModelPart:
 
 
 class Removable(Protocol):
-    """What has changed a module or an optimizer, and can undo it."""
+    """A change to a module or an optimizer that can be undone."""
 
     def remove(self) -> None: ...
 
@@ -108,17 +107,17 @@ class RunningForwards:
         self._inside.append(unit.index)
 
     def leave(self, unit: Unit) -> bool:
-        """False if ``unit`` is still inside, further out."""
+        """The forward of ``unit`` ends. False if an outer forward of the same unit is still running."""
         while self._inside and self._inside.pop() != unit.index:
             pass  # an exception, which the script caught, has left that one
         return unit.index not in self._inside
 
     def each(self) -> Iterator[Unit]:
-        """Each unit once."""
+        """The running units, without repetition."""
         return (self._units[index] for index in dict.fromkeys(self._inside))
 
     def forget_left(self) -> None:
-        """Drop those that an exception has left."""
+        """Forget forwards that an exception has ended."""
         del self._inside[self.on_the_stack() :]
 
     def on_the_stack(self) -> int:
@@ -132,7 +131,7 @@ class RunningForwards:
         return max(count - 1, 0)
 
     def around(self, unit: Unit) -> Unit | None:
-        """Another unit whose forward is running, if both share slots."""
+        """Another unit whose forward is running and that shares slots with ``unit``."""
         others = (other for other in self.each() if other is not unit and not other.resident)
         return None if unit.resident else next(others, None)
 
@@ -146,7 +145,7 @@ class InputHooks:
         self._handles: deque[Any] = deque()  # on inputs that belong to the script, oldest first
 
     def add(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
-        """Hook those of ``inputs`` that have gradients."""
+        """Add hooks to those of ``inputs`` that require gradients."""
         for tensor in inputs:
             if not tensor.requires_grad:
                 continue
@@ -161,7 +160,7 @@ class InputHooks:
             grad.register_hook(partial(self._need, unit))
 
     def remove(self) -> None:
-        """From inputs that the script may use again."""
+        """Remove the hooks from inputs that the script may use again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -178,7 +177,7 @@ class Runtime:
         comm: Communicator,
         backwards: Backwards,
     ) -> None:
-        """``backwards``: is asked and told at the beginning and the end of each backward."""
+        """``backwards`` is asked at the beginning of each backward, and told of its end."""
         self.module, self.plan, self.made, self.comm = module, plan, made, comm
         self.gathers = Gathers(made.units, made.param_slots, comm)
         self.reducer = Reducer(plan, made.units, comm, backwards)
@@ -191,7 +190,7 @@ class Runtime:
         self._inside = RunningForwards(made.units)
         self._on_inputs = InputHooks(self._pre_backward)
         self._handles: list[Removable] = list(self._install_hooks())
-        # Host memory is updated behind the program: those shards are ready when their rank says so.
+        # Shards that are updated in host memory, in the background, are ready only when their rank says so.
         still = [unit for unit in made.units if not unit.resident and not unit.placement.optimizer]
         comm.expose([flat_group.shard for unit in still for flat_group in unit.flat_groups])
 
@@ -211,7 +210,7 @@ class Runtime:
                     yield module.register_forward_hook(self._after_any, always_call=True)
 
     def keep(self, handles: Iterable[Removable]) -> None:
-        """Remove these, too, when the hooks are."""
+        """Take care of further ``handles``: they are removed with the hooks."""
         self._handles += handles
 
     def remove_hooks(self) -> None:
@@ -245,7 +244,7 @@ class Runtime:
             self._hook_outputs(unit, (args, kwargs), output)
 
     def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The watch ends with the outermost forward, also where that raises."""
+        """End the watch with the outermost forward, even if that raises."""
         if self.reads.is_watching and not self._inside.on_the_stack():
             self.reads.end()
 
@@ -274,7 +273,7 @@ class Runtime:
         self.gathers.need(trace, unit, self._leaving(trace))
 
     def _leaving(self, trace: ExecutionTrace) -> Callable[[Unit], None] | None:
-        """What becomes of units that a pass leaves: in a backward their gradients are complete, unless they are held."""
+        """What to call for each unit that a pass leaves: in a backward, unless held, its gradients are complete then."""
         return self._leave if trace is self._backward and not self._part.held else None
 
     def _leave(self, unit: Unit) -> None:
@@ -282,7 +281,7 @@ class Runtime:
             self.reducer.leave(unit)
 
     def _recover(self) -> None:
-        """An exception left a forward or backward half-way, and the program went on: forget it."""
+        """Forget a forward or backward that ended in an exception which the program has caught."""
         if self._backward is not None and torch._C._current_graph_task_id() == -1:
             self._backward = None
             self.gathers.end_backward()
@@ -339,7 +338,7 @@ class Runtime:
             self._resume(with_gradients=interrupted.with_gradients)
 
     def _resume(self, *, with_gradients: bool) -> None:
-        """The forward that a backward interrupted goes on: what is running has to be there again."""
+        """Go on with the forward that a backward has interrupted: unshard the running units again."""
         with torch.set_grad_enabled(with_gradients):
             for unit in self._inside.each():
                 if not unit.resident:  # what is switched on in a backward ends with it, and so would a watch
@@ -362,13 +361,13 @@ class Runtime:
             self._part = before
 
     def complete(self, part: ModelPart) -> None:
-        """The gradients of ``part``, which were held, are complete: collect them, and reduce them where they are."""
+        """The held gradients of ``part`` are complete now: collect and reduce them."""
         with self.running(replace(part, held=False)):
             self.reducer.begin()
             self._complete_rest()
 
     def take_passes(self) -> list[ExecutionTrace]:
-        """The forwards whose backward has not come yet, which ``expect`` is given before it."""
+        """Take away the forwards whose backward has not come yet. ``expect`` must be given them before it does."""
         passes = list(self._outstanding)
         self._outstanding.clear()
         return passes

@@ -24,7 +24,7 @@ from .unit import Unit, finish_updates, links_of
 
 
 class Parts(Protocol):
-    """Between a parameter's part on this rank and the whole, where layers are divided. ``whole`` is collective.
+    """Converts between this rank's part of a parameter and the whole, where ranks divide layers. ``whole`` is collective.
 
     ``shards``: id(parameter) -> what of it is here, of divided ones. ``copies``: this stage's name of a parameter that an
     earlier pipeline stage has, too -> its name there.
@@ -38,11 +38,11 @@ class Parts(Protocol):
     def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor: ...
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
-        """Let ``whole`` be that of another tensor rank, in place. Collective."""
+        """Replace ``whole``, in place, by the value that ``tensor_rank`` has. Collective."""
         ...
 
     def of_tensor_ranks(self, number: int) -> list[int]:
-        """What each tensor rank gives. Collective."""
+        """The ``number`` that each tensor rank passes, by tensor rank. Collective."""
         ...
 
     def undo(self) -> None:
@@ -64,7 +64,7 @@ class ParameterHome:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The same on all ranks that have this part of the model, and another for every parameter."""
+        """Identifies the parameter: equal on all ranks that have this part of the model, different for every parameter."""
         return self.unit.index, self.unit.flat_groups.index(self.flat_group), self.entry
 
 
@@ -84,14 +84,14 @@ class Told:
 
 @dataclass(frozen=True)
 class Summary:
-    """What all ranks know, alike, about the gradients of a step. Sums over all data-parallel ranks."""
+    """What every rank knows about the gradients of a step. Sums are over all data-parallel ranks."""
 
     square_sum: float  # of all gradient elements, each once, before unscaling and averaging
     bad_losses: int  # losses that were NaN or infinite
     weight: float  # of the losses that came with one
     unused: bool  # some parameter had no gradient on some rank
-    apart: float = 0.0  # how much the losses of ranks differ that should have the same; relative
-    wishes: tuple[int, ...] = ()  # how many ranks wish each of the things that they told
+    apart: float = 0.0  # relative difference of losses that should be equal, those of one tensor-parallel group
+    wishes: tuple[int, ...] = ()  # for each of the wishes that ranks told: how many ranks have it
 
     @property
     def finite(self) -> bool:
@@ -136,29 +136,29 @@ class ShardedModel:
         return self.runtime.comm
 
     def forget(self) -> None:
-        """Its parameters are the module's own again."""
+        """Forget this model: its parameters belong to the module again."""
         _models.discard(self)
 
     def close(self) -> None:
-        """Nothing is sharded any more."""
+        """Let go of units and optimizer: nothing is sharded any more."""
         self.optimizer = None
         self.units.clear()
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Let every rank have the sum of the gradients of its shards, but for those that came late on some rank."""
+        """Give every rank the summed gradients of its shards, without those that came late on some rank."""
         self.runtime.reducer.reduce_accumulated()
         self._drain()
         if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
             self._sum_over_model_axes()
 
     def norm(self, told: Told) -> Summary:
-        """Agree on the result: one small all-reduce, more only if gradients came late. Raises OrderError."""
+        """Agree on the norm in one small all-reduce. Only if gradients came late there are more. Raises OrderError."""
         topology, late = self.comm.topology, self.runtime.reducer.late
         unused = any(False in flat_group.used for unit in self.units for flat_group in unit.trainable)
-        first = topology.tensor_rank == 0  # of ranks with the same losses one counts
-        other = told.loss * (topology.tensor - 1 if first else -1)  # if they are the same, the sum is 0
+        first = topology.tensor_rank == 0  # tensor ranks have the same losses, so one of them counts
+        other = told.loss * (topology.tensor - 1 if first else -1)  # the sum is 0 if the losses are the same
         values = [self._square_sum(), len(late), unused, told.bad_losses, told.weight if first else 0.0, other, abs(other)]
         values += [*told.wishes, *self.comm.told_order()]
         total = self.comm.control.sum(torch.tensor(values, dtype=torch.float64))
@@ -178,7 +178,7 @@ class ShardedModel:
         """
         assert self.optimizer is not None
         for unit in self.units:
-            unit.finish_gather()  # that nobody here has needed: it may still read the shard
+            unit.finish_gather()  # nobody on this rank waited for it, but it may still read the shard
         self.optimizer.update(coefficient, unused=unused, order=self.runtime.gathers.forward_order())
 
     def publish(self) -> None:
@@ -202,7 +202,7 @@ class ShardedModel:
         self.comm.fence()
 
     def forget_gradients(self) -> None:
-        """Start the next step with none."""
+        """Start the next step without gradients."""
         for unit in self.units:
             for flat_group in unit.flat_groups:
                 flat_group.forget_gradients()
@@ -225,12 +225,12 @@ class ShardedModel:
         self._drain()
 
     def finish_updates(self) -> None:
-        """Wait for the updates that go on behind the program: masters, moments and weights may be used by anybody then."""
+        """Wait for updates in the background. Afterwards masters, moments and weights may be used by anybody."""
         finish_updates(self.units)
 
     def _drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
-        for link in links_of(self.units):
+        for link in links_of([unit for unit in self.units if unit.placement.optimizer]):
             link.drain()
 
     def _sum_over_model_axes(self) -> None:

@@ -16,7 +16,7 @@ from ..errors import StepError
 from ..log import warn_once
 from ..ops.single_pass import SinglePassOptimizer, is_native, leave_to_torch
 from .flat_group import TrainedGroup
-from .host_updates import begin_updates, beside_master, weight_of
+from .host_updates import begin_updates
 from .pieces import OptimizerPiece, split_lengths, split_piece
 from .unit import Unit, finish_updates
 
@@ -98,9 +98,9 @@ class ShardedOptimizer:
         behind = [unit for unit in order if alone and unit.placement.optimizer and unit.trainable]
         apart = {id(flat_group) for unit in behind for flat_group in unit.trainable}
         self._update_now([piece for piece in moving if id(piece.flat_group) not in apart], coefficient)
-        unwritten = [s for s in self._flat_groups if not (id(s) in apart or (alone and beside_master(s)))]
+        unwritten = [s for s in self._flat_groups if not (id(s) in apart or (alone and s.weight_is_beside_master))]
         self.write_back(only=unwritten)
-        if isinstance(self.optimizer, SinglePassOptimizer):
+        if behind and isinstance(self.optimizer, SinglePassOptimizer):
             begin_updates(behind, [p for p in moving if id(p.flat_group) in apart], self.optimizer, coefficient)
 
     def _has_hooks(self) -> bool:
@@ -117,7 +117,7 @@ class ShardedOptimizer:
         for piece in pieces:
             piece.tensor.grad = piece.gradient
         if isinstance(self.optimizer, SinglePassOptimizer):
-            self.optimizer.outputs = {p.tensor: weight_of(p) for p in pieces if beside_master(p.flat_group)}
+            self.optimizer.outputs = {p.tensor: p.weight for p in pieces if p.flat_group.weight_is_beside_master}
             self.optimizer.coefficient = coefficient
         elif coefficient != 1.0 and pieces:
             torch._foreach_mul_([piece.gradient for piece in pieces], coefficient)

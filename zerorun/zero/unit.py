@@ -54,7 +54,7 @@ class SlotPool:
         for buffer in self.buffers:
             prefer_huge_pages(buffer)
         self.count = plan.count
-        # The unit whose bytes a slot holds now, by index; None if nobody's. Set in the agreed order only.
+        # By slot: the index of the unit whose bytes it holds, or None. Changed in the agreed order only.
         self.occupant: list[int | None] = [None] * plan.count
 
     @property
@@ -80,15 +80,15 @@ class Unit:
         """``modules``: that enter and leave the unit; hooks sit on them. ``link``: to the host, for what lies there."""
         self.plan, self.modules, self.flat_groups = plan, list(modules), list(flat_groups)
         self.index, self.name, self.placement = plan.index, plan.name, plan.placement
-        self.resident = plan.resident  # its parameters are whole all the time
+        self.resident = plan.resident  # the parameters are whole all the time
         self.param_slot, self.grad_slot = plan.param_slot, plan.grad_slot
         self.trainable = [group for group in flat_groups if isinstance(group, TrainedGroup)]
         self.link = link
         self.unsharded = True
-        self.deferred = plan.deferred  # its gradients may come after its turn: reduce it when the backward is over
+        self.deferred = plan.deferred  # gradients may come after the unit's turn: reduce it when the backward is over
         self._gathering: list[Pending] = []
         self._reducing: list[Pending] = []
-        self._is_final = False  # no more will be added in this step to what is being reduced
+        self._is_final = False  # nothing will be added in this step to what is being reduced
         self._leaving: list[Callable[[], None]] = []  # reduced gradients on their way to the host
         self._updating: Callable[[], None] | None = None  # waits for the update that is going on
         self._was_updated = False
@@ -116,7 +116,7 @@ class Unit:
         self._gathering.clear()
 
     def unshard(self) -> None:
-        """Let the parameters be views of the slot, as soon as what is in flight has come."""
+        """Wait for the gather in flight, and make the parameters views of the slot."""
         if not self.unsharded:
             self.finish_gather()
             for flat_group in self.flat_groups:
@@ -124,7 +124,7 @@ class Unit:
             self.unsharded = True
 
     def reshard(self) -> None:
-        """Let the parameters be loud placeholders."""
+        """Make the parameters loud placeholders."""
         if self.unsharded:
             for flat_group in self.flat_groups:
                 flat_group.reshard()
@@ -152,14 +152,14 @@ class Unit:
                 )
 
     def let_go_of_others(self) -> None:
-        """Drop the pages of other ranks' parameters, and what a module has written to them."""
+        """Drop the pages of other ranks' parameters, together with whatever a module has written to them."""
         for flat_group in self.flat_groups:
             if flat_group.plan.mapped:
                 let_go(flat_group.full[: flat_group.plan.low])
                 let_go(flat_group.full[flat_group.plan.high :])
 
     def has_new_values(self) -> None:
-        """The shards have changed: others' pages are old, and from the first time on this rank's may be huge ones."""
+        """The shards have changed: drop outdated pages of others. After the first change make this rank's pages huge."""
         self.let_go_of_others()
         for flat_group in self.flat_groups if not self._was_updated else ():
             if flat_group.plan.mapped:
@@ -169,7 +169,7 @@ class Unit:
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def defer(self) -> None:
-        """From now on, reduce it when the backward is over."""
+        """From now on reduce the unit when the backward is over."""
         self.deferred = True
 
     def has_gradient(self) -> bool:
@@ -177,11 +177,11 @@ class Unit:
         return any(flat_group.has_gradient() for flat_group in self.trainable)
 
     def names_with_gradient(self) -> list[str]:
-        """Parameters whose gradient lies where autograd left it. For error messages."""
+        """Names of the parameters whose gradient is still where autograd left it, for error messages."""
         return [n for s in self.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
 
     def take_loose(self) -> bool:
-        """Leave the gradients in place where possible. True if nothing of this unit needs the gradient slot then."""
+        """Leave the gradients where they are if possible. True if the unit does not need the gradient slot."""
         self.vacate()
         loose = [flat_group.take_loose() for flat_group in self.trainable]
         return all(loose) and not self.placement.optimizer
@@ -251,12 +251,12 @@ class Unit:
 
 
 def links_of(units: Sequence[Unit]) -> list[HostLink]:
-    """The links of ``units`` to the host, each once."""
+    """The links between ``units`` and the host, without repetition."""
     return list(dict.fromkeys(unit.link for unit in units))
 
 
 def finish_updates(units: Sequence[Unit]) -> None:
-    """Wait for the updates that go on behind the program: masters, moments and weights may be used by anybody then."""
+    """Wait for updates in the background. Afterwards masters, moments and weights may be used by anybody."""
     for unit in units:
         unit.updated()
     for link in links_of(units):

@@ -59,13 +59,13 @@ class Communicator:
 
     @property
     def takes_from_source(self) -> bool:
-        """True if gathers send this rank's shard from where it lies, which must be on the device."""
+        """True if gathers send this rank's shard directly from ``source``, which must be on the device."""
         return self._shard.takes_from_source
 
     def all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None = None
     ) -> Pending:
-        """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, if not in place."""
+        """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, unless it is in place."""
         return self._shard.all_gather(full, bounds, label, source)
 
     def reduce_scatter(
@@ -88,7 +88,7 @@ class Communicator:
     def sum_parts(
         self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
     ) -> Pending:
-        """``reduce_scatter`` of fp32 tensors [numel] that lie apart, if ``reads_parts``: nothing is packed.
+        """``reduce_scatter`` of fp32 tensors [numel] that are not in one buffer, and are not packed. Needs ``reads_parts``.
 
         ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
         """
@@ -116,7 +116,7 @@ class Communicator:
     # -- the order of collectives, where nothing else shows that it is the same ----------------------------------
 
     def told_order(self) -> list[float]:
-        """What this rank puts into the sum of a step, for ``refuse_other_order``: as many numbers on all ranks."""
+        """The numbers that this rank adds to the sum of a step, for ``refuse_other_order``. All ranks add equally many."""
         if not self._shard.queues:
             return []
         parts, checksum = self.topology.pipe * self.topology.tensor, float(self.statistics.order.checksum)
@@ -156,12 +156,12 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """NCCL, GLOO or PEER_MEMORY: of gradients and parameters."""
+        """How gradients and parameters travel: NCCL, GLOO or PEER_MEMORY."""
         return PEER_MEMORY if self._replicate.memory is not None else self._shard.name
 
     @property
     def reads_peers(self) -> bool:
-        """True if the ranks that shard copy from one another's memory by themselves: nothing moves while they compute."""
+        """True if ranks of the shard axis read one another's memory: then nothing moves while they compute."""
         return self._shard.memory is not None
 
     @property
@@ -171,11 +171,11 @@ class Communicator:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the buffers into which reductions receive."""
+        """Bytes of the buffers into which reductions receive."""
         return self.statistics.pool.bytes + self._shard.buffer_bytes + self._replicate.buffer_bytes
 
     def peer_reader(self) -> Callable[[int, int, torch.Tensor], None] | None:
-        """How to fill a tensor from an address of another rank that shards with this one; None if that cannot be done."""
+        """A function that fills a tensor from an address of another rank of the shard axis; None if there is none."""
         memory, ranks = self._shard.memory, self.topology.ranks_along("shard")
         if memory is None:
             return None

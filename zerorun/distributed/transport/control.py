@@ -19,12 +19,12 @@ from .statistics import UNANSWERED, CommunicationStatistics
 from .world import gather_values
 
 _AGREEMENT = "{}: an agreement of ranks, as in step() or a barrier"
-# What this rank has given up waiting for. Threads of gloo may still be at it, with its memory.
+# Work that this rank no longer waits for. Threads of gloo may still be using its memory.
 _given_up: list[dist.Work] = []
 
 
 def given_up_is_over() -> bool:
-    """True if no thread is still at what this rank has given up waiting for."""
+    """True if no thread is still working on what this rank no longer waits for."""
     return all(work.is_completed() for work in _given_up)
 
 
@@ -39,7 +39,7 @@ class Control:
         self._topology, self._statistics, self._memory = topology, statistics, memory
         self._world: dist.ProcessGroup | None = everyone()
         self._data = topology.group("data") if topology.data_parallel_size > 1 else None
-        self._agreements = 0  # so far: what goes through the process group, in the same order on all ranks
+        self._agreements = 0  # how many have gone through the process group, in the same order on all ranks
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Control:
         self._finish(dist.barrier(group=self._world, async_op=True))
 
     def finish_message(self, message: Future[None], label: str) -> None:
-        """Wait for a message between two ranks, and meanwhile for nobody to wait for this one. Raises OrderError."""
+        """Wait for a message between two ranks, and serve ranks that wait for this one meanwhile. Raises OrderError."""
         try:
             with waiting(f"pipeline: {label}"):
                 if self._memory is not None:
@@ -127,7 +127,7 @@ class Control:
             raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
 
     def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None) -> None:
-        """Wait for ``work``, and meanwhile for nobody to wait for this rank. Raises OrderError."""
+        """Wait for ``work``, and serve ranks that wait for this one meanwhile. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         memory = self._memory
         self._agreements += 1

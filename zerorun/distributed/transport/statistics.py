@@ -60,7 +60,7 @@ class Pending:
 
     @property
     def buffers(self) -> list[object]:
-        """What holds its buffers: they stay alive with it after ``wait``, too."""
+        """The objects that hold its buffers. Whoever keeps them keeps the buffers alive after ``wait``."""
         return [*self._works, self._finish]
 
     def wait(self, *timeout: timedelta) -> None:
@@ -99,7 +99,7 @@ class Order:
         self._checksum = 0
 
     def note(self, label: str) -> None:
-        """One more, behind the others."""
+        """Add a collective."""
         self.labels.append(label)
         self._checksum = zlib.crc32(label.encode(), self._checksum)
 
@@ -109,7 +109,7 @@ class Order:
         return self._checksum & 0x3FFFF
 
     def begin(self) -> None:
-        """Ranks have agreed."""
+        """Start anew: ranks have agreed."""
         self.labels.clear()
         self._checksum = 0
 
@@ -138,6 +138,6 @@ class CommunicationStatistics:
         entry.bytes += sent_bytes
 
     def tag(self, label: str) -> int:
-        """The same on all ranks that make the same calls."""
+        """The tag of the next message of this label: equal on all ranks that make the same calls."""
         self._issued[label] += 1
         return (self._issued[label] % 1024) << 20 | zlib.crc32(label.encode()) & 0xFFFFF

@@ -1,4 +1,4 @@
-"""Sums of what ranks have sent, in one order: ranks ascending, in fp32; and the buffers into which they receive.
+"""Sums of what ranks have sent, always in ascending order of ranks and in fp32, and the buffers to receive into.
 
 So every run and every stage has the same bits.
 """
@@ -63,12 +63,12 @@ class Stretches:
 
 
 def stretch_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Of the buffer for one peer, for a sum of which this rank gets ``numel`` elements."""
+    """Bytes of the buffer for one peer, for a sum of which this rank gets ``numel`` elements."""
     return aligned_bytes(min(STRETCH, numel) * dtype.itemsize)
 
 
 def store(value: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Let ``out`` be ``value``, or grow by it."""
+    """Set ``out`` to ``value``, or add it."""
     if accumulate:
         out.add_(value)
     elif value.data_ptr() != out.data_ptr():

@@ -44,9 +44,9 @@ class Transport(ABC):
     """
 
     name: str
-    queues = False  # True: what follows on the device's queue waits for what it moves, and not the program
-    takes_from_source = False  # True: gathers send a rank's part from where it lies, and put it into its place
-    memory: PeerMemory | None = None  # where ranks read each other's
+    queues = False  # True: later work on the device's queue waits for what it moves; the program does not
+    takes_from_source = False  # True: gathers send a rank's part directly from its source, and put it in place, too
+    memory: PeerMemory | None = None  # if ranks read each other's memory
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Transport(ABC):
 
     @cached_property
     def names(self) -> list[int]:
-        """The ranks of the axis, as they are called in the world."""
+        """The ranks of the axis, by their numbers in the world."""
         return dist.get_process_group_ranks(self.joined)
 
     @property
@@ -139,7 +139,7 @@ class Transport(ABC):
         accumulate: bool,
         wire_dtype: torch.dtype,
     ) -> Pending:
-        """There is more than one rank."""
+        """``reduce_scatter`` over more than one rank."""
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         """Sum a flat buffer over the axis, in place: reduce-scatter, then all-gather. The same bits on every rank."""
@@ -153,7 +153,7 @@ class Transport(ABC):
         self.all_gather(buffer, bounds, label, until_given=True).wait()
 
     def sum_after(self, first: Pending, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype) -> Pending:
-        """Sum a flat buffer over the axis, in place, when ``first`` is over, a collective of another axis that fills it."""
+        """Sum a flat buffer over the axis, in place, after ``first``, the collective of another axis that fills it."""
         return Pending(self.statistics, label, [first], lambda: self.all_reduce(buffer, label, wire_dtype))
 
     def sum_of(self, flat: torch.Tensor, label: str) -> torch.Tensor:
@@ -172,7 +172,7 @@ class Transport(ABC):
         raise NotImplementedError(f"{self.name} sums what is packed")
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
-        """Let ``tensor`` be that of rank ``source``, in place. For set-up: it goes through the process group."""
+        """Replace ``tensor``, in place, by that of rank ``source``. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():
             through = tensor.detach().contiguous().to(self.device)
             self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
@@ -197,14 +197,14 @@ class Transport(ABC):
         return None
 
     def expose(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027
-        """From here on others may take ``shards``, when they are the sources of gathers, at any time until ``fence``."""
+        """Let others read ``shards``, the sources of gathers, at any time until ``fence``."""
 
     def fence(self) -> None:  # noqa: B027
         """Return when no other rank reads buffers of this one any more. All ranks must call it."""
 
     @property
     def buffer_bytes(self) -> int:
-        """Of host memory into which sums receive, beside the pool that all transports of an engine share."""
+        """Bytes of host memory into which sums receive, beside the pool that all transports of an engine share."""
         return 0
 
     # -- the end -------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Transport(ABC):
         self.group = None
 
     def _let_others_read(self) -> None:  # noqa: B027
-        """Others may still read what this rank offered."""
+        """Wait until others have read what this rank offered."""
 
 
 def drain_all(timeout: timedelta | None) -> None:
