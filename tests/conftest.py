@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -26,7 +27,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Whoever is woken waits until a core is free. By default it interrupts whoever runs: if that is a thread of gloo's, which
 # holds the lock of a connection, another one spins until it goes on. That took a fifth of a run on two cores.
-if hasattr(os, "SCHED_BATCH"):
+with contextlib.suppress(AttributeError, OSError):  # where there is no such thing, or it is not allowed
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 _MOST_PROCESSES = 8
 

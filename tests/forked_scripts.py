@@ -30,7 +30,8 @@ class ForkedScripts:
         self._control, theirs = Pipe()
         command = [sys.executable, __file__, str(theirs.fileno()), *modules]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment = {**os.environ, **one_thread, **variables}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "ZERORUN_"))}
+        environment = {**kept, **one_thread, **variables}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._started = 0
@@ -45,13 +46,14 @@ class ForkedScripts:
         self._control.send((text, dict(environment), list(arguments), umask, str(folder)))
         return RunningScript(self, self._control.recv(), folder)
 
-    def wait(self, pid: int, timeout_s: float | None) -> int:
-        """The exit code of a script. Raises TimeoutError, after which no other script can be waited for."""
+    def wait(self, pid: int, timeout_s: float | None) -> int | None:
+        """The exit code of a script. One that has not ended in time is killed; None."""
         self._control.send(pid)
-        if not self._control.poll(timeout_s):
-            raise TimeoutError(f"the script {pid} has not ended within {timeout_s} s")
+        late = not self._control.poll(timeout_s)
+        if late:
+            os.kill(pid, signal.SIGKILL)
         code: int = self._control.recv()
-        return code
+        return None if late else code
 
     def close(self) -> None:
         """End it, and all scripts that still run."""
@@ -66,15 +68,21 @@ class RunningScript:
 
     def __init__(self, scripts: ForkedScripts, pid: int, folder: Path) -> None:
         self._scripts, self._pid, self._folder = scripts, pid, folder
+        self._ended = False
 
-    def kill(self) -> None:
-        """SIGKILL. ``finish`` must not have been called."""
-        os.kill(self._pid, signal.SIGKILL)
+    def end(self) -> None:
+        """SIGKILL, unless it has ended and ``finish`` has told of it."""
+        if not self._ended:
+            os.kill(self._pid, signal.SIGKILL)
+            self.finish()
 
     def finish(self, timeout_s: float | None = None) -> tuple[int, str, str]:
-        """(exit code, what it wrote to stdout, and to stderr), once it has ended. Raises TimeoutError."""
-        code = self._scripts.wait(self._pid, timeout_s)
-        return code, (self._folder / "out").read_text(), (self._folder / "err").read_text()
+        """(exit code, what it wrote to stdout, and to stderr), once it has ended. Kills it, and raises, if it is late."""
+        code, self._ended = self._scripts.wait(self._pid, timeout_s), True
+        out, err = ((self._folder / name).read_text() for name in ("out", "err"))
+        if code is None:
+            raise TimeoutError(f"a script has not ended within {timeout_s} s. It wrote:\n{out[-2000:]}\n{err[-4000:]}")
+        return code, out, err
 
 
 def serve(control: Connection) -> str:

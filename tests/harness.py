@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
@@ -295,10 +295,18 @@ def start_script(text: str, *arguments: str, **variables: str) -> RunningScript:
     return _scripts[known].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
 
 
-def start_two(text: str, *arguments: str, **variables: str) -> list[RunningScript]:
-    """The same program on two ranks, without a launcher that would end one for the other."""
+@contextlib.contextmanager
+def start_two(text: str, *arguments: str, **variables: str) -> Iterator[list[RunningScript]]:
+    """The same program on two ranks, without a launcher that would end one for the other. It ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
-    return [start_script(text, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    scripts: list[RunningScript] = []
+    try:
+        for rank in range(2):
+            scripts.append(start_script(text, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)))
+        yield scripts
+    finally:
+        for script in scripts:
+            script.end()

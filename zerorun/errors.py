@@ -104,22 +104,25 @@ class ScheduleError(ZerorunError, ValueError):
     """A pipeline schedule cannot be made as asked, or cannot be run as it stands."""
 
 
-def nearest(word: str, known: Iterable[str]) -> list[str]:
-    """The known words that ``word`` was most likely meant to be, best first; several when they are equally near."""
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question with the known words that ``word`` was most likely meant to be; empty if none is near."""
+    likely = _nearest(word[:80].lower(), known)
+    return "Did you mean " + " or ".join(f'"{candidate}"' for candidate in likely) + "?" if likely else ""
+
+
+def _nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Best first; several when they are equally near. A word is near, too, if it is a part of the other one."""
     from difflib import SequenceMatcher  # only needed when something is wrong
 
     least = 0.5 if len(word) <= 3 else 0.65
-    matcher = SequenceMatcher(None, "", word[:80].lower())
+    matcher = SequenceMatcher(None, "", word)
     scored = []
     for candidate in known:
-        matcher.set_seq1(candidate.lower())
-        if matcher.real_quick_ratio() >= least and matcher.quick_ratio() >= least:
-            scored.append((matcher.ratio(), candidate))
+        lower = candidate.lower()
+        matcher.set_seq1(lower)
+        shorter, longer = sorted((word, lower), key=len)
+        score = max(matcher.ratio(), least if len(shorter) > 2 and shorter in longer else 0.0)
+        if score >= least:
+            scored.append((score, candidate))
     scored.sort(reverse=True)
-    return [candidate for score, candidate in scored[:3] if score >= max(least, scored[0][0] - 0.05)]
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question with the nearest of the known words; empty if none is near."""
-    likely = nearest(word, known)
-    return "Did you mean " + " or ".join(f'"{candidate}"' for candidate in likely) + "?" if likely else ""
+    return [candidate for score, candidate in scored[:3] if score >= scored[0][0] - 0.05]

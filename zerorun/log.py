@@ -59,7 +59,8 @@ def warn_once(message: str) -> None:
 def run_command(program: str, failed: int, command: Callable[[], tuple[int, Iterable[str]]]) -> int:
     """Print the lines that ``command`` gives, and return its exit status.
 
-    An error is one line on stderr and the status ``failed``, which Python's own status, 1, must not stand for.
+    An error of zerorun or of the system is one line on stderr, any other exception a traceback. Both give the status
+    ``failed``, and not Python's 1, which may have another meaning. Ctrl-C gives 130.
     """
     try:
         status, lines = command()

@@ -95,7 +95,7 @@ def test_train_3d_on_eight_ranks_is_the_run_of_one(tmp_path: Path) -> None:
     assert divided == pytest.approx(single, rel=1e-5)
     drawn = run("-m", "zerorun.pipeline.cli", "--measured", "trace.json", "--svg", "run.svg", folder=tmp_path)
     assert "1f1b measured" in drawn
-    assert (tmp_path / "run.svg").read_text().startswith("<svg")
+    assert "<svg" in (tmp_path / "run.svg").read_text()
 
 
 def test_train_3d_takes_the_schedule_from_the_json(tmp_path: Path) -> None:

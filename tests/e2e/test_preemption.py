@@ -84,9 +84,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 at_night = partial(pytest.param, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(
-    "who", [at_night("launcher"), at_night("one worker"), "one worker, twice", at_night("launcher, SIGUSR1")]
-)
+AT_NIGHT = ("launcher", "one worker", "one worker, twice", "launcher, SIGUSR1")
+
+
+@pytest.mark.parametrize("who", ["launcher, SIGUSR1, twice", *map(at_night, AT_NIGHT)])
 def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]) -> None:
     """One complete checkpoint, at the same step on all ranks; the run that goes on is the uninterrupted one."""
     (folder / "wait").touch()

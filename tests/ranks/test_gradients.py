@@ -163,10 +163,8 @@ time.sleep(100)
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_one_rank_alone_gets_an_error(stage: int) -> None:
-    first, second = start_two(SCRIPT, str(stage), ZERORUN_ORDER_TIMEOUT_S="2")
-    code, _, errors = first.finish(60 * patience())
-    second.kill()
-    second.finish()
+    with start_two(SCRIPT, str(stage), ZERORUN_ORDER_TIMEOUT_S="2") as (first, _):
+        code, _, errors = first.finish(60 * patience())
     assert code != 0
     assert "OrderError: gradients were asked for on rank 0, and not on all other ranks within 2 s. Remedy:" in errors
 

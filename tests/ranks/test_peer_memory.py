@@ -75,6 +75,9 @@ def test_more_exchanges_than_slots(world: int) -> None:
     assert run_ranks(world, exchange_many, 50) == [True] * world
 
 
+LONG = timedelta(seconds=20 * patience())
+
+
 def drop_before_the_other_looks() -> list[bool]:
     """Rank 1 drops the group when it is done, and rank 0 has still to see on its board that it is. Whether the board is
     kept then, and after the ranks have met in another group."""
@@ -84,7 +87,7 @@ def drop_before_the_other_looks() -> list[bool]:
     made.wait()
     if rank == 0:
         dist.barrier()
-    memory.finish(timedelta(seconds=5))
+    memory.finish(LONG)
     del memory, made
     gc.collect()
     if rank == 1:
@@ -104,6 +107,29 @@ def left_boards_after_another() -> list[Any]:
 
 def test_a_board_is_there_until_all_have_looked() -> None:
     assert run_ranks(2, drop_before_the_other_looks) == [[True, False]] * 2
+
+
+def keep_one_group_while_another_is_connected() -> bool:
+    """Rank 0 looks whether its part was read only after rank 1 has dropped the group, and its board with the next one.
+    Whether the board is still there."""
+    memory, rank = connect(), dist.get_rank()
+    board = ctypes.addressof(memory._board)
+    memory.exchange(5, "test", [torch.ones(3)], lambda tables: None, until_given=False).wait()
+    dist.barrier()
+    if rank == 1:
+        memory.finish(LONG)
+        del memory
+        gc.collect()
+    another = connect()
+    kept = board in map(ctypes.addressof, left_boards())
+    if rank == 0:
+        memory.finish(LONG)
+    another.finish(LONG)
+    return kept
+
+
+def test_a_group_may_be_kept_on_one_rank() -> None:
+    assert run_ranks(2, keep_one_group_while_another_is_connected) == [False, False]
 
 
 def overwrite_at_once(how: str) -> list[float]:
@@ -284,11 +310,11 @@ if ending == "rank 0 goes on alone" and rank == 0:
 
 @every_stage
 def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
-    first, second = start_two(SCRIPT, str(stage), "die")
-    assert second.finish(60 * patience())[0] == -signal.SIGKILL
-    begun = time.monotonic()
-    code, _, errors = first.finish(30 * patience())
-    assert time.monotonic() - begun < 15 * patience()
+    with start_two(SCRIPT, str(stage), "die") as (first, second):
+        assert second.finish(60 * patience())[0] == -signal.SIGKILL
+        begun = time.monotonic()
+        code, _, errors = first.finish(30 * patience())
+        assert time.monotonic() - begun < 15 * patience()
     assert code == 1
     assert "OrderError" in errors
     assert "another rank ended" in errors
@@ -296,10 +322,11 @@ def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", (1, 2))
 def test_a_rank_may_go_on_after_the_others_are_done(stage: int) -> None:
-    for script in start_two(SCRIPT, str(stage), "rank 0 goes on alone"):
-        code, _, errors = script.finish(60 * patience())
-        assert "Error" not in errors
-        assert code == 0
+    with start_two(SCRIPT, str(stage), "rank 0 goes on alone") as scripts:
+        for script in scripts:
+            code, _, errors = script.finish(60 * patience())
+            assert "Error" not in errors
+            assert code == 0
 
 
 # -- who may read ------------------------------------------------------------------------------------------------

@@ -56,5 +56,5 @@ def test_initialize_takes_the_arguments_of_deepspeeds_scripts(tmp_path: Path) ->
 @pytest.mark.parametrize("arguments", CALLS)
 def test_a_backend_may_be_named(arguments: str) -> None:
     code = f"import zerorun, torch.distributed as d; zerorun.init_distributed({arguments}); print(d.get_world_size())"
-    _, found, errors = start_script(code).finish(120 * patience())
-    assert found.strip() == "1", errors
+    status, found, errors = start_script(code).finish(120 * patience())
+    assert (status, found.strip()) == (0, "1"), errors

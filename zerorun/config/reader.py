@@ -212,7 +212,8 @@ def _explain(entry: Any) -> tuple[str, str]:
     if kind == "literal_error":
         allowed = quoted_words(context["expected"])
         words = ", ".join(map(repr, allowed))
-        return f"is not one of {words}.", did_you_mean(str(entry["input"]), allowed) or f"Use one of {words}."
+        question = did_you_mean(entry["input"], allowed) if isinstance(entry["input"], str) else ""
+        return f"is not one of {words}.", question or f"Use one of {words}."
     if kind == "missing":
         return "is required.", "Add it, or remove the section."
     if kind in ("tuple_type", "list_type"):

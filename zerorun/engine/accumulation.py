@@ -55,7 +55,7 @@ class Accumulation:
         self.bad_losses: list[int] = []  # micro-batches, counted from 0
         self.empty: list[int] = []  # those of weight 0 whose loss is not finite: it may be a mean of nothing
         self.culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
-        self._inspects = self._scaler.dynamic and self._scaler.at_minimum
+        self._inspects = self._scaler.at_minimum
 
     # -- the boundary --------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ class Outcomes(Reports, Counters, LoopQueries):
             ) from None
         count = self.progress.skips_in_a_row
         told = count <= SKIPS_TOLD or count % SKIPS_BETWEEN == 0
-        if overflow and self.scaler.dynamic and told and is_rank_zero():
+        if overflow and told and is_rank_zero():
             what = "step %d skipped (%d in a row): gradients overflow in fp16; loss scale %.10g -> %.10g"
             logger.warning(what, self.global_steps, count, before, self.scaler.scale)
 

@@ -152,12 +152,14 @@ class PeerMemory:
         """
         memory, card = cls(rank, size, names), None
         lines = gather(ancestors() if can_be_used() else None)
+        serve()  # the others may drop boards when this is over: see on them what they have read
         if not all(line is not None for line in lines):
             return None
         _permission.widen(nearest_common(lines))
         token = ctypes.addressof(memory._token)
         card = (os.getpid(), ctypes.addressof(memory._board), token, memory._token.raw)
         if not all(gather(memory._open(gather(card)))):
+            memory._boards.clear()  # nobody reads this one's
             _permission.end_unused()
             return None
         _served.append(weakref.ref(memory, _forget))

@@ -137,6 +137,8 @@ def _trace(found: Any) -> Trace:
         raise ScheduleError(f"otherData: kind is {head['kind']!r}, and not one of {', '.join(SCHEDULES)}.")
     if not isinstance(events, list):
         raise ScheduleError("traceEvents is no list.")
+    if counts["stages"] > len(events):
+        raise ScheduleError(f"otherData: stages is {counts['stages']}, and there are {len(events)} events.")
     spans: list[list[Span]] = [[] for _ in range(counts["stages"])]
     for number, event in enumerate(events):
         place = f"traceEvents[{number}]"
@@ -174,8 +176,8 @@ def _span(event: Any, place: str, counts: dict[str, int]) -> Span:
     for name in ("ts", "dur"):
         if type(event[name]) not in (int, float) or not math.isfinite(event[name]):
             raise ScheduleError(f"{place}: {name} is {event[name]!r}, and no time in microseconds.")
-    if event["dur"] < 0:
-        raise ScheduleError(f"{place}: dur is {event['dur']}, and less than no time.")
+    if event["dur"] < 0 or not math.isfinite(event["ts"] + event["dur"]):
+        raise ScheduleError(f"{place}: dur is {event['dur']}, and no time from {event['ts']} on.")
     action = Action(LETTERS[event["cat"]], micro_batch, chunk)
     return Span(action, event["ts"] / _MICRO, (event["ts"] + event["dur"]) / _MICRO)
 
