@@ -186,7 +186,7 @@ def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, fr
             for name in names:
                 host = known.get(name)
                 if host is None:
-                    hint = " ".join([f"no host {name!r}.", did_you_mean(name, known)]).rstrip()
+                    hint = f"no host {name!r}. {did_you_mean(name, known)}".rstrip()
                     raise ValueError(f"{hint} Hosts: {_names(hosts)}.")
                 _check_slots(host, slots)
                 before = named.get(name, frozenset())

@@ -92,17 +92,15 @@ def drop_before_the_other_looks() -> list[bool]:
     gc.collect()
     if rank == 1:
         dist.barrier()
-    return [board in map(ctypes.addressof, boards()) for boards in (left_boards, left_boards_after_another)]
-
-
-def left_boards() -> list[Any]:
-    return [board for _, board in peer_memory._left]
-
-
-def left_boards_after_another() -> list[Any]:
+    kept = board in left_boards()
     another = connect()
     assert another is not None
-    return left_boards()
+    return [kept, board in left_boards()]
+
+
+def left_boards() -> list[int]:
+    """The addresses of the boards of groups that were dropped."""
+    return [ctypes.addressof(board) for _, board in peer_memory._left]
 
 
 def test_a_board_is_there_until_all_have_looked() -> None:
@@ -121,7 +119,7 @@ def keep_one_group_while_another_is_connected() -> bool:
         del memory
         gc.collect()
     another = connect()
-    kept = board in map(ctypes.addressof, left_boards())
+    kept = board in left_boards()
     if rank == 0:
         memory.finish(LONG)
     another.finish(LONG)

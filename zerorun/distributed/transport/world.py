@@ -19,7 +19,7 @@ from ..wire import decode, encode
 
 T = TypeVar("T")
 _LENGTH = 8  # bytes of the length of a value
-_HEAD = 256  # bytes of a value that are sent with its length: most have no more
+_HEAD = 256  # bytes of a message that has the length and the beginning of a value: most have no more
 
 
 def size() -> int:
@@ -60,12 +60,12 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Short ones take one collective: with their length they fit into its messages. Longer ones take a second."""
     group = group or everyone()
-    head = len(content).to_bytes(_LENGTH, "little") + content[: _HEAD - _LENGTH]
-    heads = _gather_padded(head, _HEAD, group)
-    lengths = [int.from_bytes(found[:_LENGTH], "little") for found in heads]
-    rest = max(lengths) - (_HEAD - _LENGTH)
-    rests = _gather_padded(content[_HEAD - _LENGTH :], rest, group) if rest > 0 else [b""] * len(heads)
-    return [(first[_LENGTH:] + more)[:length] for first, more, length in zip(heads, rests, lengths, strict=True)]
+    message = len(content).to_bytes(_LENGTH, "little") + content
+    heads = _gather_padded(message[:_HEAD], _HEAD, group)
+    ends = [_LENGTH + int.from_bytes(head[:_LENGTH], "little") for head in heads]
+    left = max(ends) - _HEAD
+    rests = _gather_padded(message[_HEAD:], left, group) if left > 0 else [b""] * len(heads)
+    return [(head + rest)[_LENGTH:end] for head, rest, end in zip(heads, rests, ends, strict=True)]
 
 
 def _gather_padded(content: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:

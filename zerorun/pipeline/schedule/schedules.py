@@ -42,8 +42,8 @@ def make_schedule(
 
 def _check(kind: str, stages: int, micro_batches: int, chunks: int, limit: int | None) -> None:
     if kind not in SCHEDULES:
-        hint = " ".join(["is unknown.", did_you_mean(kind, SCHEDULES)]).rstrip()
-        raise ScheduleError(f"schedule kind {kind!r} {hint} Remedy: use one of {', '.join(SCHEDULES)}.")
+        hint = f"schedule kind {kind!r} is unknown. {did_you_mean(kind, SCHEDULES)}".rstrip()
+        raise ScheduleError(f"{hint} Remedy: use one of {', '.join(SCHEDULES)}.")
     for name, value in (("stages", stages), ("micro_batches", micro_batches), ("chunks", chunks), ("limit", limit)):
         if value is not None and value < 1:
             raise ScheduleError(f"{name} = {value} is too few. Remedy: give 1 or more.")
