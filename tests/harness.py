@@ -34,6 +34,8 @@ DEFAULT_TIMEOUT_S = 60.0
 _START_TIMEOUT_S = 120.0  # importing torch
 _GRACE_S = 5.0  # for the other ranks, after one has failed
 _STACK_S = 2.0  # for faulthandler to write
+# Ranks have these where the tests have the library: it takes a second and a half, and there are two dozen of them.
+_LIBRARIES = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
 
 
 def patience() -> float:
@@ -77,7 +79,8 @@ class Nursery:
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         settings = {"RANK": "0", "LOCAL_RANK": "0", "ZERORUN_DEVICE": "cpu", "ZERORUN_ORDER_TIMEOUT_S": "15"}
         self._control, theirs = Pipe()
-        command = [sys.executable, str(TESTS / "rank_process.py"), str(theirs.fileno()), folder]
+        libraries = [name for name in _LIBRARIES if name.split(".")[0] in sys.modules]
+        command = [sys.executable, str(TESTS / "rank_process.py"), str(theirs.fileno()), folder, *libraries]
         environment = {**kept, **one_thread, **settings}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
@@ -296,15 +299,15 @@ def start_script(text: str, *arguments: str, **variables: str) -> RunningScript:
 
 
 @contextlib.contextmanager
-def start_two(text: str, *arguments: str, **variables: str) -> Iterator[list[RunningScript]]:
-    """The same program on two ranks, without a launcher that would end one for the other. It ends with the block."""
+def start_ranks(world_size: int, text: str, *arguments: str, **variables: str) -> Iterator[list[RunningScript]]:
+    """The same program on each rank, without a launcher that would end one for the other. It ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
     scripts: list[RunningScript] = []
     try:
-        for rank in range(2):
+        for rank in range(world_size):
             scripts.append(start_script(text, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)))
         yield scripts
     finally:

@@ -1,7 +1,8 @@
 """A rank of the jobs of harness.py: calls functions for the test process, each on a clean slate.
 
-``python rank_process.py DESCRIPTOR FOLDER`` is a *nursery*: a process with one thread that has imported torch and zerorun,
-and forks a rank whenever it is asked to. That takes milliseconds, where a new interpreter takes a second and a half.
+``python rank_process.py DESCRIPTOR FOLDER [LIBRARY ...]`` is a *nursery*: a process with one thread that has imported
+torch, zerorun and the libraries, and forks a rank whenever it is asked to. That takes milliseconds, where a new interpreter
+takes a second and a half.
 
 A rank reads a ``Job`` from its pipe, makes its process group, calls the function, and answers with what it returned or
 raised. When all ranks have returned, it looks at what the job has left behind: engines, parts of the process group, open
@@ -14,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import os
 import pickle
@@ -250,4 +252,6 @@ def be_rank(rank: int, pipe: Connection, folder: str) -> NoReturn:
 
 if __name__ == "__main__":
     end_with_parent()
+    for library in sys.argv[3:]:
+        importlib.import_module(library)
     nursery(Connection(int(sys.argv[1])), sys.argv[2])

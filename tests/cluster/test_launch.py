@@ -277,6 +277,7 @@ def test_training_is_the_same_as_on_one_host(cluster: Cluster, tmp_path: Path, o
     config = json.loads((ROOT / "examples/configs/zero3.json").read_text())
     (tmp_path / "ds.json").write_text(json.dumps({**config, "train_batch_size": 18}))
     example = [str(ROOT / "examples/train_gpt.py"), "--config", str(tmp_path / "ds.json")]
+    example += ["--layers", "2", "--width", "48", "--heads", "2", "--context", "32"]
     example += ["--steps", "4", "--data", str(ROOT / "zerorun/distributed/transport/communicator.py")]
     (tmp_path / "hostfile").write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
     # Between hosts the sums travel over gloo; on one host the same is asked for, so that the bits can be compared.

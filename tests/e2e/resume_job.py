@@ -140,6 +140,7 @@ def main(mode: str, folder: Path, cells: Iterable[tuple[int, str]]) -> None:
         results[stage, precision] = record, held(engine)
         engine.destroy()
     if mode == "first":
+        torch.distributed.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     torch.save(results, folder / f"{mode}-{rank}.pt")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import patience
+from harness import patience, start_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from chaos_job import Ended, Journal, Kill, Loaded, Order, Strike
@@ -645,12 +645,10 @@ engine.save_checkpoint(sys.argv[1], asynchronous=True)
 
 def test_exit_waits_for_the_save(tmp_path: Path) -> None:
     """A script that ends right after an asynchronous save has saved."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(script), str(tmp_path / "here")]
-    environment = {**os.environ, "ZERORUN_DEVICE": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120 * patience())
-    assert done.returncode == 0, done.stderr
+    with start_ranks(2, SCRIPT, str(tmp_path / "here")) as scripts:
+        for script in scripts:
+            code, _, errors = script.finish(120 * patience())
+            assert code == 0, errors
     checkpoint = tmp_path / "here" / "global_step1"
     assert not missing_files(checkpoint, read_manifest(checkpoint).files)
     assert (tmp_path / "here" / "latest").read_text() == "global_step1"

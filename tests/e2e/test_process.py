@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import patience
+from harness import patience, start_ranks, start_script
 
 SCRIPT = """
 import sys, torch, zerorun
@@ -24,13 +24,15 @@ engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "zero_o
 for _ in range(3):
     engine.backward(engine(torch.ones(2, 16)).square().mean())
     engine.step()
-if "torch._dynamo" in sys.modules:
-    sys.exit("the compiler was imported: about a second, where nothing is compiled")
 if ending == "raise" and torch.distributed.get_rank() == 1:
     raise ValueError("planted")
 if ending == "exit":
     sys.exit(0)
 sys.stdout.write(f"finished {engine.global_steps}\\n")  # one write: torchrun's ranks share a pipe
+"""
+NO_COMPILER = """
+if "torch._dynamo" in sys.modules:
+    sys.exit("the compiler was imported: about a second, where nothing is compiled")
 """
 
 
@@ -58,13 +60,15 @@ def launch(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (0, 1, 2))])
 def test_a_run_ends_with_exit_code_0(script: Path, stage: int) -> None:
+    script.write_text(SCRIPT + NO_COMPILER)
     done = launch(script, str(stage), "fall off the end")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("finished 3") == 2
 
 
 def test_exit_in_the_script(script: Path) -> None:
-    assert launch(script, "1", "exit").returncode == 0
+    with start_ranks(2, script.read_text(), "1", "exit") as scripts:
+        assert [rank.finish(120 * patience())[0] for rank in scripts] == [0, 0]
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.nightly)])
@@ -114,12 +118,11 @@ if dist.get_rank() == 0:
 """
 
 
-def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough(tmp_path: Path) -> None:
+def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough() -> None:
     """As by ``init_process_group("nccl")``: there is no backend for what ranks tell each other in host memory."""
-    script = tmp_path / "own_group.py"
-    script.write_text(OWN_GROUP)
-    done = start([sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "4", str(script)])
-    assert "loss " in done.stdout, done.stderr
+    with start_ranks(4, OWN_GROUP) as scripts:
+        (code, said, errors), *_ = [script.finish(120 * patience()) for script in scripts]
+    assert code == 0, errors
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
@@ -129,30 +132,24 @@ def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough(tmp_pat
         losses.mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    assert float(done.stdout.split("loss ")[1].split()[0]) == pytest.approx(float(losses.sum().detach()), rel=1e-5)
+    assert float(said.split("loss ")[1]) == pytest.approx(float(losses.sum().detach()), rel=1e-5)
 
 
 def test_torchrun_and_plain_python(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     assert start([*torchrun, "3", "fall off the end"]).stdout.count("finished 3") == 2
-    assert "finished 3" in start([sys.executable, str(script), "3", "fall off the end"]).stdout
+    assert start_script(script.read_text(), "3", "fall off the end").finish(120 * patience())[1] == "finished 3\n"
 
 
 def test_srun_variables_are_understood(script: Path) -> None:
     """One process for each task, as srun starts them, without srun."""
     port = str(29500 + os.getpid() % 2000)
     common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "77", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), "3", "fall off the end"],
-            env={**os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "ZERORUN_DEVICE": "cpu"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        assert "finished 3" in process.communicate(timeout=120 * patience())[0]
+    arguments = (script.read_text(), "3", "fall off the end")
+    tasks = [start_script(*arguments, **common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(2)]
+    for task in tasks:
+        code, said, errors = task.finish(120 * patience())
+        assert (code, said) == (0, "finished 3\n"), errors
 
 
 def test_half_an_environment_is_an_error(script: Path) -> None:

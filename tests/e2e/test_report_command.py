@@ -53,9 +53,18 @@ def test_two_ranks_of_this_machine() -> None:
     assert not done.stderr
 
 
-def test_json_has_everything() -> None:
-    status, report = as_json("--quick", "--nproc-per-node", "3")
-    assert status == report["verdict"]["status"]
+@pytest.fixture(scope="module")
+def with_a_host_that_is_not_there(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The report of three ranks here and two on a host without an address."""
+    hosts = tmp_path_factory.mktemp("hosts") / "hosts"
+    hosts.write_text("localhost slots=3\nno-such-host.invalid slots=2\n")
+    status, report = as_json("--quick", "--hostfile", str(hosts))
+    assert status == report["verdict"]["status"] == 2
+    return report
+
+
+def test_json_has_everything(with_a_host_that_is_not_there: dict[str, Any]) -> None:
+    report = with_a_host_that_is_not_there
     live = report["live"]
     assert (live["ended"], live["world_size"], live["wrong"], live["errors"]) == ("finished", 3, [], [])
     for collective in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send and receive"):
@@ -122,11 +131,8 @@ def test_a_time_limit_that_is_too_short() -> None:
     assert report["live"]["seconds"] < 10
 
 
-def test_a_host_that_is_not_there_and_this_one(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("localhost slots=2\nno-such-host.invalid slots=2\n")
-    status, report = as_json("--quick", "--hostfile", str(hosts))
-    assert status == 2
+def test_a_host_that_is_not_there_and_this_one(with_a_host_that_is_not_there: dict[str, Any]) -> None:
+    report = with_a_host_that_is_not_there
     assert [f["host"] for f in report["findings"] if f["severity"] == "error"] == ["no-such-host.invalid"]
     assert (report["live"]["hosts"], report["live"]["ended"]) == (["localhost"], "finished")
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
-from harness import patience
+from harness import patience, start_ranks
 from resume_job import SAVED_AT
 
 JOB = Path(__file__).with_name("resume_job.py")
 
 
-def launch(world: int, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(world), str(JOB), *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300 * patience(), check=False)
+def run(world: int, mode: str, folder: Path, cells: str, code: int = 0) -> None:
+    """The job on ``world`` ranks, all of which must end with ``code``."""
+    with start_ranks(world, JOB.read_text(), mode, str(folder), cells) as scripts:
+        for script in scripts:
+            found, _, errors = script.finish(300 * patience())
+            assert found == code, errors[-3000:]
 
 
 AT_NIGHT = [pytest.param(world, "at night", marks=pytest.mark.nightly) for world in (1, 2, 3, 4)]
@@ -25,12 +27,9 @@ AT_NIGHT = [pytest.param(world, "at night", marks=pytest.mark.nightly) for world
 @pytest.mark.parametrize(("world", "cells"), [(2, "by day"), *AT_NIGHT])
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(world: int, cells: str, tmp_path: Path) -> None:
     """Weights, masters, moments, losses, rates, loss scale, norms, random numbers, sample ids; 5 or 12 configurations."""
-    whole = launch(world, "whole", str(tmp_path), cells)
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    first = launch(world, "first", str(tmp_path), cells)
-    assert "SIGKILL" in first.stderr, first.stderr[-3000:]
-    second = launch(world, "second", str(tmp_path), cells)
-    assert second.returncode == 0, second.stderr[-3000:]
+    run(world, "whole", tmp_path, cells)
+    run(world, "first", tmp_path, cells, code=-signal.SIGKILL)
+    run(world, "second", tmp_path, cells)
     for rank in range(world):
         expected = torch.load(tmp_path / f"whole-{rank}.pt", weights_only=False)
         found = torch.load(tmp_path / f"second-{rank}.pt", weights_only=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import patience, run_ranks, start_two
+from harness import patience, run_ranks, start_ranks
 from models import CASES, Place
 from reference import distance
 from test_parallel_matrix import batch_of, build
@@ -163,7 +163,7 @@ time.sleep(100)
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_one_rank_alone_gets_an_error(stage: int) -> None:
-    with start_two(SCRIPT, str(stage), ZERORUN_ORDER_TIMEOUT_S="2") as (first, _):
+    with start_ranks(2, SCRIPT, str(stage), ZERORUN_ORDER_TIMEOUT_S="2") as (first, _):
         code, _, errors = first.finish(60 * patience())
     assert code != 0
     assert "OrderError: gradients were asked for on rank 0, and not on all other ranks within 2 s. Remedy:" in errors

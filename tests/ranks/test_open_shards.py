@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import patience, run_ranks, start_two
+from harness import patience, run_ranks, start_ranks
 from models import CASES, Place
 from torch import nn
 from training import make_config, make_engine
@@ -262,7 +262,7 @@ sys.stdout.write(f"{value!r}\\n")
 
 @pytest.mark.parametrize("ending", ("ended", "dropped"))
 def test_a_rank_that_is_done_waits_for_those_who_still_read(ending: str) -> None:
-    with start_two(SCRIPT, ending) as scripts:
+    with start_ranks(2, SCRIPT, ending) as scripts:
         (code, first, errors), (other, second, more) = [script.finish(60 * patience()) for script in scripts]
     assert "Error" not in errors + more
     assert code == other == 0
@@ -270,6 +270,6 @@ def test_a_rank_that_is_done_waits_for_those_who_still_read(ending: str) -> None
 
 
 def test_a_rank_that_is_killed_is_noticed() -> None:
-    with start_two(SCRIPT, "killed") as (first, second):
+    with start_ranks(2, SCRIPT, "killed") as (first, second):
         assert second.finish(60 * patience())[0] == -signal.SIGKILL
         first.finish(30 * patience())  # it may have read all before the other ended

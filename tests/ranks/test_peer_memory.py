@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import patience, run_ranks, start_two
+from harness import patience, run_ranks, start_ranks
 from models import CASES
 from reference import Result, differences, train_reference
 from training import make_config, make_engine, run_steps, train
@@ -308,7 +308,7 @@ if ending == "rank 0 goes on alone" and rank == 0:
 
 @every_stage
 def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
-    with start_two(SCRIPT, str(stage), "die") as (first, second):
+    with start_ranks(2, SCRIPT, str(stage), "die") as (first, second):
         assert second.finish(60 * patience())[0] == -signal.SIGKILL
         begun = time.monotonic()
         code, _, errors = first.finish(30 * patience())
@@ -320,7 +320,7 @@ def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", (1, 2))
 def test_a_rank_may_go_on_after_the_others_are_done(stage: int) -> None:
-    with start_two(SCRIPT, str(stage), "rank 0 goes on alone") as scripts:
+    with start_ranks(2, SCRIPT, str(stage), "rank 0 goes on alone") as scripts:
         for script in scripts:
             code, _, errors = script.finish(60 * patience())
             assert "Error" not in errors
