@@ -1,23 +1,23 @@
-"""The supervisor of another host: does what the launcher says over a line, and ends everything when the line is cut.
+"""The supervisor of a remote host: carries out the launcher's orders, and ends everything when the line to it is cut.
 
-    python -m zerorun.launcher.agent      started by the launcher through ssh, srun, ...; the line is stdin and stdout
+    python -m zerorun.launcher.agent      started by the launcher through ssh, srun, ...; stdin and stdout are the line
 
-The launcher asks (``do``), the agent tells (``is``):
+An order of the launcher has the key ``do``, a message of the agent the key ``is``:
 
-| do        | with                        | the agent then                                                       |
-|-----------|-----------------------------|----------------------------------------------------------------------|
-| job       | cwd, env, log_dir, grace    | changes folder, checks it, answers ``ready``                         |
-| reserve   | port or null, listen        | holds a port of this host, listens for probes, answers ``reserved``  |
-| probe     | address, port               | connects there, answers ``probed`` with the interface                |
-| start     | workers                     | starts them; tells ``output``, ``end`` and at last ``empty``         |
-| interrupt, terminate, kill, pass | signal, grace | see node.py                                                 |
-| pause     | on                          | stops or goes on reading the workers' output                         |
-| ping      | t                           | answers ``pong`` with t and its own clock                            |
-| leave     | status                      | ends what still runs, and exits with that status                     |
-| refuse    | text                        | says so and exits                                                    |
+| do        | with                             | the agent then                                                       |
+|-----------|----------------------------------|----------------------------------------------------------------------|
+| job       | cwd, env, script, log_dir, grace | changes folder, checks it and the script, answers ``ready``          |
+| reserve   | port or null, listen             | holds a port of this host, listens for probes, answers ``reserved``  |
+| probe     | address, port                    | connects there, answers ``probed`` with the interface                |
+| start     | workers                          | starts them; sends ``output``, ``end`` and at last ``empty``         |
+| interrupt, terminate, kill, pass | signal, grace | see node.py                                                      |
+| pause     | on                               | stops or goes on reading the workers' output                         |
+| ping      | t                                | answers ``pong`` with t and its own clock                            |
+| leave     | status                           | ends what still runs, and exits with that status                     |
+| refuse    | text                             | prints the text and exits with status 2                              |
 
-What goes wrong before workers run is ``trouble``, with a text. A launcher that is not heard for SILENT_SECONDS is taken for
-dead: its host may be gone without a word, and the kernel would wait for many minutes.
+A failure before the workers run is reported as ``trouble``, with a text. A launcher from which nothing has been heard for
+SILENT_SECONDS is taken for dead: if its host has gone down, the kernel would notice only after many minutes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from zerorun.errors import LaunchError
 from .escapes import plain
 from .facts import bound_socket, describe_host, probe
 from .job_plan import WorkerCommand, python_folder_first
-from .line import Line, Message, encode
+from .line import UNHEARD_OF, Line, Message, encode
 from .loop import dispatch
 from .node import LocalNode, make_log_dir
 
 PING_SECONDS = 2.0
 SILENT_SECONDS = 12.0
-_CONGESTED = 1 << 18  # bytes that the launcher has not taken, after which the workers are made to wait
-HURRY_SECONDS = 0.005  # between two looks whether the other end takes what waits
+_CONGESTED = 1 << 18  # bytes that the launcher has not taken yet; beyond this, the workers' output is not read
+HURRY_SECONDS = 0.005  # between two attempts to write what the other end has not taken yet
 LOST_STATUS = 70  # the line to the launcher was cut
 
 
@@ -58,11 +58,11 @@ class Agent:
         self._node: LocalNode | None = None
         self._holder: socket.socket | None = None
         self._heard = time.monotonic()
-        self._status: int | None = None  # to exit with, once told
+        self._status: int | None = None  # the exit status, once it is known
         self._paused = False
         self._grace = 5.0
         self._lost = False
-        self._hello: dict[str, Any] = {}  # to be told besides
+        self._hello: dict[str, Any] = {}  # more fields of the hello message
 
     def run(self) -> int:
         self._line.send({"is": "hello", **describe_host(os.environ), **self._hello})
@@ -101,7 +101,7 @@ class Agent:
                 self._obey(message)
             except LaunchError as error:
                 self._line.send({"is": "trouble", "text": str(error)})
-            except (LookupError, TypeError, ValueError):  # nothing that a launcher would say
+            except UNHEARD_OF:
                 self._lose()
                 return
 
@@ -174,7 +174,7 @@ class Agent:
     def _start(self, workers: list[dict[str, Any]]) -> None:
         assert self._node is not None
         if self._holder is not None:
-            with contextlib.suppress(OSError):  # it does not listen where there is one host only
+            with contextlib.suppress(OSError):  # in a job of one host it does not listen
                 self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
         self._node.start([self._command(worker) for worker in workers])
 
@@ -197,7 +197,7 @@ class Agent:
         self._line.send({"is": "note", "text": text})
 
     def on_signal(self, number: int) -> None:
-        """Tell the launcher, which tells all nodes; without one, only these workers can be told."""
+        """Report the signal to the launcher, which passes it on to all nodes. Without one, interrupt these workers."""
         if not self._line.ended:
             self._line.send({"is": "signal", "number": number})
         elif self._node is not None:
@@ -205,14 +205,14 @@ class Agent:
 
 
 def main() -> int:
-    """Serve the launcher on stdin and stdout, which workers and libraries then cannot disturb."""
+    """Serve the launcher on copies of stdin and stdout, so that workers and libraries cannot disturb the line."""
     os.environ.pop("PYTHONSAFEPATH", None)  # it was for this program only
     reader, writer = os.dup(0), os.dup(1)
-    os.write(writer, b"\n")  # a login shell may have left a line open
+    os.write(writer, b"\n")  # a login shell may have printed an unfinished line
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
-    # Signals come over the line. Those that a scheduler sends to every process of the job are the workers' business.
+    # The launcher's signals come over the line. Those that a scheduler sends to every process are for the workers.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, lambda *_: None)
     return Agent(Line(reader, writer)).run()

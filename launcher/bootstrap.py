@@ -1,4 +1,4 @@
-"""What runs in the processes that the supervisor forks: a worker before exec, and the guard.
+"""Code that runs in the processes that the supervisor forks: in a worker before exec, and in the guard.
 
 Two things must hold even when the launcher itself is killed with SIGKILL: no worker survives, and neither does what
 the workers started (data loader processes, shells). The kernel's parent-death signal does the first; it reaches
@@ -8,7 +8,7 @@ only the worker itself, so a guard process does the second by killing the worker
 bootstrap.py ... exec script``) would need no code between fork and exec, but costs an interpreter start per worker
 and shows up in every ``ps`` and traceback. ``preexec_fn`` is only dangerous when another thread of the parent may
 hold a lock at the moment of the fork. The launcher has one thread, always, and everything the child calls (libc's
-``prctl`` by a handle made beforehand, ``getppid``, ``write``) is async-signal-safe.
+``prctl`` through a handle made beforehand, ``getppid``, ``write``) is async-signal-safe.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant that loses its own, so that none gets out of sight."""
+    """Make this process the parent of every orphaned descendant, so that none gets out of sight."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """In a child, between fork and exec: be killed when the parent is."""
+    """Ask the kernel to kill this process when its parent dies. To be called in a child, between fork and exec."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class Guard:
-    """A process that kills the workers' groups when the launcher disappears without a word.
+    """A process that kills the workers' process groups if the launcher is killed.
 
-    Each worker announces its group on a pipe of which the launcher holds the writing end. End of file without a
-    farewell means that the launcher was killed. Processes that have left their group, as daemons do, are found by
+    Each worker writes the id of its group to a pipe whose writing end the launcher holds. End of file without ``done``
+    means that the launcher was killed. Processes that have left their group, as daemons do, are found by
     ``mark``, a variable in their environment.
     """
 
@@ -58,14 +58,14 @@ class Guard:
         os.close(reader)
 
     def tie_worker(self) -> None:
-        """In a worker, between fork and exec: die with the launcher, and tell the guard which group to kill."""
+        """Let this worker die with the launcher, and tell the guard its group. To be called between fork and exec."""
         die_with_parent()
         if os.getppid() != self._launcher:  # the launcher died before the line above
             os._exit(1)
         os.write(self._writer, b"%d\n" % os.getpid())
 
     def dismiss(self) -> None:
-        """The job is over and nothing is left of it."""
+        """End the guard: the job is over, and no process of it is left."""
         with contextlib.suppress(OSError):
             os.write(self._writer, b"done\n")
         os.close(self._writer)

@@ -1,11 +1,12 @@
 """Hosts that join by themselves: the same command is typed on each of them, with ``--node-rank``, and no ssh is needed.
 
 Node 0 leads: it listens on the master port, and is the launcher. The others connect to it, prove that they know the job's
-secret and see that node 0 does (see secret.py), and then serve as agents do, with two differences. They run the command
-that was typed there, in their own folder and environment, and take from the leader only the variables that a worker needs
-to find its place: whoever can connect to a port must not be able to run programs. And they are told nothing else.
+secret and check that node 0 does (see secret.py), and then serve as agents do, with two differences. They run the command
+that was typed on them, in their own folder and environment, and take from the leader only the variables that a worker needs
+to find its place: a connection must not be enough to run programs on another host. And the leader tells them nothing else.
 
-A stranger can only knock. He is heard for GREETING_SECONDS, and when many knock, the one who has waited longest goes.
+A stranger can only connect. It has GREETING_SECONDS to prove itself, and if many hosts are waiting to do so, the one that
+has waited longest is sent away.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from .node import LocalNode, make_log_dir
 from .remote import LONGEST_MESSAGE, Node, RemoteNode
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 
-JOIN_SECONDS = 300.0  # the commands are typed one after the other
+JOIN_SECONDS = 300.0  # long, because the commands are typed one after the other
 RETURN_SECONDS = 30.0  # for a host to join again before a restart
 _RETRY_SECONDS = 0.5
 _MOST_SLOTS = 4096
 GREETING_SECONDS = 10.0  # for a host that has connected to prove itself and say what it is
-MOST_PENDING = 32  # hosts that have not done so yet
+MOST_PENDING = 32  # connected hosts that have not done so yet
 _LONGEST_PROOF = 4096  # bytes
 _LONGEST_ORDER = 1 << 24  # bytes of what the leader may say at a time
 _MOST_WARNINGS = 8  # about hosts with another secret
@@ -81,7 +82,7 @@ class GuestNode(RemoteNode):
         if len(messages) == 1 and not self.line.ended:
             self._prove(messages[0])
         elif messages or self.line.stray or self.line.ended:
-            self.lose("it speaks another language")
+            self.lose("it does not speak zerorun's protocol")
 
     def _prove(self, message: Message) -> None:
         assert self.line is not None
@@ -101,21 +102,21 @@ class GuestNode(RemoteNode):
         return proof(self._secret, role, self._nonce, theirs)
 
     def pause(self, paused: bool) -> None:
-        if self.facts:  # before that nothing may come between question and answer
+        if self.facts:  # before its hello, no order may come between the challenge and its answer
             super().pause(paused)
 
     def _told(self, worker: WorkerCommand) -> Message:
-        """Not the leader's command: a guest has its own."""
+        """Leave out the leader's command: a guest runs its own."""
         return {**asdict(worker), "argv": []}
 
 
 class LeadingJob(Job):
-    """The job of node 0. ``secret`` keeps strangers out, ``job_id`` the user's own hosts of another job.
+    """The job of node 0. ``secret`` keeps strangers out, ``job_id`` the user's own hosts that belong to another job.
 
-    ``invitation``: tells the user how the others get the secret.
+    ``invitation`` tells the user how the other hosts get the secret.
     """
 
-    _may_share_machines = True  # somebody tries it out
+    _may_share_machines = True  # a user may try it out with several nodes on one machine
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class LeadingJob(Job):
         self._request = replace(self._request, hosts=(*hosts, *joined))
 
     def _open(self, hosts: Sequence[Host]) -> list[Node]:
-        """The own node, and a guest for each other host. Whoever else connects is sent away."""
+        """Return the leader's own node and a guest for each other host. Any other host that connects is sent away."""
         own = [self._own_node(host.name) for host in hosts if host.name == self._names[0]]
         wanted = [host.name for host in hosts if host.name != self._names[0]]
         kept = list(self._nodes)
@@ -181,10 +182,10 @@ class LeadingJob(Job):
         self._nodes = [node for node in self._nodes if node.lost is None or node.name in self._names]
         pending = [node for node in self._nodes if isinstance(node, GuestNode) and node.pending]
         if len(pending) >= MOST_PENDING:
-            pending.pop(0).lose("others wait, too")
+            pending.pop(0).lose("too many hosts are waiting to join")
         try:
             connection, address = self._listener.accept()
-        except OSError as error:  # it has left again, or there are no descriptors left
+        except OSError as error:  # the host has hung up again, or there are no file descriptors left
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 if pending:
                     pending[0].lose("too many have connected")
@@ -192,7 +193,7 @@ class LeadingJob(Job):
                     time.sleep(_RETRY_SECONDS)
             return
         guest = GuestNode(str(address[0]).removeprefix("::ffff:"), connection, self._secret, self._selector, self)
-        self._nodes.append(guest)  # so that it is looked after
+        self._nodes.append(guest)  # so that the loop ticks it
 
         def greeted() -> None:
             rank, job_id = guest.facts.get("node_rank"), guest.facts.get("job_id")
@@ -208,13 +209,13 @@ class LeadingJob(Job):
         guest.on_hello = greeted
 
     def warn_of_stranger(self, address: str) -> None:
-        """Tell the user of a host with a wrong secret: it may be one of the job's own."""
+        """Tell the user about a host with a wrong secret: it may be one that belongs to the job."""
         if address not in self._strangers and len(self._strangers) < _MOST_WARNINGS:
             self._strangers.add(address)
             self.say(f"[zerorun] {address} does not know this job's secret and was sent away")
 
     def _place(self) -> dict[str, Any]:
-        """Nothing: a guest has a folder and variables of its own, and must not learn those of the leader."""
+        """Return nothing: a guest has a folder and variables of its own, and must not learn those of the leader."""
         return {}
 
     def _close(self, status: int) -> None:
@@ -228,7 +229,7 @@ class Guest(Agent):
     def __init__(self, line: Line, request: LaunchRequest, log_dir: Path | None, hello: dict[str, Any]) -> None:
         super().__init__(line)
         self._request, self._log_dir, self._hello = request, log_dir, hello
-        # What the leader may set: the variables that a plan sets.
+        # The leader may set only the variables that a plan sets.
         plan = build_plan(replace(request, omp_threads=1), Rendezvous("", "", {request.hosts[0].name: ""}))
         self._allowed = set(plan.workers[0].env)
 
@@ -245,7 +246,7 @@ class Guest(Agent):
         super()._lose()
 
     def hear(self, wakeup: int) -> None:
-        """Signals that come to this host's launcher are for the whole job."""
+        """Report the signals that arrive at ``wakeup`` to the leader: a signal to this command is for the whole job."""
 
         def read() -> None:
             for number in os.read(wakeup, 64):
@@ -280,7 +281,7 @@ def join(
 
 
 def _enter(address: str, port: int, secret: str) -> Line:
-    """A sealed line to the leader, which may be started later than the others."""
+    """Return a sealed line to the leader. Tries for JOIN_SECONDS, as the leader may start last. Raises LaunchError."""
     deadline, was_there = time.monotonic() + JOIN_SECONDS, False
     while True:
         try:
@@ -292,7 +293,7 @@ def _enter(address: str, port: int, secret: str) -> Line:
             return line
         except OSError as error:
             if was_there and isinstance(error, ConnectionRefusedError):
-                raise LaunchError(f"the job at {address} port {port} has ended without this host.") from None
+                raise LaunchError(f"the job at {address} port {port} ended before this host could join.") from None
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"no leader at {address} port {port}: {error}. Remedy: start the command with --node-rank 0 there."
@@ -301,7 +302,10 @@ def _enter(address: str, port: int, secret: str) -> Line:
 
 
 def _shake_hands(line: Line, secret: str, place: str) -> None:
-    """Prove to the leader that this host knows the secret, and see that it does. Raises LaunchError, ConnectionError."""
+    """Prove that this host knows the secret, check that the leader does, and seal ``line``.
+
+    Raises LaunchError, ConnectionError.
+    """
     theirs, own = _hear(line, "challenge", place).get("nonce"), new_nonce()
     if not is_nonce(theirs):
         raise LaunchError(f"{place}: it is no leader of this version. Remedy: install the same zerorun everywhere.")
@@ -317,7 +321,7 @@ def _shake_hands(line: Line, secret: str, place: str) -> None:
 
 
 def _hear(line: Line, order: str, place: str) -> Message:
-    """The one message that must come next."""
+    """Wait for the message ``order``, and return it. Raises LaunchError, ConnectionError."""
     deadline = time.monotonic() + SILENT_SECONDS
     while (left := deadline - time.monotonic()) > 0:
         line.flush()

@@ -1,8 +1,8 @@
-"""Carriers: the command that starts an agent on another host and carries its line. One process for each host.
+"""Carriers: the commands that start an agent on another host and carry its line. There is one process for each host.
 
 A carrier is any program that runs a command on one host, with stdin and stdout connected. Everything that a job needs goes
-over that line, so that no argument, path or variable of the user's is on a command line or seen by a remote shell; only
-the name of the Python program is, quoted.
+over that line, so that no argument, path or variable of the user appears on a command line or in a remote shell. The only
+exceptions are the path of the Python program and PYTHONPATH, which are quoted for ssh.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONNECT_SECONDS = 10
 
 @dataclass(frozen=True)
 class CarrierOptions:
-    """``python``: the interpreter on the other hosts, ``module``: what it runs. ``extra``: for the carrier itself."""
+    """``python``: the interpreter on the other hosts. ``module``: what it runs. ``extra``: options of the carrier."""
 
     python: str
     module: str = "zerorun.launcher.agent"
@@ -29,7 +29,7 @@ class CarrierOptions:
 
 
 def agent_command(options: CarrierOptions) -> list[str]:
-    """PYTHONSAFEPATH: the folder where it starts, the user's home, may hold a select.py."""
+    """Return the command of the agent. PYTHONSAFEPATH, because it starts in the user's home, which may hold a select.py."""
     path = [] if options.pythonpath is None else [f"PYTHONPATH={options.pythonpath}"]
     return ["env", "PYTHONSAFEPATH=1", *path, options.python, "-m", options.module]
 
@@ -51,7 +51,7 @@ def slurm(host: Host, options: CarrierOptions) -> list[str]:
 
 
 def openmpi(host: Host, options: CarrierOptions) -> list[str]:
-    """mpirun with one process, for sites where it is the way to other hosts."""
+    """mpirun with one process, for sites where other hosts are reached that way."""
     fixed = ["mpirun", "--host", host.name, "-np", "1", "--bind-to", "none", "--allow-run-as-root"]
     return [*fixed, *options.extra, *agent_command(options)]
 
@@ -59,6 +59,6 @@ def openmpi(host: Host, options: CarrierOptions) -> list[str]:
 CARRIERS: Mapping[str, Callable[[Host, CarrierOptions], Sequence[str]]] = {
     "ssh": ssh,
     "slurm": slurm,
-    "pdsh": ssh,  # pdsh hands no input on to its hosts, so it can carry no line
+    "pdsh": ssh,  # pdsh does not pass its stdin on to the hosts, so it cannot carry a line
     "openmpi": openmpi,
 }

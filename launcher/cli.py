@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (LaunchError, ConfigError) as error:
         print(f"zerorun: error: {error}\nNo worker is running.", file=sys.stderr)
         return USAGE_STATUS
-    except KeyboardInterrupt:  # while there is nothing to end
+    except KeyboardInterrupt:  # before a worker was started
         return 130
 
 
@@ -110,7 +110,7 @@ def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping
 
 
 def by_hand(args: argparse.Namespace) -> bool:
-    """True if the other hosts join by themselves: one command is typed on each."""
+    """Return True if the other hosts join by themselves, by a command that is typed on each of them."""
     alone = args.hostfile is None and args.launcher in (None, "local")
     return args.node_rank is not None or (alone and args.rdzv_endpoint is not None and (args.num_nodes or 1) > 1)
 
@@ -129,7 +129,7 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
         raise LaunchError(f"--node-rank {args.node_rank}: there are {count} nodes, counted from 0. Remedy: see --nnodes.")
     leads = args.node_rank == 0 or (args.node_rank is None and _is_own(address))
     if leads and (args.num_nodes or 1) == 1:
-        return Job(request, replace(options, master_addr=address)).run()  # nobody else comes
+        return Job(request, replace(options, master_addr=address)).run()  # no other host will join
     if leads:
         secret, shown = leaders_secret(args.secret_file, os.environ, terminal=_stderr_is_terminal())
         names: dict[str, Any] = {"job_id": args.rdzv_id, "secret": secret, "invitation": _invitation(args, secret, shown)}
@@ -140,7 +140,7 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
 
 
 def _invitation(args: argparse.Namespace, secret: str, shown: bool) -> str:
-    """How the other hosts get the secret; where it was made up here, the command to type there."""
+    """Return the words that say how other hosts get the secret; if it was made up here, with the command to type there."""
     from .job_plan import JOB_SECRET
 
     if not shown:
@@ -154,7 +154,7 @@ def _invitation(args: argparse.Namespace, secret: str, shown: bool) -> str:
 
 
 def _is_own(address: str) -> bool:
-    """True if ``address`` is one of this machine: only then can a socket be bound to it."""
+    """Return True if ``address`` belongs to this machine: only then can a socket be bound to it."""
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -181,7 +181,7 @@ def _submit(args: argparse.Namespace) -> int:
 
 
 def _by_name(words: Sequence[str]) -> list[str]:
-    """The launcher's own options with no value of a variable in them: SLURM hands the submitter's variables on."""
+    """Return the launcher's own options without the values of --export: SLURM passes the submitter's variables on."""
     return ["=".join(word.split("=")[:2]) if word.startswith("--export=") else word for word in words]
 
 
@@ -359,7 +359,7 @@ def _add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """``argv`` as a namespace with ``target`` and ``target_args``; exits with status 2 if it cannot be understood."""
+    """Return ``argv`` as a namespace with ``target`` and ``target_args``; exit with status 2 if it cannot be parsed."""
     argv = _joined(parser, argv)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -379,7 +379,7 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
 
 
 def _joined(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Our own options as --name=value: argparse takes a value that begins with a dash, as ssh's have, for an option."""
+    """Write our own options as --name=value: argparse takes a value that begins with a dash, as ssh's do, for an option."""
     words = list(argv)
     for index, word in enumerate(words):
         action = parser._option_string_actions.get(word)
@@ -388,7 +388,7 @@ def _joined(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
         if word.startswith("--") and action is not None and action.nargs is None and index + 1 < len(words):
             rest = _joined(parser, words[index + 2 :])
             return [*words[:index], f"{word}={words[index + 1]}", *rest]
-        if action is not None and action.nargs is None:  # a short one: its value is no option and no script
+        if action is not None and action.nargs is None:  # a short one: the next word is its value
             return [*words[: index + 2], *_joined(parser, words[index + 2 :])]
     return words
 
@@ -406,7 +406,7 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int | None:
-    """A port; 0, as everywhere, asks for any free one."""
+    """Return the port; None for 0, which asks for any free one."""
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port number (0 to 65535)")
     return int(text) or None
@@ -483,7 +483,7 @@ def own_names() -> set[str]:
 
 
 def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, list[Host]]:
-    """(how to reach them, the hosts with the slots to use), from the command line, the hostfile and SLURM."""
+    """Return (name of the launcher, hosts with the slots to use), from the command line, the hostfile and SLURM."""
     from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
 
     asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
@@ -503,13 +503,13 @@ def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tu
     elif launcher in (None, "local"):
         return "local", _own_host(args, environment)
     else:
-        raise LaunchError(f"--launcher {launcher}: which hosts? Remedy: give --hostfile.")
+        raise LaunchError(f"--launcher {launcher}: no hosts are given. Remedy: give --hostfile.")
     hosts = select(hosts, args.include, args.exclude)
     return launcher, limit_slots(first_hosts(hosts, args.num_nodes, args.min_nodes), asked)
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """True in a SLURM allocation, but not in a task that srun has started there: that one has a part already."""
+    """Return True in a SLURM allocation, except in one of several tasks of an srun step: that one has its part already."""
     inside = environment.get("SLURM_STEP_ID", "").isdigit() and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
     return "SLURM_JOB_NODELIST" in environment and not inside
 
@@ -518,7 +518,7 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
     from .hosts import Host, limit_slots, select
 
     if args.num_nodes not in (None, 1) and not by_hand(args):
-        raise LaunchError(f"--num-nodes {args.num_nodes}: which hosts? Remedy: give --hostfile, or run inside SLURM.")
+        raise LaunchError(f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM.")
     if not args.include and not args.exclude:
         return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
     from .facts import visible_gpus
@@ -587,7 +587,7 @@ def _stderr_is_terminal() -> bool:
 
 
 def read_exports(named: Sequence[tuple[str, str | None]], environment: Mapping[str, str], *, files: bool) -> dict[str, str]:
-    """With ``files`` the variables of the ``.zerorun_env`` and ``.deepspeed_env`` files; over them those of --export."""
+    """Return the variables of --export and, with ``files``, of ``.deepspeed_env`` and ``.zerorun_env``; --export wins."""
     found: dict[str, str] = {}
     for folder in (Path.home(), Path.cwd()) if files else ():
         for name in (environment.get("DS_ENV_FILE", _ENV_FILES[0]), *_ENV_FILES[1:]):
@@ -601,7 +601,7 @@ def read_exports(named: Sequence[tuple[str, str | None]], environment: Mapping[s
 
 
 def _parse_env_file(path: Path) -> dict[str, str]:
-    """Lines NAME=VALUE, the value as it stands but for quotes around it; blank lines and comments are left out."""
+    """Parse lines NAME=VALUE. Quotes around a value are removed, nothing else; blank lines and comments are skipped."""
     found = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.strip().removeprefix("export ").strip()
@@ -627,7 +627,7 @@ def config_argument(script_args: Sequence[str]) -> str | None:
 
 
 def check_config(script_args: Sequence[str]) -> None:
-    """Refuse a configuration that cannot work now, once, and not later on every rank."""
+    """Refuse a configuration that cannot work: once, before the start, instead of later on every rank."""
     path = config_argument(script_args)
     if path is None:
         return

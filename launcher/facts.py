@@ -1,4 +1,4 @@
-"""What a host is asked before workers are started on it: who it is, what it has, and how it reaches the first host."""
+"""What the launcher asks a host before it starts workers there: its identity, its resources, its way to the first host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def describe_host(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the launcher wants to know of this host, as JSON takes it."""
+    """Return what the launcher needs to know about this host, in types that JSON has."""
     return {
         "version": zerorun.__version__,
         "python": platform.python_version(),
@@ -39,7 +39,7 @@ def describe_host(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def machine_id() -> str:
-    """The same for two names of one machine, and for nothing else."""
+    """Return an identifier that is equal for two names of one machine, and different for different machines."""
     boot = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -47,7 +47,7 @@ def machine_id() -> str:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
-    """How many GPUs a worker will see: what CUDA_VISIBLE_DEVICES allows, else the device files."""
+    """Return how many GPUs a worker will see: those that CUDA_VISIBLE_DEVICES allows; if it is unset, the device files."""
     allowed = environment.get("CUDA_VISIBLE_DEVICES")
     if allowed is None:
         return len(glob.glob("/dev/nvidia[0-9]*"))
@@ -56,7 +56,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use; those of one NUMA node next to each other."""
+    """Return the cores that this process may use, with those of one NUMA node next to each other."""
     mine = os.sched_getaffinity(0)
     ordered: list[int] = []
     for path in sorted(glob.glob("/sys/devices/system/node/node[0-9]*/cpulist"), key=lambda path: (len(path), path)):
@@ -75,7 +75,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def own_address(environment: Mapping[str, str]) -> str | None:
-    """An address by which other hosts reach this one; None if there is none but loopback."""
+    """Return an address by which other hosts can reach this one; None if there is only loopback."""
     connection = environment.get("SSH_CONNECTION", "").split()  # client, its port, this host, its port
     if len(connection) == 4 and not _is_loopback(connection[2]):
         return connection[2]
@@ -93,7 +93,7 @@ def own_address(environment: Mapping[str, str]) -> str | None:
 
 
 def _launcher_address(environment: Mapping[str, str]) -> str | None:
-    """The address of whoever opened this ssh session, as seen from here."""
+    """Return the address of the host that opened this ssh session, as seen from here; None if there is none."""
     connection = environment.get("SSH_CONNECTION", "").split()
     return connection[0] if len(connection) == 4 and not _is_loopback(connection[0]) else None
 
@@ -103,9 +103,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def cgroups(own: str, root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """(folder, version of cgroups), upwards, for the lines ``0::/a/b`` or, in version 1, ``7:memory:/a/b``.
+    """Yield (folder, version of cgroups) upwards from the groups in ``own``, the text of /proc/self/cgroup.
 
-    Folders need not exist: in a container the own group may be mounted as the root.
+    Its lines are ``0::/a/b`` or, in version 1, ``7:memory:/a/b``. The folders need not exist: in a container, the group of
+    this process may be mounted as the root.
     """
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -120,10 +121,10 @@ def cgroups(own: str, root: Path, controller: str) -> Iterator[tuple[Path, int]]
 
 
 def bound_socket(port: int | None) -> socket.socket:
-    """A TCP socket on ``port``, or a free one, of all addresses. Raises LaunchError if the port is taken.
+    """Return a TCP socket bound to ``port``, or to a free one, on all addresses. Raises LaunchError if the port is taken.
 
-    While it is bound and does not listen, Linux lets rank 0 listen on the port (both set SO_REUSEADDR) and gives it to
-    nobody who asks for any free port.
+    While the socket is bound and does not listen, Linux lets rank 0 listen on the port (both set SO_REUSEADDR), but gives
+    it to no program that asks for any free port.
     """
     try:
         return _bind(port or 0)
@@ -137,7 +138,7 @@ def bound_socket(port: int | None) -> socket.socket:
 
 
 def _bind(port: int) -> socket.socket:
-    """Bound on all addresses of both IP versions; of one where the machine has no IPv6."""
+    """Return a socket bound on all IPv4 and IPv6 addresses, or on the IPv4 ones only if the machine has no IPv6."""
     family, anywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
     holder = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -152,7 +153,7 @@ def _bind(port: int) -> socket.socket:
 
 
 def _user_of(port: int | None) -> str:
-    """`` by NAME (process N)`` if that can be found out."""
+    """Return `` by NAME (process N)`` for the program that uses ``port``; an empty string if it cannot be found out."""
     inodes = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -170,13 +171,13 @@ def _user_of(port: int | None) -> str:
 
 @contextlib.contextmanager
 def reserve_port(port: int | None) -> Iterator[int]:
-    """``port`` if it is free, else one that is, kept from other launchers meanwhile."""
+    """Yield ``port``, or a free one for None, and keep it from other launchers meanwhile. Raises LaunchError if taken."""
     with bound_socket(port) as holder:
         yield holder.getsockname()[1]
 
 
 def probe(address: str, port: int) -> str | None:
-    """Connect to ``address`` and say by which network interface; None for loopback. Raises LaunchError."""
+    """Connect to ``address``, and return the network interface that leads there; None for loopback. Raises LaunchError."""
     try:
         with socket.create_connection((address, port), timeout=_PROBE_SECONDS) as connection:
             return interface_of(str(connection.getsockname()[0]))
@@ -186,10 +187,10 @@ def probe(address: str, port: int) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has ``address``; None for loopback or if it is not found."""
+    """Return the network interface that has ``address``; None for loopback, or if there is none."""
     if _is_loopback(address):
         return None
-    import psutil  # here: the launcher itself does without
+    import psutil  # here, because a job on one host does not need it
 
     plain = address.removeprefix("::ffff:").partition("%")[0]
     for name, entries in psutil.net_if_addrs().items():

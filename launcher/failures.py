@@ -10,7 +10,7 @@ from pathlib import Path
 
 _TRACEBACK = "Traceback (most recent call last):"
 _RULE = "=" * 80
-# What gloo, NCCL, torch and zerorun say when a peer has gone.
+# Messages of gloo, NCCL, torch and zerorun when a peer has gone.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|time[d ]*out|another rank|remote process exited|DistBackendError"
     r"|DistNetworkError|nccl\w*error",
@@ -56,11 +56,11 @@ class WorkerEnd:
 
 @dataclass(frozen=True)
 class HostEnd:
-    """A host that is not there any more."""
+    """A host that the job has lost."""
 
     host: str
     reason: str
-    seconds: float  # from the start of the job, until it was missed
+    seconds: float  # from the start of the job until the loss was noticed
     ranks: Sequence[int]
     last_seen: float  # seconds from the start of the job
 
@@ -71,7 +71,7 @@ def exit_status(returncode: int) -> int:
 
 
 def describe_end(returncode: int, *, asked: bool = False) -> str:
-    """A return code in words, with the likely cause of a signal. ``asked``: the worker had been told to end."""
+    """Describe a return code, with the likely cause of a signal. ``asked``: the worker had been told to end."""
     if returncode >= 0:
         via_shell = f" (in a shell, {_signal_name(returncode - 128)})" if 128 < returncode < 128 + 65 else ""
         return f"exit code {returncode}{via_shell}"
@@ -89,7 +89,7 @@ def _signal_name(number: int) -> str:
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """From the header of the last Python traceback to the end of ``lines``; empty when there is none."""
+    """Return ``lines`` from the header of the last Python traceback on; an empty list if there is none."""
     for index in range(len(lines) - 1, -1, -1):
         at = lines[index].find(_TRACEBACK)
         if at >= 0:
@@ -101,7 +101,7 @@ def last_traceback(lines: Sequence[str]) -> list[str]:
 
 
 def failure_line(end: WorkerEnd) -> str:
-    """The line by which two failures count as alike: the exception, else the last words, else how it ended."""
+    """Return the line by which failures are compared: the exception, else the last line of stderr, else how it ended."""
     traceback = last_traceback(end.stderr_tail)
     for line in traceback[1:]:
         if line and not line[0].isspace():
@@ -120,8 +120,12 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     lines = [_RULE]
     if early is not None:
         when = f"{early.seconds:.1f} s after the start"
-        lines.append(f"zerorun: {early.where} ended with exit code 0, {when}; others waited for it")
-        lines += [f"  {SAME_BATCHES}", "", f"{first.where} failed of it first, {first.seconds:.1f} s after the start"]
+        lines.append(f"zerorun: {early.where} ended with exit code 0, {when}; others were waiting for it")
+        lines += [
+            f"  {SAME_BATCHES}",
+            "",
+            f"{first.where} failed first because of it, {first.seconds:.1f} s after the start",
+        ]
     else:
         lines.append(f"zerorun: {first.where} failed first, {first.seconds:.1f} s after the start")
     lines.append(f"  {first.how}")
@@ -129,7 +133,7 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
         lines.append(f"  the kernel's out-of-memory killer ended {oom_kills} process(es) during this job")
     if traceback:
         lines += ["", *traceback]
-    elif shown := [line for line in first.stderr_tail if line.strip()][-20:]:  # blank lines would not be counted by anybody
+    elif shown := [line for line in first.stderr_tail if line.strip()][-20:]:  # a reader would not count blank lines
         lines += ["", f"the last {len(shown)} lines of its stderr:" if len(shown) > 1 else "its stderr:"]
         lines += [f"  {line}" for line in shown]
     else:
@@ -142,7 +146,7 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
 
 
 def ended_early(first: WorkerEnd, others: Sequence[WorkerEnd]) -> WorkerEnd | None:
-    """The rank that left with exit code 0 before all others, if those failed only because it was not there any more."""
+    """Return the first worker that ended with exit code 0, if all that failed did so because a peer had gone; else None."""
     left = [end for end in others if end.returncode == 0 and not end.asked_to_stop]
     if not left or not all(_PEER_GONE.search("\n".join(end.stderr_tail)) for end in (first, *_failed(others))):
         return None
@@ -150,7 +154,7 @@ def ended_early(first: WorkerEnd, others: Sequence[WorkerEnd]) -> WorkerEnd | No
 
 
 def early_end_note(ended: Sequence[WorkerEnd], running: Sequence[int], seconds: float) -> str:
-    """For a job of which some ranks have ``ended`` well, the first ``seconds`` ago, while others go on."""
+    """Describe a job in which some ranks have ``ended`` well, the first of them ``seconds`` ago, and others still run."""
     first = min(ended, key=lambda end: end.seconds)
     rest = [end.rank for end in ended if end is not first]
     then = f", and then {ranks_in_words(rest)}" if rest else ""
@@ -182,12 +186,12 @@ def _others(first: WorkerEnd, others: Sequence[WorkerEnd]) -> list[str]:
 
 
 def _failed(ends: Sequence[WorkerEnd]) -> list[WorkerEnd]:
-    """Those that failed by themselves."""
+    """Return those that failed without having been told to stop."""
     return [end for end in ends if end.returncode != 0 and not end.asked_to_stop]
 
 
 def _later(ends: Sequence[WorkerEnd], how: str) -> list[str]:
-    """The first few in words, the rest as a number; ``how`` says what these did."""
+    """Describe the first four, and count the rest; ``how`` says in words how these ended."""
     lines = [f"later, {end.where}: {end.how}: {failure_line(end)}" for end in ends[:4]]
     if len(ends) > 4:
         lines.append(f"later, {len(ends) - 4} more {how}: {ranks_in_words([end.rank for end in ends[4:]])}")

@@ -7,7 +7,7 @@ A hostfile has a line for each host; what follows ``#`` is a comment:
     gpu[03-06] slots=4          # four hosts
     fe80::17 slots=2            # or [fe80::17]
 
-A filter has DeepSpeed's grammar, ``HOST[:SLOT[,SLOT...]][@HOST...]``, with ranges of slots (``0-3``) and of hosts besides.
+A filter has DeepSpeed's grammar, ``HOST[:SLOT[,SLOT...]][@HOST...]``, extended by ranges of slots (``0-3``) and hosts.
 The order of ranks is that of the hostfile, whatever the order in a filter.
 """
 
@@ -24,7 +24,7 @@ from zerorun.errors import LaunchError, did_you_mean
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%-]+")  # also IPv6 addresses, with or without a zone
 _USER = re.compile(r"(?!-)[A-Za-z0-9_.-]+")
 _RANGE = re.compile(r"\[([^\[\]]*)\]")
-_MOST_HOSTS = 100_000  # of one range: more is a mistyped number
+_MOST_HOSTS = 100_000  # from one name with ranges: more must be a mistyped number
 _MOST_SLOTS = 4096
 
 
@@ -39,7 +39,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """As ssh takes it."""
+        """``NAME`` or ``USER@NAME``, as ssh accepts it."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
@@ -47,10 +47,10 @@ class Host:
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:
-    """The hosts in ``text``. Raises LaunchError that names ``source``, the line, the reason and the remedy."""
+    """Return the hosts in ``text``. Raises a LaunchError that names ``source``, the line, the reason and the remedy."""
     found: dict[str, int] = {}  # name in lower case -> line
     hosts: list[Host] = []
-    for number, line in enumerate(text.split("\n"), 1):  # as editors count; splitlines knows more
+    for number, line in enumerate(text.split("\n"), 1):  # as editors count lines; splitlines also splits elsewhere
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -155,7 +155,7 @@ def split_list(text: str) -> list[str]:
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """The hosts and slots that ``include`` names, or that ``exclude`` does not. Raises LaunchError."""
+    """Return the hosts and slots that ``include`` names, or those that ``exclude`` does not name. Raises LaunchError."""
     if include and exclude:
         raise LaunchError("--include and --exclude exclude each other. Remedy: use one of them.")
     if not include and not exclude:
@@ -177,7 +177,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
 
 
 def _parse_filter(option: str, text: str, hosts: Sequence[Host]) -> dict[str, frozenset[int] | None]:
-    """Host -> the slots named; None for all of them."""
+    """Return host name -> the slots that ``text`` names; None stands for all slots. Raises LaunchError."""
     known = {host.name: host for host in hosts}
     named: dict[str, frozenset[int] | None] = {}
     for entry in text.split("@"):
@@ -235,14 +235,20 @@ def _names(hosts: Sequence[Host]) -> str:
 
 
 def first_hosts(hosts: Sequence[Host], count: int | None, least: int | None = None) -> list[Host]:
-    """The first ``count`` hosts; all for None. Raises LaunchError if there are fewer than ``least``, or than ``count``."""
+    """Return the first ``count`` hosts; all for None.
+
+    With a ``count``, raises LaunchError if there are fewer than ``least`` or, if that is None, fewer than ``count``.
+    """
     if count is not None and (count if least is None else least) > len(hosts):
         raise LaunchError(f"--num-nodes {count}: there are only {len(hosts)} hosts: {_names(hosts)}.")
     return list(hosts[:count])
 
 
 def limit_slots(hosts: Sequence[Host], count: int | None) -> list[Host]:
-    """``count`` slots of each host. Raises LaunchError for a host that has fewer, or an unknown number."""
+    """Return ``hosts`` with ``count`` slots each; None keeps the slots that they have.
+
+    Raises LaunchError for a host with fewer slots, or if neither its slots nor ``count`` are known.
+    """
     limited = []
     for host in hosts:
         if host.slots is None:
@@ -264,7 +270,11 @@ def limit_slots(hosts: Sequence[Host], count: int | None) -> list[Host]:
 
 
 def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]:
-    """The nodes of the allocation in ``environment``. Slots: GPUs; without any, tasks, unless the user has ``asked``."""
+    """Return the nodes of the allocation in ``environment``. Raises LaunchError.
+
+    A node has a slot for each GPU. Without GPUs it has a slot for each task; the number of slots is unknown if SLURM does
+    not tell the tasks, or if the user has ``asked`` for a number of workers.
+    """
     listed = environment["SLURM_JOB_NODELIST"]
     try:
         names = [name for part in split_list(listed) for name in expand(part)]

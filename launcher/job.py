@@ -1,18 +1,18 @@
-"""A job on one or many hosts: lets the nodes start the workers, decides when all must end, and says why they did.
+"""A job on one or many hosts: lets the nodes start the workers, decides when all must end, and reports why.
 
 Everything happens in one thread and one ``select`` loop. What ends a job:
 
 * *A worker fails.* The others get ``SETTLE_SECONDS`` to fail by themselves, so that the report can tell a failure of one
-  rank from a failure of all, and the first of them by the hosts' clocks from those that followed. Then all are ended.
-* *A host is lost*: its carrier ends, or it is silent for SILENT_SECONDS. Workers that failed within SETTLE_SECONDS before
-  it failed because of it.
-* *The launcher gets SIGINT, SIGTERM or SIGHUP.* It is passed on once; another Ctrl-C kills at once. SIGUSR1 and SIGUSR2
-  are passed to the workers and end nothing here.
-* *A worker ends well while others go on*: nothing, but after EARLY_SECONDS (outcome.py) the user hears of it once.
-* *The launcher is killed.* Its own workers: see bootstrap.py. The lines to other hosts break, and agents end theirs.
+  rank from a failure of all, and find the first one by the hosts' clocks. Then all are ended.
+* *A host is lost*: its carrier ends, or it is silent for SILENT_SECONDS. A worker that failed less than SETTLE_SECONDS
+  before that is taken to have failed because of it.
+* *The launcher gets SIGINT, SIGTERM or SIGHUP.* The signal is passed on once; another Ctrl-C kills the workers at once.
+  SIGUSR1 and SIGUSR2 are passed to the workers and end nothing here.
+* *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS (outcome.py) the user is told once.
+* *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 
-A job that failed starts again, as a whole and on a new port, while restarts are left; hosts that are lost are tried again,
-and left out if they do not come and ``min_nodes`` are there without them.
+A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one.
+Lost hosts are tried again; they are left out if they do not come back and at least ``min_nodes`` hosts remain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .sbatch import REQUEUE_STATUS
 
 CONNECT_SECONDS = 30.0  # until an agent has said hello
 ANSWER_SECONDS = 20.0  # until a host has answered a question
-FAN_OUT = 64  # carriers that connect at a time
+FAN_OUT = 64  # carriers that connect at the same time
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
 
 
@@ -66,7 +66,7 @@ class Job:
         self._stopped = False  # a signal has asked for the end: no restart follows
 
     def run(self) -> int:
-        """Raises LaunchError if no worker could be started."""
+        """Run the job, and return the exit status. Raises LaunchError if no worker could be started."""
         _open_standard_streams()
         self._outputs = Outputs(self._options.shown, self._options.shown_local_ranks)
         make_log_dir(self._options.log_dir)
@@ -107,7 +107,7 @@ class Job:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout: float) -> None:
-        """Wait for something to happen and handle it; see to output that a slow reader has not taken yet."""
+        """Wait up to ``timeout`` seconds for events and handle them; write output that a slow reader has not taken yet."""
         dispatch(self._selector, timeout)
         self._outputs.drain()
         now = time.monotonic()
@@ -133,7 +133,10 @@ class Job:
     # -- connecting --------------------------------------------------------------------------------------------------
 
     def _connect(self, hosts: Sequence[Host]) -> None:
-        """Have a node for each of ``hosts``. Raises LaunchError that names every host that cannot be had."""
+        """Connect to ``hosts`` and prepare their nodes.
+
+        Raises a LaunchError that names the hosts that cannot be had, unless ``min_nodes`` are left without them.
+        """
         nodes = self._open(hosts)
         problems = [f"{node.name}: {node.lost}" for node in nodes if node.lost is not None]
         nodes = [node for node in nodes if node.lost is None]
@@ -150,7 +153,7 @@ class Job:
         self._prepare(nodes)
 
     def _open(self, hosts: Sequence[Host]) -> list[Node]:
-        """A node for each host, greeted or lost; at most FAN_OUT connect at a time."""
+        """Return a node for each host, either greeted or lost. At most FAN_OUT connect at a time. Raises LaunchError."""
         nodes: list[Node] = []
         waiting: list[RemoteNode] = []
         for host in hosts:
@@ -163,7 +166,7 @@ class Job:
             try:
                 node.open(carrier)
             except FileNotFoundError:
-                raise LaunchError(f"cannot run {carrier[0]!r}: it is not there. Remedy: install it.") from None
+                raise LaunchError(f"cannot run {carrier[0]!r}: no such program. Remedy: install it.") from None
             except OSError as error:
                 raise LaunchError(f"cannot run {carrier[0]!r}: {error.strerror}.") from None
             nodes.append(node)
@@ -189,7 +192,7 @@ class Job:
         self._await(remote, "ready")
 
     def _place(self) -> dict[str, Any]:
-        """Where and with which variables agents run the workers."""
+        """Return the folders, variables and script with which agents run the workers."""
         request, log_dir = self._request, self._options.log_dir
         script = request.target if request.kind is ProgramKind.SCRIPT else None
         logs = None if log_dir is None else str(log_dir)
@@ -208,7 +211,7 @@ class Job:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def _run_round(self, restart: int) -> tuple[int, bool]:
-        """Start all workers, and return when nothing of them is left: (exit status, whether nothing failed)."""
+        """Start all workers, wait until no process of theirs is left, and return (exit status, whether nothing failed)."""
         rendezvous = self._meeting.arrange(self._nodes)
         by_name = {host.name: host for host in self._request.hosts}
         hosts = [by_name[node.name] for node in self._nodes]
@@ -222,7 +225,7 @@ class Job:
             except LaunchError as error:
                 if not self._several:
                     raise
-                node.trouble = str(error)  # as a remote one would say it
+                node.trouble = str(error)  # as a remote node would report it
         while any(node.busy for node in self._nodes):
             self._turn(self._patience())
             self._advance(current, time.monotonic())
@@ -236,7 +239,7 @@ class Job:
         return status, not (current.failed or current.lost)
 
     def _advance(self, current: Round, now: float) -> None:
-        """Notice nodes that are lost or could not start, and do what is due in the course of ending the round."""
+        """Record nodes that are lost or could not start, end all workers when that is due, and say if some ended early."""
         for node, share in zip(self._nodes, current.plan.nodes, strict=True):
             reason = node.lost or node.trouble
             ranks = [worker.rank for worker in share.workers]
@@ -268,7 +271,7 @@ class Job:
         current.ends[rank] = WorkerEnd(rank, returncode, at - current.start, (), asked, log, host)
         if returncode != 0 and not asked and current.by_signal is None:
             current.failed.append(rank)
-            # All ranks save at the same step, but not all are done at once.
+            # All ranks save at the same step, but do not all finish at the same time.
             patience = self._options.grace if returncode == REQUEUE_STATUS else SETTLE_SECONDS
             until = time.monotonic() + patience
             current.settle_until = until if current.settle_until is None else min(until, current.settle_until)
@@ -314,7 +317,7 @@ class Job:
             node.interrupt(number, grace)
 
     def _regroup(self, restart: int) -> bool:
-        """Have nodes for another round: those that are left, and those of the lost hosts that come back."""
+        """Gather nodes for another round: those left, and those of lost hosts that return. True if they suffice."""
         kept = [node for node in self._nodes if node.lost is None]
         for node in kept:
             node.trouble = None
@@ -378,7 +381,7 @@ def _same_machines(nodes: Sequence[Node]) -> list[str]:
 
 
 def _open_standard_streams() -> None:
-    """Where the launcher was started with stdin, stdout or stderr closed, no pipe of ours may take that number."""
+    """Open /dev/null for those of stdin, stdout and stderr that are closed, so that no pipe of ours gets their numbers."""
     fd = os.open(os.devnull, os.O_RDWR)
     while fd < 3:
         fd = os.dup(fd)

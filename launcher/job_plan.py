@@ -2,7 +2,7 @@
 
 Pure data and pure functions: nothing here looks at the machine, opens a socket or starts a process. The command line
 turns what the user typed and what the machine has into a :class:`LaunchRequest`; :func:`build_plan` turns that into a
-:class:`Plan`; ``--dry-run`` prints the plan, and a job runs it.
+:class:`JobPlan`; ``--dry-run`` prints the plan, and a job runs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EXPORTED_PREFIXES = (
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
-# The same devices are not visible everywhere.
+# Not exported in spite of their prefix; CUDA_VISIBLE_DEVICES because other hosts may have other devices.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|_PWD|(?:^|_)(?:DSN|SIG)$", re.IGNORECASE)
 _USER_INFORMATION = re.compile(r"(?<=://)[^\s/?#@]*(?:@[^\s/?#@]*)*(?=@)")  # name:password of a URL; either may hold an @
@@ -45,7 +45,7 @@ class ProgramKind(Enum):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the workers meet: an address and port of the first host, and the network interface of each host by name."""
+    """Where the workers meet: an address and port of the first host, and host name -> network interface."""
 
     address: str
     port: int | str
@@ -53,14 +53,14 @@ class Rendezvous:
 
 
 def on_one_host(host: str, address: str | None, port: int | str) -> Rendezvous:
-    """The rendezvous of a job that has one host: nothing of it is to be reached from another."""
+    """Return the rendezvous of a job on one host, which no other host needs to reach."""
     interfaces = {host: LOOPBACK_INTERFACE} if LOOPBACK_INTERFACE else {}
     return Rendezvous(address or LOOPBACK, port, interfaces)
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """How a job is run. ``carrier``: the command that reaches a host, None for the launcher's own host."""
+    """How a job is run. ``carrier`` returns the command that reaches a host; None for the launcher's own host."""
 
     carrier: Callable[[Host], Sequence[str] | None] = lambda host: None
     master_addr: str | None = None
@@ -69,7 +69,7 @@ class JobOptions:
     log_dir: Path | None = None
     max_restarts: int = 0
     min_nodes: int | None = None  # None: all
-    shown: Mapping[str, bool] = field(default_factory=dict)  # by stream; those that are not there are
+    shown: Mapping[str, bool] = field(default_factory=dict)  # by stream; a stream that is missing here is shown
     shown_local_ranks: frozenset[int] | None = None  # None: all
 
 
@@ -82,26 +82,26 @@ class LaunchRequest:
     kind: ProgramKind
     hosts: tuple[Host, ...]
     python: str
-    omp_threads: int | None = None  # of each worker; None: by the cores of its host
+    omp_threads: int | None = None  # of each worker; None: derived from the cores of its host
     pass_local_rank: bool = False
     terminal_columns: int | None = None  # None: the launcher's stderr is not a terminal
     bind_cores: bool = False
-    core_list: tuple[int, ...] | None = None  # of each host, to bind to; None: all that are usable
+    core_list: tuple[int, ...] | None = None  # of each host, to bind workers to; None: all usable ones
     exports: Mapping[str, str] = field(default_factory=dict)
     visible_devices: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES, for workers on its own host
     local_names: tuple[str, ...] = ()  # hosts that are the launcher's own
-    restarts: int = 0  # that are allowed
+    restarts: int = 0  # how many are allowed
 
 
 @dataclass(frozen=True)
 class WorkerCommand:
-    """One worker process: ``argv`` goes to exec unchanged, ``env`` is laid over the environment of its host."""
+    """One worker process: ``argv`` goes to exec unchanged, ``env`` overrides the environment of its host."""
 
     rank: int
     local_rank: int
     argv: tuple[str, ...]
     env: Mapping[str, str]
-    cores: tuple[int, ...] = ()  # to be bound to; empty: all
+    cores: tuple[int, ...] = ()  # to bind it to; empty: no binding
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,10 @@ def build_plan(
     restart: int = 0,
     hosts: Sequence[Host] | None = None,
 ) -> JobPlan:
-    """The plan for ``request``; the same request always gives the same plan.
+    """Return the plan for ``request``; the same arguments always give the same plan.
 
-    ``cores``: the usable cores of each host by name, neighbours next to each other, where they are known. ``restart``: how
-    often the job has been started before. ``hosts``: those that are left of the request's.
+    ``cores``: host name -> its usable cores, where they are known, with those of one NUMA node next to each other.
+    ``restart``: how often the job has been started before. ``hosts``: the hosts of the request that are left; None for all.
     """
     chosen = request.hosts if hosts is None else hosts
     counts = [len(host.slots or ()) for host in chosen]
@@ -169,7 +169,7 @@ class _WorkerPlace:
 
 
 def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """``cores`` in ``count`` equal runs, what does not divide left over; with too few cores for that, nothing."""
+    """Split ``cores`` into ``count`` equal runs. The remainder is left over; with fewer cores than runs, all are empty."""
     size = len(cores) // count
     return [tuple(cores[index * size : (index + 1) * size]) for index in range(count)]
 
@@ -180,7 +180,7 @@ def _worker_argv(request: LaunchRequest, local_rank: int) -> tuple[str, ...]:
         ProgramKind.MODULE: (request.python, "-u", "-m", request.target),
         ProgramKind.PROGRAM: (request.target,),
     }[request.kind]
-    # In front of the script's own arguments, where the deepspeed launcher puts it: sub-commands keep working.
+    # Before the script's own arguments, as the deepspeed launcher does it, so that sub-commands keep working.
     extra = (f"--local_rank={local_rank}",) if request.pass_local_rank else ()
     return (*head, *extra, *request.target_args)
 
@@ -224,7 +224,7 @@ def _worker_variables(
 
 
 def _visible_devices(request: LaunchRequest, host: Host) -> str | None:
-    """CUDA_VISIBLE_DEVICES if the slots are not simply the first ones; names of devices, such as UUIDs, are kept."""
+    """Return CUDA_VISIBLE_DEVICES for the slots; None if they are simply the first ones. Names such as UUIDs are kept."""
     slots = host.slots or ()
     if slots == tuple(range(len(slots))):
         return None
@@ -235,7 +235,7 @@ def _visible_devices(request: LaunchRequest, host: Host) -> str | None:
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the launcher's ``environment`` that workers on other hosts get without being asked for."""
+    """Return the variables of the launcher's ``environment`` that workers on other hosts get by default."""
     return {
         name: value
         for name, value in environment.items()
@@ -244,16 +244,16 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of ``worker`` when that of its host is ``base``."""
+    """Return the whole environment of ``worker``; ``base`` is that of its host."""
     dropped = (DROPPED_PREFIX, JOB_SECRET)
     kept = {name: value for name, value in base.items() if not name.startswith(dropped)}
     return {**kept, **worker.env}
 
 
 def render_text(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
-    """The plan for reading: what is set for each worker, then a command that a shell would accept.
+    """Render the plan for the user: the variables of each worker, then its command, as a shell would accept it.
 
-    ``carriers``: the command that reaches a host, by its name; without one a host is this machine.
+    ``carriers``: host name -> the command that reaches it; a host that is missing here is this machine.
     """
     count = len(plan.workers)
     noun = "worker" if count == 1 else "workers"
@@ -277,12 +277,12 @@ def render_text(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = No
 
 
 def is_secret(name: str) -> bool:
-    """True if a variable of this name should not be shown."""
+    """Return True if the value of a variable of this name must not be shown."""
     return _SECRET_NAME.search(name) is not None
 
 
 def shown(text: str, name: str = "") -> str:
-    """``text``, the value of ``name``, as it may be printed: no secret, and no name, password or key in a URL."""
+    """Return ``text``, the value of ``name``, for printing: secrets are hidden, also users, passwords and keys in URLs."""
     if is_secret(name):
         return HIDDEN
 
@@ -297,7 +297,7 @@ def shown_values(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def render_json(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
-    """The plan for programs."""
+    """Render the plan as JSON, for programs."""
     import json  # here, so that --help does not pay for it
 
     data = asdict(plan)
@@ -309,7 +309,10 @@ def render_json(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = No
 
 
 def python_folder_first(environment: Mapping[str, str], python: str) -> dict[str, str]:
-    """``environment`` with the folder of ``python`` in PATH, so that a virtual environment's programs are found."""
+    """Return ``environment`` with the folder of ``python`` in PATH, first if it was missing.
+
+    This lets workers find the programs of a virtual environment.
+    """
     folder = os.path.dirname(python)
     path = environment.get("PATH", os.defpath)
     if not folder or folder in path.split(os.pathsep):

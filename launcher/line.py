@@ -1,6 +1,6 @@
 """The line between the launcher and the supervisor of another host: one JSON object per line, both ways.
 
-JSON and line feeds because the carriers in between (ssh, srun, mpirun) may be line-buffered or not clean for all bytes.
+JSON and line feeds are used because the carriers in between (ssh, srun, mpirun) may be line-buffered or change some bytes.
 Neither end ever waits for the other: what a slow reader does not take is kept, and what a login shell prints before the
 first message is put aside.
 """
@@ -18,8 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 Message = dict[str, Any]
-Mark = Callable[[bytes], bytes]  # of the next line; see secret.py
+Mark = Callable[[bytes], bytes]  # next line -> its mark; see secret.py
 
+# What it may raise to handle a message that the other end never sends.
+UNHEARD_OF = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 _CHUNK = 1 << 16
 _MOST_STRAY_LINES = 50
 
@@ -37,7 +39,7 @@ class Line:
         self._their_mark: Mark | None = None
         self._incoming = b""
         self._outgoing = bytearray()
-        self._later: deque[bytes] = deque()  # goes out when nothing else does
+        self._later: deque[bytes] = deque()  # messages that go out when no others wait
         self._later_bytes = 0
         for fd in {reader, writer}:
             os.set_blocking(fd, False)
@@ -45,7 +47,10 @@ class Line:
         self._poll.register(writer, select.POLLOUT)
 
     def send(self, message: Message, *, later: bool = False) -> None:
-        """Queue ``message`` and write what can be written now. ``later``: after all others; these keep their order."""
+        """Queue ``message`` and write what can be written now.
+
+        With ``later`` it goes out after all others; such messages keep their order.
+        """
         if self.ended:
             return
         data = json.dumps(message).encode("ascii")
@@ -57,14 +62,14 @@ class Line:
         self.flush()
 
     def seal(self, own_mark: Mark, their_mark: Mark) -> None:
-        """From here on each line begins with its mark; one that comes with another mark ends the line."""
+        """Begin each line with its mark from here on; a line that comes with a wrong mark ends the connection."""
         self._own_mark, self._their_mark = own_mark, their_mark
 
     def _put(self, data: bytes) -> None:
         self._outgoing += data + b"\n" if self._own_mark is None else self._own_mark(data) + b" " + data + b"\n"
 
     def flush(self) -> None:
-        """Write what can be written now. To be called often while ``waiting``."""
+        """Write what can be written now. Must be called often while bytes are ``waiting``."""
         while self.waiting and not self.ended and self._poll.poll(0):
             if not self._outgoing:
                 data = self._later.popleft()
@@ -88,7 +93,7 @@ class Line:
         return len(self._outgoing) + self._later_bytes
 
     def receive(self) -> list[Message]:
-        """What has come. Sets ``ended`` at the end of the line."""
+        """Return the messages that have come. Sets ``ended`` at end of file, and if one is too long or has a wrong mark."""
         try:
             chunk = os.read(self.reader, _CHUNK)
         except BlockingIOError:
@@ -127,7 +132,7 @@ class Line:
 
 
 def encode(data: bytes) -> str:
-    """Any bytes as JSON text; ``decode`` is the way back."""
+    """Return any bytes as text that JSON can hold; ``decode`` reverses it."""
     return base64.b64encode(data).decode("ascii")
 
 

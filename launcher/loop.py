@@ -1,4 +1,4 @@
-"""The one loop of a process: whatever is ready is handled, and signals come in like everything else."""
+"""The event loop of a process: it handles whatever is ready, and signals arrive like all other input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 def dispatch(selector: selectors.BaseSelector, timeout: float) -> None:
     """Wait up to ``timeout`` seconds, and call the ``data`` of each key that is ready.
 
-    Not of a key that has been put away meanwhile by what was called just before.
+    A key that an earlier one of these calls has unregistered or replaced is skipped.
     """
     for key, _ in selector.select(timeout):
         current = selector.get_map().get(key.fileobj)
@@ -25,11 +25,11 @@ def dispatch(selector: selectors.BaseSelector, timeout: float) -> None:
 
 @contextlib.contextmanager
 def signals_as_bytes(*, may_sleep: bool) -> Iterator[int]:
-    """A descriptor from which the signals that arrive can be read, one byte each. ``may_sleep``: Ctrl-Z is as usual."""
+    """Yield a descriptor from which arriving signals are read, one byte each. With ``may_sleep``, Ctrl-Z works as usual."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     old_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A parent that ignores SIGCHLD would leave us no exit codes.
+    # Inherited from a parent that ignores SIGCHLD, this would leave us without exit codes.
     old_handlers = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, signal.SIG_DFL)}
     for number in (*STOP_SIGNALS, *PASSED_SIGNALS, *(() if may_sleep else (signal.SIGTSTP,))):
         if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""Meeting: where the workers of a job meet, an address and a port of the first host, which stays reserved for them."""
+"""Meeting: chooses where the workers of a job meet, an address and a port of the first host, and reserves the port."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .remote import Node, OwnNode, RemoteNode
 
 
 class Meeting:
-    """``address`` and ``port``: what the user has chosen. ``await_answer``: waits until nodes have given an answer."""
+    """``address`` and ``port``: the user's choice, or None. ``await_answer`` waits until nodes have given an answer."""
 
     def __init__(
         self, address: str | None, port: int | None, await_answer: Callable[[Sequence[RemoteNode], str], None]
@@ -22,7 +22,7 @@ class Meeting:
         self._holder: socket.socket | None = None
 
     def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
-        """Choose an address and a free port of the first of ``nodes``, and let every host try to reach it."""
+        """Choose an address and a free port of the first of ``nodes``, and let every host try to reach them."""
         first = nodes[0]
         if len(nodes) == 1:
             return on_one_host(first.name, self._chosen, self._reserve(first))

@@ -1,16 +1,17 @@
 """The workers of one host: starts them, watches them, and leaves nothing of them behind.
 
-Works inside somebody else's ``select`` loop, in one thread: the launcher's for its own host, an agent's on another host.
-What happens goes to a :class:`Listener`. Workers are watched through pidfds, which become ready in the order of the
-deaths; where the kernel has none they are looked at every 50 ms.
+It runs inside the ``select`` loop of its caller, in one thread: in the launcher's on its own host, in an agent's on other
+hosts. Events go to a :class:`Listener`. Workers are watched through pidfds, which become ready in the order in which the
+workers end; where the kernel has no pidfds, workers are polled every 50 ms.
 
-``interrupt`` passes a signal on and ``terminate`` ends the groups with SIGTERM; after either, SIGKILL follows in ``grace``
-seconds. Ctrl-C goes to whole process groups, as in a terminal. SIGTERM and SIGHUP go to the workers themselves only: a
-data loader process that dies of it would break the checkpoint that its worker is about to save.
+``interrupt`` passes a signal on and ``terminate`` ends the groups with SIGTERM; after either, SIGKILL follows ``grace``
+seconds later. Ctrl-C goes to whole process groups, as in a terminal. SIGTERM and SIGHUP go only to the workers themselves:
+a data loader process that dies of the signal would break the checkpoint that its worker is about to save.
 
 However the workers end, the rest of their groups ends with them, and on Linux also the processes that left the groups
-(this process adopts them). A worker that has ended stays a zombie until then: its id, which is also its group's id, cannot
-be given to anybody else, so a signal to the group never hits a stranger. If this process is killed: see bootstrap.py.
+(this process adopts them). A worker that has ended stays a zombie until then, so that its id, which is also its group's
+id, is given to no other process, and a signal to the group never hits a stranger. See bootstrap.py for what happens if
+this process is killed.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Listener(Protocol):
         """``at``: by this host's ``time.monotonic``. ``asked``: it had been told to stop."""
 
     def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
-        """All workers have ended, their output is delivered, and nothing of them is left but ``unkillable``."""
+        """All workers have ended, their output is delivered, and no process is left but the ids in ``unkillable``."""
 
     def on_note(self, text: str) -> None:
         """Something that the user should know."""
@@ -90,7 +91,7 @@ class Worker:
 class LocalNode:
     """Runs workers on this host. ``start`` may be called again once they are all gone.
 
-    ``base``: the environment that commands add to. ``gives_stdin``: the first worker reads what this process would.
+    ``base``: the environment that commands add to. ``gives_stdin``: rank 0 inherits the stdin of this process.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class LocalNode:
         self._selector, self._listener, self._base = selector, listener, base
         self._grace, self._log_dir, self._gives_stdin = grace, log_dir, gives_stdin
         self._workers: list[Worker] = []
-        self._streams: dict[int, Callable[[], None]] = {}  # by file descriptor: reads it once
+        self._streams: dict[int, Callable[[], None]] = {}  # file descriptor -> a function that reads it once
         self._pidfds: set[int] = set()
         self._reading = True
         self._guard: Guard | None = None
@@ -118,7 +119,7 @@ class LocalNode:
 
     @property
     def busy(self) -> bool:
-        """True from ``start`` until everything of it is gone."""
+        """True from ``start`` until every process that came of it is gone or given up."""
         return self._guard is not None
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -126,7 +127,7 @@ class LocalNode:
     def start(self, commands: Iterable[WorkerCommand]) -> None:
         """Start ``commands``. Raises LaunchError, and leaves none running, if one cannot be started."""
         make_log_dir(self._log_dir)
-        _other_children.update(_children())  # started before this program replaced a shell, say: not ours to end
+        _other_children.update(_children())  # started, say, by a shell that this program has replaced: not ours to end
         adopt_orphans()
         self._oom_before = count_oom_kills()
         self._terminated, self._kill_at, self._drain_until = False, None, None
@@ -206,7 +207,7 @@ class LocalNode:
     # -- while they run ----------------------------------------------------------------------------------------------
 
     def pause(self, paused: bool) -> None:
-        """Let the workers' output wait, or go on reading it."""
+        """Stop reading the workers' output, or go on reading it."""
         if paused != self._reading or self._drain_until is not None:
             return
         self._reading = not paused
@@ -225,7 +226,7 @@ class LocalNode:
         return 0.05 if self._kill_at is not None or not self._has_pidfds else 1.0
 
     def tick(self, now: float) -> None:
-        """Do what is due. To be called at least as often as ``patience`` says."""
+        """Do what is due. Must be called at least as often as ``patience`` says."""
         if not self.busy:
             return
         if not self._has_pidfds:
@@ -243,9 +244,12 @@ class LocalNode:
             self._finish(now, [*self._living_groups(), *self._orphans()] if given_up else [])
 
     def _finish(self, now: float, unkillable: list[int]) -> None:
-        """Take what the workers' pipes still hold. All writers are gone, so the end comes at once, if nobody hid."""
+        """Read what the workers' pipes still hold, then report the end.
+
+        All writers are gone, so end of file comes at once, unless a process was not found and keeps a pipe open.
+        """
         if self._drain_until is None:
-            self.pause(False)  # what is left fits the pipes: take it even if nobody reads, for the report's sake
+            self.pause(False)  # the rest fits into the pipes: read it for the report even if the screen is full
             self._drain_until = now + DRAIN_SECONDS
         if self._streams and now < self._drain_until:
             return
@@ -269,7 +273,7 @@ class LocalNode:
         return [worker for worker in self._workers if worker.returncode is None]
 
     def _look_at(self, worker: Worker) -> None:
-        """See whether ``worker`` has ended, without taking its zombie away."""
+        """Check whether ``worker`` has ended, and report it. The zombie is not reaped."""
         if worker.returncode is not None:
             return
         info = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -281,12 +285,12 @@ class LocalNode:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def pass_on(self, number: int) -> None:
-        """Send a signal that ends nothing here to each worker."""
+        """Send each worker a signal that does not end the job."""
         for worker in self._running():
             worker.send(number)
 
     def interrupt(self, number: int, grace: float) -> None:
-        """Pass ``number`` on once, as a request to end."""
+        """Pass signal ``number`` on as a request to end; SIGKILL follows ``grace`` seconds later."""
         if not self.busy:
             return
         self._kill_at = time.monotonic() + grace
@@ -298,7 +302,7 @@ class LocalNode:
                 worker.send(number)
 
     def terminate(self, grace: float) -> None:
-        """SIGTERM to everything that the workers have started."""
+        """Send SIGTERM to all that the workers have started; SIGKILL follows in ``grace`` seconds, or when it was due."""
         if not self.busy:
             return
         self._terminated = True
@@ -307,12 +311,12 @@ class LocalNode:
         self._signal_all(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, now."""
+        """Have the next ``tick`` send SIGKILL."""
         if self.busy:
             self._kill_at = time.monotonic()
 
     def end_now(self) -> None:
-        """Kill and reap all workers before returning. For the way out of an error."""
+        """Kill and reap all workers before returning. For errors, and for the end of the job."""
         for worker in self._workers:
             worker.send_group(signal.SIGKILL)
         for worker in self._workers:
@@ -337,10 +341,10 @@ class LocalNode:
                     os.kill(pid, number)
 
     def _leftovers(self) -> bool:
-        """Whether something that the workers started is still there. Only asked when all workers have ended."""
+        """Return whether a process that the workers started is left. To be called only when all workers have ended."""
         for worker in self._workers:
             if worker.process.returncode is None:
-                worker.process.wait()  # from here on the group has an end: no member is left
+                worker.process.wait()  # from here on the group vanishes with its last member
         orphans = self._orphans()
         for worker in self._workers:
             worker.send_group(0)
@@ -350,7 +354,7 @@ class LocalNode:
         return [worker.pid for worker in self._workers if not worker.group_gone]
 
     def _orphans(self) -> list[int]:
-        """Living processes that this one has adopted; the dead ones are reaped."""
+        """Return the living processes that this one has adopted, and reap the dead ones."""
         guard = [] if self._guard is None else [self._guard.pid]
         known = {*guard, *(worker.pid for worker in self._workers), *_other_children}
         return [pid for pid in _children() if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
@@ -360,7 +364,7 @@ _other_children: set[int] = set()
 
 
 def _children() -> list[int]:
-    """Of this process, dead or alive."""
+    """Return the ids of the children of this process, dead or alive."""
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
     except OSError:
@@ -368,12 +372,12 @@ def _children() -> list[int]:
 
 
 def own_child(pid: int) -> None:
-    """``pid`` is a child of this process that is no worker and nobody's orphan: an ssh client, say."""
+    """Register ``pid``, a child of this process that is neither a worker nor an orphan: an ssh client, say."""
     _other_children.add(pid)
 
 
 class Log:
-    """The file that gets one stream of one worker byte for byte, if there is a ``folder``."""
+    """The log file of one stream of one worker, byte for byte. Without a ``folder`` nothing is written."""
 
     def __init__(self, folder: Path | None, rank: int, stream: str, note: Callable[[str], None]) -> None:
         self._rank, self._note = rank, note
@@ -398,7 +402,10 @@ class Log:
 
 
 def _open_log(path: Path) -> int:
-    """Opened for appending. In a folder that others can write it may lead elsewhere, or be a pipe that nobody reads."""
+    """Open ``path`` for appending. Raises LaunchError for a link and for what is no regular file.
+
+    In a folder that others can write to, the name may lead elsewhere, or be a pipe that nobody reads.
+    """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o666)

@@ -11,7 +11,7 @@ from .job_plan import JobPlan
 from .sbatch import REQUEUE_STATUS
 
 SETTLE_SECONDS = 1.0
-EARLY_SECONDS = 30.0  # after a worker has ended well while others go on, until the user hears of it
+EARLY_SECONDS = 30.0  # from a worker's good end, while others go on, until the user is told
 HOST_LOST_STATUS = 69  # EX_UNAVAILABLE
 
 
@@ -27,7 +27,7 @@ class Round:
     by_signal: int | None = None
     settle_until: float | None = None
     terminated: bool = False
-    early_said: bool = False  # that some have ended well and others have not
+    early_said: bool = False  # whether the user was told that some have ended well and others have not
     unkillable: list[int] = field(default_factory=list)
     oom_kills: int = 0
 
@@ -39,8 +39,10 @@ class Round:
         return next(node.host for node in self.plan.nodes if any(worker.rank == rank for worker in node.workers))
 
     def early_note(self, now: float) -> str | None:
-        """Once: that some have ended well and others have not, for long. It may be right (rank 0 writes a file), or the
-        others wait in a collective for half an hour."""
+        """Return, once, a note that a worker ended well EARLY_SECONDS ago or earlier and others still run; else None.
+
+        It may be as intended (rank 0 writes a file), or the others may wait in a collective for half an hour.
+        """
         ended = [end for end in self.ends.values() if end.returncode == 0]
         if self.early_said or self.stopping or not ended:
             return None
@@ -52,11 +54,11 @@ class Round:
         return early_end_note(ended, running, ago)
 
     def conclude(self, tails: Mapping[int, list[str]]) -> tuple[int, list[str]]:
-        """(exit status, lines for the user). ``tails``: the last lines of the workers' stderr, by rank."""
+        """Return (exit status, lines for the user). ``tails``: the last lines of the workers' stderr, by rank."""
         ends = {rank: replace(end, stderr_tail=tails.get(rank, ())) for rank, end in self.ends.items()}
         if self.by_signal is not None:
             return self._after_signal(self.by_signal, list(ends.values()))
-        stuck = [f"[zerorun] SIGKILL did not end: {self.unkillable}"] if self.unkillable else []
+        stuck = [f"[zerorun] these processes are still alive after SIGKILL: {self.unkillable}"] if self.unkillable else []
         if self.lost and not self._failed_before():
             return HOST_LOST_STATUS, [*stuck, host_report(self.lost, list(ends.values()))]
         if self.failed and all(ends[rank].returncode == REQUEUE_STATUS for rank in self.failed):
@@ -70,8 +72,12 @@ class Round:
         return 1 if self.unkillable else 0, stuck
 
     def _after_signal(self, number: int, ends: list[WorkerEnd]) -> tuple[int, list[str]]:
-        """0 when every worker ended well (it saved and left, say), else 128 + the signal, as a shell has it."""
-        lines = [f"[zerorun] SIGKILL did not end: {self.unkillable}"] if self.unkillable else []
+        """Return (exit status, lines for the user).
+
+        The status is 0 if every worker ended well (it saved and left, say), REQUEUE_STATUS if the others asked to be
+        started again, else 128 + the signal, as in a shell.
+        """
+        lines = [f"[zerorun] these processes are still alive after SIGKILL: {self.unkillable}"] if self.unkillable else []
         lines += [f"[zerorun] {end.where}: {end.how}" for end in ends if end.returncode not in (0, -number, REQUEUE_STATUS)]
         lines += [f"[zerorun] {lost.host}: {lost.reason}" for lost in self.lost]
         if not self.unkillable:

@@ -1,4 +1,4 @@
-"""Outputs: what all workers of a job write, on the launcher's two screens, and the launcher's own messages between it."""
+"""Outputs: puts the output of all workers of a job, and the launcher's own messages, on the launcher's two screens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLUSH_SECONDS = 1.0
 
 
 class Outputs:
-    """``shown``: by stream, whether it is; those that are not there are. ``local_ranks``: whose is, None for all."""
+    """``shown``: stream -> whether it is shown; a missing one is. ``local_ranks``: whose output is shown; None for all."""
 
     def __init__(self, shown: Mapping[str, bool], local_ranks: frozenset[int] | None) -> None:
         self._shown, self._local_ranks = shown, local_ranks
@@ -24,11 +24,11 @@ class Outputs:
         self._tails: dict[int, Tail] = {}
 
     def expect(self, workers: Sequence[WorkerCommand]) -> None:
-        """Another round begins: what is taken from here on is of ``workers``."""
+        """Begin another round: output that is taken from here on is that of ``workers``."""
         self._workers, self._streams, self._tails = workers, {}, {}
 
     def take(self, rank: int, stream: str, chunk: bytes) -> None:
-        """What a worker has written; empty at the end of its stream."""
+        """Take a chunk that a worker has written; an empty one ends its stream."""
         forwarder = self._streams.get((rank, stream))
         if forwarder is None:
             forwarder = self._streams[rank, stream] = self._forwarder(rank, stream)
@@ -50,7 +50,7 @@ class Outputs:
         return {rank: tail.lines() for rank, tail in self._tails.items()}
 
     def say(self, text: str) -> None:
-        """A message of the launcher's own."""
+        """Write a message of the launcher itself."""
         self._stderr.say(text)
 
     def drain(self) -> None:
@@ -67,7 +67,7 @@ class Outputs:
         return self._stdout.congested or self._stderr.congested
 
     def flush(self) -> None:
-        """Write everything, unless a reader does not read."""
+        """Write everything, but give up after _FLUSH_SECONDS if a reader does not read."""
         deadline = time.monotonic() + _FLUSH_SECONDS
         while self.pending and time.monotonic() < deadline:
             self.drain()

@@ -1,4 +1,4 @@
-"""The hosts of a job as the launcher has them: its own, and others at the end of a line, with the same commands."""
+"""The hosts of a job as the launcher sees them: its own, and others at the end of a line, with the same methods."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .bootstrap import die_with_parent
 from .escapes import Cleaner, plain
 from .facts import describe_host
 from .job_plan import WorkerCommand
-from .line import Line, Message, decode
+from .line import UNHEARD_OF, Line, Message, decode
 from .loop import PASSED_SIGNALS, STOP_SIGNALS
 from .node import STREAMS, Listener, LocalNode, own_child
 
@@ -42,7 +42,7 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_whole, value))
 
 
-# What an agent may say, and what must be in it.
+# The messages that an agent may send, and a check for each field that they must have.
 _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "hello": {"version": _text, "machine": _text, "hostname": _text, "cores": _numbers},
     "ready": {},
@@ -61,7 +61,7 @@ _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 class RemoteNode:
     """An agent reached through a carrier. After ``lost`` is set nothing more comes from it.
 
-    What it says is checked, and taken only if it is about its own workers; no text of it can steer a terminal.
+    Its messages are checked, and accepted only if they are about its own workers; no text in them can control a terminal.
     """
 
     def __init__(self, name: str, selector: selectors.BaseSelector, listener: Listener, say: Callable[[str], None]) -> None:
@@ -70,8 +70,8 @@ class RemoteNode:
         self.facts: dict[str, Any] = {}  # what its hello said
         self.answers: dict[str, Message] = {}  # the last of each kind
         self.trouble: str | None = None  # why it cannot do what it was told
-        self.lost: str | None = None  # why it is not there any more
-        self.since = 0.0  # when it was last known to be there, once it is lost
+        self.lost: str | None = None  # why it was lost
+        self.since = 0.0  # once it is lost: when it was last known to be alive
         self.busy = False
         self._paused = False
         self.clock = 0.0  # its monotonic clock minus ours
@@ -118,7 +118,7 @@ class RemoteNode:
             self.line.send({"do": do, **details})
 
     def ask(self, do: str, answer: str, **details: Any) -> None:
-        """Send, and forget an older ``answer``; the new one will be in ``answers``."""
+        """Send an order, and forget an older ``answer`` to it; the new one will be in ``answers``."""
         self.answers.pop(answer, None)
         self.send(do, **details)
 
@@ -128,7 +128,7 @@ class RemoteNode:
             self._heard = time.monotonic()
             try:
                 self._handle(message)
-            except (KeyError, TypeError, ValueError):  # nothing that an agent would say
+            except UNHEARD_OF:
                 self.lose("what it sends cannot be understood")
                 return
         if self.line.ended and self.lost is None:
@@ -189,11 +189,11 @@ class RemoteNode:
 
     def _greet(self, message: Message) -> None:
         self.facts = message
-        self.send("ping", t=time.monotonic())  # whose failure was first is told by the clocks
+        self.send("ping", t=time.monotonic())  # the clocks tell which failure was the first
         self.on_hello()
 
     def _set_clock(self, message: Message) -> None:
-        """The shortest round trip so far tells best how the clocks differ: the answer was made half-way."""
+        """Take the difference of the clocks from the shortest round trip so far, as if the answer was made half-way."""
         now = time.monotonic()
         trip = now - message["t"]
         if trip < self._best_trip:
@@ -201,7 +201,7 @@ class RemoteNode:
             self.clock = message["now"] - (now + message["t"]) / 2
 
     def tick(self, now: float) -> None:
-        """Keep the line alive, and notice when the other end does not."""
+        """Keep the line alive, and lose the node when the other end is silent or gone."""
         if self.line is None or self.lost is not None:
             return
         self.line.flush()
@@ -214,7 +214,7 @@ class RemoteNode:
             self.lose("")
 
     def lose(self, reason: str) -> None:
-        """Nothing more is expected of it. An empty ``reason`` is filled with the carrier's last words."""
+        """Mark the node as lost, and end its carrier. An empty ``reason`` is replaced by the carrier's last words."""
         if self.line is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(self.line.reader)
@@ -260,13 +260,13 @@ class RemoteNode:
             process.stderr.close()
 
     def leave(self, status: int) -> None:
-        """Let the agent go, with the exit status of the job; ``gone`` follows."""
+        """Tell the agent to exit with ``status``, that of the job; ``gone`` becomes True later."""
         if self.facts:
             self.send("leave", status=status)
 
     @property
     def gone(self) -> bool:
-        """True once the agent has hung up; one that has never spoken is not waited for."""
+        """True once the agent has hung up or is lost, and for one that has never said hello, which is not waited for."""
         if self.line is None or self.lost is not None or not self.facts:
             return True
         self.line.flush()
@@ -274,7 +274,7 @@ class RemoteNode:
         return self.line.ended
 
     def close(self) -> None:
-        """Put everything away."""
+        """Close the line, and end the carrier."""
         if self.lost is None:
             self.lose("the job is over")
 
@@ -286,7 +286,7 @@ class RemoteNode:
         self.send("start", workers=[self._told(worker) for worker in workers])
 
     def _told(self, worker: WorkerCommand) -> Message:
-        """What the agent needs to know of ``worker``."""
+        """Return what the agent needs to know about ``worker``."""
         return asdict(worker)
 
     def pause(self, paused: bool) -> None:
@@ -321,7 +321,7 @@ class OwnNode(LocalNode):
         self.lost: str | None = None
 
     def leave(self, status: int) -> None:
-        """Nobody waits here for the exit status."""
+        """Do nothing: no agent waits for the exit status."""
 
     @property
     def gone(self) -> bool:

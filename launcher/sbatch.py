@@ -12,15 +12,16 @@ from pathlib import Path
 
 from zerorun.errors import LaunchError
 
-# EX_TEMPFAIL of sysexits.h: a worker that has saved its state and wants to go on later ends with it.
+# EX_TEMPFAIL of sysexits.h: a worker exits with it if it has saved its state and wants to go on later.
 REQUEUE_STATUS = 75
 _MARK = "# Written by zerorun --sbatch, which replaces it."
 
 
 def batch_script(command: Sequence[str], *, name: str, nodes: int, options: Sequence[str]) -> str:
-    """A script that runs ``command`` once, on the first node; ``options`` are of sbatch and win over what stands before.
+    """Return a script that runs ``command`` once, on the first node; sbatch's ``options`` win over those set here.
 
-    exec: signals that SLURM sends to the batch script (``--signal=B:...``) must reach the launcher. Raises LaunchError.
+    The script uses exec because signals that SLURM sends to it (``--signal=B:...``) must reach the launcher. Raises
+    LaunchError.
     """
     # SLURM ends an option at the line feed, quoted or not, and the shell would run what follows.
     if any(not option.isprintable() for option in options):
@@ -33,9 +34,10 @@ def batch_script(command: Sequence[str], *, name: str, nodes: int, options: Sequ
 
 
 def submit(script: str, path: Path, environment: Mapping[str, str]) -> str:
-    """Write ``script`` to ``path``, for the user, and submit it in ``environment``; what sbatch said. Raises LaunchError.
+    """Write ``script`` to ``path``, for the user, submit it in ``environment``, and return what sbatch said.
 
-    sbatch reads the script from its stdin: the file could be another one by then, where others can write the folder.
+    sbatch reads the script from its stdin, because others who can write to the folder may have replaced the file by then.
+    Raises LaunchError.
     """
     try:
         _write(script, path)
@@ -49,10 +51,10 @@ def submit(script: str, path: Path, environment: Mapping[str, str]) -> str:
 
 
 def _write(script: str, path: Path) -> None:
-    """A new file that only this user can read, in place of one that zerorun has written before. Raises LaunchError."""
+    """Write a new file that only this user can read, in place of one that zerorun wrote before. Raises LaunchError."""
     if os.path.lexists(path):
         if not _is_own(path):
-            raise LaunchError(f"--sbatch: {path} is there, and zerorun has not written it. Remedy: rename or remove it.")
+            raise LaunchError(f"--sbatch: {path} exists and was not written by zerorun. Remedy: rename or remove it.")
         path.unlink()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(fd, "w") as file:
@@ -68,7 +70,7 @@ def _is_own(path: Path) -> bool:
 
 
 def requeue(environment: Mapping[str, str]) -> str | None:
-    """Put this batch job back into the queue; SLURM then ends it. Why it cannot be; None if it is done."""
+    """Put this batch job back into the queue; SLURM then ends it. Return None, or why it cannot be done."""
     job = environment.get("SLURM_JOB_ID")
     if job is None or "SLURM_STEP_ID" in environment:
         return "this is no SLURM batch job"

@@ -1,14 +1,15 @@
-"""What the workers say, on its way to the terminal: whole lines, named, never mixed.
+"""The workers' output on its way to the terminal: in whole lines, labelled by rank, never mixed.
 
-Every worker's stdout and stderr are pipes that its node reads, always. A rank that inherited the terminal would keep its
-progress bar, but its traceback could then not be repeated in the report, and its bytes would land in the middle of other
-ranks' lines. Pipes give both; what a terminal would have given is restored like this:
+Every worker's stdout and stderr are always pipes that its node reads. A rank that inherited the terminal would keep its
+progress bar, but its traceback could not be repeated in the report, and its bytes would land in the middle of other ranks'
+lines. Pipes avoid both; what a terminal would have offered is restored like this:
 
-* Rank 0 goes out as it comes, chunk by chunk, to a terminal and when it is the only rank: bars that redraw with a
-  carriage return, and prompts, work. ``ZERORUN_TTY`` and ``COLUMNS`` tell it that a terminal is there.
-* Elsewhere rank 0 goes out in whole lines (or redraws), unchanged, and the other ranks always in whole lines with
-  ``[rank k] `` in front. Of a line that was redrawn only the last state is kept, as a terminal would show it.
-* When another rank speaks while a rank's line is still open, a line feed comes between: lines never mix.
+* The output of rank 0 is passed on as it comes, chunk by chunk, if it goes to a terminal or there is only one rank:
+  progress bars that redraw with a carriage return work, and so do prompts. ``ZERORUN_TTY`` and ``COLUMNS`` tell the rank
+  that there is a terminal.
+* Otherwise the output of rank 0 is passed on in whole lines (or redraws), unchanged. That of other ranks always goes out
+  in whole lines with ``[rank k] `` in front. Only the last state of a redrawn line is kept, as a terminal would show it.
+* If a rank writes while another rank's line is still open, a line feed is put in between: lines never mix.
 
 Nothing here waits: a reader that does not read (a paused pager) must not keep the launcher from seeing a dead worker.
 """
@@ -51,7 +52,7 @@ class Screen:
         self.drain()
 
     def say(self, text: str) -> None:
-        """A message of the launcher's own."""
+        """Write a message of the launcher itself."""
         self.put(-1, text.encode(errors="replace") + b"\n")
 
     def drain(self) -> None:
@@ -77,10 +78,10 @@ class Screen:
 
 
 def _without_waiting(fd: int) -> int:
-    """``fd``, or for a terminal another descriptor of it that does not block.
+    """Return ``fd`` or, for a terminal, another descriptor for it that does not block.
 
-    A pipe that is ready takes _SAFE_WRITE bytes; a terminal that is ready may still make us wait, for as long as nobody
-    reads it. Its own descriptor is shared with the shell and must stay as it is.
+    A pipe that is ready takes _SAFE_WRITE bytes, but a terminal that is ready may still block for as long as nobody reads
+    it. ``fd`` itself is shared with the shell and must stay as it is.
     """
     if os.isatty(fd):
         with contextlib.suppress(OSError):
@@ -122,7 +123,7 @@ def _text(line: bytes) -> str:
 
 
 def _shown(line: bytes) -> bytes:
-    """What remains visible of a line with carriage returns."""
+    """Return the part of a line with carriage returns that remains visible."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
@@ -149,7 +150,7 @@ class Forwarder:
         self._screen.put(self._rank, self._take_redraws() if self._rank == 0 else self._take_lines())
 
     def close(self) -> None:
-        """The stream has ended: what is left of it goes out as it is."""
+        """End the stream: write what is left of its last line."""
         if self._open and self._screen is not None:
             end = b"" if self._rank == 0 else b"\n"
             self._screen.put(self._rank, self._prefix + (_shown(self._open) if end else self._open) + end)
@@ -162,7 +163,7 @@ class Forwarder:
         return b"".join(self._prefix + _shown(line) + b"\n" for line in whole)
 
     def _take_redraws(self) -> bytes:
-        """Up to the last line feed or carriage return; one at the very end may be half of a CR LF and waits."""
+        """Return the text up to the last line feed or carriage return; a final one, perhaps half of a CR LF, waits."""
         cut = 1 + max(self._open.rfind(b"\n"), self._open.rfind(b"\r", 0, len(self._open) - 1))
         if len(self._open) - cut > _MAX_OPEN_LINE:
             cut = len(self._open)

@@ -1,8 +1,8 @@
 """The secret of a job whose hosts join by themselves: where it comes from, and how both ends prove that they know it.
 
-The secret itself never travels. Each end makes up a nonce and answers the other's with an HMAC-SHA256 of both; the guest
-answers first, so that a stranger who knocks gets nothing to guess the secret by. The two keys that follow from the same
-nonces then seal every line, each for one direction: nobody on the way can add, change or repeat one.
+The secret itself never travels. Each end makes up a nonce, and proves itself by an HMAC-SHA256 of both nonces. The
+guest does so first, so that a stranger who connects gets nothing from which to guess the secret. Two keys derived from the
+same nonces, one for each direction, then seal every line: nobody on the way can add, change or repeat a line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zerorun.errors import LaunchError
 from .job_plan import JOB_SECRET
 
 GUEST, LEADER, GUEST_WRITES, LEADER_WRITES = "guest", "leader", "guest writes", "leader writes"
-_SHORTEST = 16  # characters; what a stranger overhears must not let him find it out by trying
+_SHORTEST = 16  # characters: a stranger who overhears the messages must not find it out by trying
 _LONGEST = 4096  # bytes of a file
 _NONCE = re.compile(r"[0-9a-f]{64}")
 _LOOK_SECONDS = 0.2
@@ -37,7 +37,7 @@ _REMEDY = (
 
 
 def leaders_secret(file: Path | None, environment: Mapping[str, str], *, terminal: bool) -> tuple[str, bool]:
-    """(the secret, whether it was made up here and has to be shown). ``terminal``: it can be shown. Raises LaunchError."""
+    """Return (secret, whether it was made up here and must be shown). ``terminal``: it can be shown. Raises LaunchError."""
     if file is not None:
         return read_secret(file) or _write_secret(file), False
     if environment.get(JOB_SECRET):
@@ -48,7 +48,7 @@ def leaders_secret(file: Path | None, environment: Mapping[str, str], *, termina
 
 
 def guests_secret(file: Path | None, environment: Mapping[str, str], *, seconds: float) -> str:
-    """The secret for a host that wants to join. Waits up to ``seconds`` for ``file``. Raises LaunchError."""
+    """Return the secret for a host that wants to join. Waits up to ``seconds`` for ``file``. Raises LaunchError."""
     if file is not None:
         deadline = time.monotonic() + seconds
         while (found := read_secret(file)) is None:
@@ -70,7 +70,7 @@ def guests_secret(file: Path | None, environment: Mapping[str, str], *, seconds:
 
 
 def read_secret(file: Path) -> str | None:
-    """What ``file`` holds; None if it is not there or still empty. Raises LaunchError if others could read or write it."""
+    """Return the secret in ``file``; None if missing or empty. Raises LaunchError if others could read or write it."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _check_privacy(file: Path, info: os.stat_result) -> None:
 
 
 def _write_secret(file: Path) -> str:
-    """A new secret, in a new file that only this user can read."""
+    """Make up a secret, and write it to a new file that only this user can read. Raises LaunchError."""
     secret = secrets.token_urlsafe(32)
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -131,7 +131,7 @@ def is_nonce(value: object) -> bool:
 
 
 def proof(secret: str, role: str, leaders_nonce: str, guests_nonce: str) -> str:
-    """What only somebody who knows ``secret`` can say to these nonces, in ``role``."""
+    """Return the answer to these nonces, in ``role``, that only an end that knows ``secret`` can give."""
     words = "\0".join(("zerorun", role, leaders_nonce, guests_nonce))
     return hmac.digest(secret.encode(errors="surrogateescape"), words.encode(), "sha256").hex()
 
@@ -141,12 +141,12 @@ def proves(said: object, expected: str) -> bool:
 
 
 class Seal:
-    """The marks of one direction's lines, in their order."""
+    """The marks of the lines in one direction, in order."""
 
     def __init__(self, key: str) -> None:
         self._key, self._count = bytes.fromhex(key), 0
 
     def mark(self, line: bytes) -> bytes:
-        """The mark of the next line, SEAL_BYTES of hexadecimal digits."""
+        """Return the mark of the next line, 64 hexadecimal digits."""
         self._count += 1
         return hmac.digest(self._key, b"%d " % self._count + line, "sha256").hex().encode()

@@ -1,5 +1,7 @@
-"""zerorun.ops: optimizer updates, the native library that runs them, and the loss over a large vocabulary. Never imports
-the rest of zerorun."""
+"""zerorun.ops: optimizer updates, the native library that runs them, and the loss over a large vocabulary.
+
+It never imports the rest of zerorun.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Files that are read and written while the program goes on: tickets, the back end in force, memory that disks can reach.
+"""Asynchronous reads and writes of files: the files, tickets to wait for, the choice of a back end, and aligned memory.
 
-The back ends are those of csrc/aio.cpp: io_uring, Linux AIO, or threads, whichever is the first to work on this machine;
-and without the native library threads of Python, which read and write the same bytes. ``ZERORUN_AIO`` takes another one:
+The back ends are those of csrc/aio.cpp: io_uring, Linux AIO or threads, whichever is the first to work on this machine.
+Without the native library, Python threads read and write the same bytes. ``ZERORUN_AIO`` chooses another back end:
 ``io_uring``, ``libaio``, ``threads`` or ``python``.
 """
 
@@ -25,10 +25,10 @@ import torch
 
 from . import native
 
-BACKENDS = ("io_uring", "libaio", "threads", "python")  # the first three as enum Backend in aio.cpp
+BACKENDS = ("io_uring", "libaio", "threads", "python")  # the first three in the order of enum Backend in aio.cpp
 BLOCK_BYTES = 4096  # no disk or file system in use asks direct access to be aligned to more
-PIECE_BYTES = 1 << 20  # of a request, for one call of the kernel: large enough that calls cost nothing
-DEPTH = 32  # pieces at the kernel at a time: more than disks work on at once
+PIECE_BYTES = 1 << 20  # most bytes per call of the kernel: large enough that calls cost nothing
+DEPTH = 32  # most pieces that the kernel has at a time: more than disks work on at once
 _PYTHON_THREADS = 8
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -36,9 +36,9 @@ _logger = logging.getLogger("zerorun")
 _warned: set[str] = set()
 
 
-@torch.inference_mode(False)  # else it could not be written to outside of that mode
+@torch.inference_mode(False)  # an inference tensor could not be written to outside of inference mode
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """A tensor [nbytes] uint8 whose memory starts at a page."""
+    """Return a tensor [nbytes] uint8 whose memory starts at a page boundary."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes)
@@ -49,7 +49,7 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 
 class Ticket:
-    """One request. ``wait`` for it before the tensor is used; threads may wait for the same one."""
+    """One request. Call ``wait`` before the tensor is used; several threads may wait for the same ticket."""
 
     def __init__(self, file: AsyncFile, number: int) -> None:
         self._file, self._number = file, number
@@ -57,11 +57,11 @@ class Ticket:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Return whether ``wait`` would return, or raise, at once."""
         return self._errno is not None or self._file._queue.done(self._number)
 
     def wait(self) -> None:
-        """Until all bytes have moved. Raises OSError with the name of the file, each time it is called."""
+        """Wait until all bytes have moved. If that failed, every call raises OSError with the name of the file."""
         error = self.settle()
         if error:
             raise OSError(error, os.strerror(error), str(self._file.path))
@@ -75,13 +75,13 @@ class Ticket:
 
 
 class AsyncFile:
-    """A file to read and write, made if there is none. Threads may share it.
+    """A file to read and write, created if it does not exist. Threads may share it.
 
-    ``descriptor``: of the file, if it is open already; it is this object's from now on, and ``path`` is only its name in
-    errors: another file may stand there by now.
+    ``descriptor``: that of the file, if it is open already. This object owns it from now on, and uses ``path`` in error
+    messages only, because the path may lead to another file by now.
 
-    Requests whose memory, offset and length are multiples of :data:`BLOCK_BYTES` go past the page cache if the file system
-    can do that. Requests that overlap and are under way at the same time may come out mixed.
+    Requests whose memory, offset and length are multiples of :data:`BLOCK_BYTES` bypass the page cache if the file system
+    allows it. Requests that overlap and are under way at the same time may come out mixed.
     """
 
     def __init__(self, path: Path, descriptor: int | None = None) -> None:
@@ -94,22 +94,22 @@ class AsyncFile:
         except BaseException:
             _close_files((self._direct, self._cached))
             raise
-        self._kept: dict[int, torch.Tensor] = {}  # nobody may free what the disk works with; by number of the request
+        self._kept: dict[int, torch.Tensor] = {}  # request -> its tensor, not to be freed while the disk works with it
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
         self._release = weakref.finalize(self, _release, self._queue, (self._direct, self._cached), self._kept, os.getpid())
 
     @property
     def direct(self) -> bool:
-        """Requests may go past the page cache."""
+        """True if requests may bypass the page cache."""
         return self._direct >= 0
 
     @property
     def descriptor(self) -> int:
-        """Of the file, through the page cache: for what is not reading or writing."""
+        """A descriptor of the file without O_DIRECT, for everything but reading and writing."""
         return self._cached
 
     def allocate(self, nbytes: int) -> None:
-        """Let the file have at least ``nbytes``, with room on the disk for all of them. Raises OSError."""
+        """Make the file at least ``nbytes`` long, and reserve room on the disk for all of them. Raises OSError."""
         try:
             os.posix_fallocate(self._cached, 0, nbytes)
         except OSError as error:
@@ -120,11 +120,11 @@ class AsyncFile:
         return self._submit(tensor, offset, write=False)
 
     def write(self, tensor: torch.Tensor, offset: int) -> Ticket:
-        """Begin to write ``tensor``, contiguous and on the CPU, to ``offset``. It must not change before that is over."""
+        """Begin to write ``tensor``, contiguous and on the CPU, to ``offset``. It must not change until that is done."""
         return self._submit(tensor, offset, write=True)
 
     def close(self) -> None:
-        """Wait for everything that was begun, and close. Errors are left to the tickets. A second call does nothing."""
+        """Wait for all requests, and close the file. Errors are left to the tickets. A second call does nothing."""
         for number in list(self._kept):
             ticket = self._tickets.get(number)
             self._finish(number) if ticket is None else ticket.settle()
@@ -149,13 +149,13 @@ class AsyncFile:
 
 
 def _open_twice(path: Path) -> tuple[int, int]:
-    """(file past the page cache or -1, file through it)."""
+    """Return (descriptor that bypasses the page cache, or -1; descriptor that uses it)."""
     cached = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     return _reopen_direct(cached), cached
 
 
 def _reopen_direct(cached: int) -> int:
-    """The same file past the page cache; -1 where that cannot be."""
+    """Open the same file so that it bypasses the page cache, and return the descriptor; -1 if that is impossible."""
     try:
         return os.open(f"/proc/self/fd/{cached}", os.O_RDWR | _DIRECT) if _DIRECT else -1
     except OSError:  # the file system cannot, or there is no /proc
@@ -169,7 +169,7 @@ def _close_files(files: tuple[int, int]) -> None:
 
 
 def _release(queue: _Queue, files: tuple[int, int], kept: dict[int, torch.Tensor], process: int) -> None:
-    """What has not begun is left undone. ``kept`` is here to hold the memory until nothing is under way."""
+    """Close everything. Requests that have not begun are cancelled; ``kept`` holds the memory until none is under way."""
     if os.getpid() == process:  # a forked child has neither the threads nor the memory
         queue.close()
         _close_files(files)
@@ -181,7 +181,7 @@ def _release(queue: _Queue, files: tuple[int, int], kept: dict[int, torch.Tensor
 
 @dataclass
 class _Request:
-    """``nbytes`` from or to memory at ``address``, and the file at ``offset``; ``direct`` is -1 or past the page cache."""
+    """``nbytes`` between memory at ``address`` and the file at ``offset``. ``direct`` bypasses the page cache, or is -1."""
 
     direct: int
     cached: int
@@ -192,7 +192,7 @@ class _Request:
 
 
 class _Queue(Protocol):
-    """Numbers count from 1. Each is waited for once."""
+    """Runs requests, which get numbers from 1. A number may be waited for only once."""
 
     def submit(self, request: _Request) -> int: ...
     def done(self, number: int) -> bool: ...
@@ -202,14 +202,14 @@ class _Queue(Protocol):
 
 @dataclass(frozen=True)
 class FileStatus:
-    """``backend``: one of :data:`BACKENDS`, or None if ZERORUN_AIO names one that does not work. ``reason``: why that."""
+    """``backend``: one of :data:`BACKENDS`, or None if ZERORUN_AIO names one that does not work. ``reason``: why so."""
 
     backend: str | None
     reason: str
 
 
 def status() -> FileStatus:
-    """Which back end files get in this process, and why. Tries it."""
+    """Return which back end files get in this process, and why. Opens a queue to find out."""
     wanted = os.environ.get("ZERORUN_AIO")
     try:
         backend, queue = _open_queue()
@@ -225,7 +225,7 @@ def status() -> FileStatus:
 
 
 def _open_queue() -> tuple[str, _Queue]:
-    """(the back end, a new queue of it)."""
+    """Return (the back end, a new queue of it). Raises ValueError if ZERORUN_AIO names one that does not work."""
     wanted = os.environ.get("ZERORUN_AIO")
     if wanted and wanted not in BACKENDS:
         raise ValueError(f"ZERORUN_AIO is {wanted!r}; it can be {', '.join(BACKENDS)}, or unset")
@@ -276,12 +276,12 @@ class _NativeQueue:
 
 
 class _PythonQueue:
-    """The same in Python. The system calls let go of the interpreter's lock, and do most of the work."""
+    """The same in Python. The system calls do most of the work, and release the interpreter's lock."""
 
     def __init__(self) -> None:
         self._pieces: queue.SimpleQueue[tuple[int, _Request] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # guards the next three
-        self._left: dict[int, int] = {}  # pieces by number of the request
+        self._left: dict[int, int] = {}  # request -> its pieces that are not done
         self._errors: dict[int, int] = {}
         self._last = 0
         self._threads = [
@@ -337,7 +337,7 @@ def _cut(request: _Request) -> Iterator[_Request]:
 
 
 def _move(piece: _Request) -> int:
-    """Move all bytes of a piece. errno, or 0 for success."""
+    """Move all bytes of a piece, and return errno, or 0 for success."""
     memory = memoryview((ctypes.c_char * piece.nbytes).from_address(piece.address)).cast("B")
     done, call, direct = 0, os.pwritev if piece.write else os.preadv, piece.direct
     while done < piece.nbytes:

@@ -1,6 +1,6 @@
-"""Building the native library: the compiler, its command, and where the result is kept. No torch: setup.py uses it.
+"""Builds the native library: the compiler, its command, and where the result is kept. No torch: setup.py uses it.
 
-ninja runs the compiler, once for each C++ file at the same time.
+ninja runs the compiler, once for each C++ file, in parallel.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 SOURCES = tuple(Path(__file__).with_name("csrc") / name for name in ("optimizer.cpp", "aio.cpp"))
 INSTALLED = Path(__file__).with_name("lib") / "native.so"  # made by setup.py, unless the installation is editable
 
-# Portable code, whatever the machine that builds: the source itself chooses the instruction set, at run time. No
-# contraction, so that all of them give the same bits. The two -fno change no results, they only let loops with sqrt and ?:
-# be vectorised.
+# The code is portable, whatever machine builds it: the source itself chooses the instruction set, at run time. Contraction
+# is off, so that all instruction sets give the same bits. The two -fno flags change no results; they only let loops with
+# sqrt and ?: be vectorised.
 _NUMBERS = ("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", *_NUMBERS)
-_MOST_LINKS = 40  # to follow; as many as Linux does
-_SECONDS = 120  # for one compilation; a machine that is busy or has a slow disk may take some
+_MOST_LINKS = 40  # symbolic links to follow, as many as Linux does
+_SECONDS = 120  # for one command; a machine that is busy or has a slow disk may take long
 
 
 class BuildError(Exception):
@@ -36,16 +36,16 @@ class BuildError(Exception):
 
 
 class UntrustedError(BuildError):
-    """What was found may have been put there by another user."""
+    """A file that was found may have been put there by another user."""
 
 
 def source_key() -> str:
-    """Changes with the sources and the flags. The library is built with it and can tell it."""
+    """Return a hash of the sources and the flags. It is compiled into the library, which can report it."""
     return hashlib.sha256(b"\0".join(["\0".join(FLAGS).encode(), *map(Path.read_bytes, SOURCES)])).hexdigest()[:16]
 
 
 def compilers(environment: Mapping[str, str]) -> Iterator[list[str]]:
-    """The commands of the C++ compilers that this machine has: $CXX, c++, g++, clang++. Each program once."""
+    """Yield the commands of the C++ compilers that this machine has: $CXX, c++, g++, clang++. Each program comes once."""
     seen = set()
     for name in (environment.get("CXX", ""), "c++", "g++", "clang++"):
         command = shlex.split(name)
@@ -56,9 +56,9 @@ def compilers(environment: Mapping[str, str]) -> Iterator[list[str]]:
 
 
 def cached_name(compiler: list[str] | None) -> str:
-    """The library's file name in a cache; without a compiler a pattern for what any one made.
+    """Return the library's file name in a cache; without a compiler, a pattern that matches those of all compilers.
 
-    A cache may be on a disk that several machines share, so kind of processor and C library are part of the name.
+    Several machines may share the disk of a cache, so the kind of processor and the C library are part of the name.
     """
     libc = "".join(platform.libc_ver())
     end = "*" if compiler is None else hashlib.sha256(_version(compiler).encode()).hexdigest()[:8]
@@ -66,11 +66,11 @@ def cached_name(compiler: list[str] | None) -> str:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """$ZERORUN_CACHE_DIR, else ``zerorun`` in $XDG_CACHE_HOME or ~/.cache. Raises :class:`BuildError` without a home."""
+    """Return $ZERORUN_CACHE_DIR, else ``zerorun`` in $XDG_CACHE_HOME or ~/.cache. Raises BuildError if there is no home."""
     if own := environment.get("ZERORUN_CACHE_DIR"):
         return Path(own).absolute()
     shared = Path(environment.get("XDG_CACHE_HOME", ""))
-    if shared.is_absolute():  # others are to be ignored, says the XDG specification
+    if shared.is_absolute():  # the XDG specification says to ignore relative paths
         return shared / "zerorun"
     try:
         return Path.home() / ".cache" / "zerorun"
@@ -79,11 +79,11 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def refuse_untrusted(path: Path) -> None:
-    """Raise :class:`UntrustedError` unless only this user and root can have made what ``path`` is: it is to be executed.
+    """Raise :class:`UntrustedError` unless only this user and root can have made ``path``, which is to be executed.
 
-    It, the folders above it and the links on the way must belong to one of them, and others must not be able to write
-    there. In a folder with the sticky bit, such as /tmp, others can write, but not to what is not theirs. Raises OSError
-    if it cannot be looked at.
+    The file, the folders above it and the links on the way must belong to one of the two, and others must not be able to
+    write to them. A folder with the sticky bit, such as /tmp, is accepted: others can write there, but not to files that
+    are not theirs. Raises OSError if something cannot be examined.
     """
     path = path.absolute()
     for _ in range(_MOST_LINKS):
@@ -97,7 +97,7 @@ def refuse_untrusted(path: Path) -> None:
 
 
 def _is_link(part: Path) -> bool:
-    """Whether it leads elsewhere. Raises UntrustedError if others can change it."""
+    """Return whether ``part`` is a symbolic link. Raises UntrustedError if others can change it."""
     found = os.lstat(part)
     if found.st_uid not in (0, os.geteuid()):
         raise UntrustedError(f"{part} belongs to {_user(found.st_uid)}")
@@ -112,8 +112,8 @@ def _is_link(part: Path) -> bool:
 
 
 def _is_private_group(found: os.stat_result) -> bool:
-    """True for the group that many systems make for each user, with nobody else in it."""
-    import grp  # which Windows has not, where setup.py imports this file
+    """Return True for the group that many systems make for each user, with nobody else in it."""
+    import grp  # here, because Windows, where setup.py imports this file, lacks it
     import pwd
 
     with contextlib.suppress(KeyError):
@@ -131,9 +131,9 @@ def _user(number: int) -> str:
 
 
 def build(compiler: list[str], target: Path, *, openmp: bool = True) -> None:
-    """Compile to ``target``, whose folder is made. ``openmp``: if the compiler has it. Raises :class:`BuildError`.
+    """Compile to ``target``, making its folder. ``openmp``: use it if the compiler has it. Raises :class:`BuildError`.
 
-    The file appears whole or not at all, so processes may build the same one at once: the last one's stays.
+    The file appears whole or not at all, so several processes may build it at the same time: that of the last one stays.
     """
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def build(compiler: list[str], target: Path, *, openmp: bool = True) -> None:
             made = Path(folder) / target.name
             if not openmp or not _compiles_with_openmp(compiler, made):
                 _compile(compiler, list(FLAGS), made)
-            made.chmod(0o755)  # whatever the umask: it is not loaded where others can write to it
+            made.chmod(0o755)  # whatever the umask: a library that others can write to is not loaded
             os.replace(made, target)
     except OSError as error:
         raise BuildError(f"{target.parent} cannot be written: {error.strerror or error}") from error
@@ -156,7 +156,7 @@ def _compiles_with_openmp(compiler: list[str], target: Path) -> bool:
 
 
 def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
-    """Make ``target``; its folder is for that alone. Raises BuildError."""
+    """Make ``target``, in a folder that is used for nothing else. Raises BuildError."""
     try:
         import ninja
     except ImportError as error:
@@ -169,7 +169,7 @@ def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
 
 
 def _rules(command: list[str], target: Path) -> str:
-    """What ninja is to do: an object of each source, all at the same time, and the library of the objects."""
+    """Return the text of a ninja file: compile each source to an object, in parallel, and link the objects."""
     from ninja import ninja_syntax
 
     text, key = io.StringIO(), f'-DZERORUN_SOURCE="{source_key()}"'

@@ -1,9 +1,10 @@
-"""The native library at run time: which one is in force, why, and the call of its optimizers. aio.py calls the rest.
+"""The native library at run time: which one is used, why, and the call of its optimizers. aio.py calls the rest.
 
-Looked for in this order: the one that setup.py built into the package; one that an earlier process built into the cache
-(build.py says where); one built now. If none can be had, callers get None and use torch, and the process is warned once.
+The library is looked for in this order: the one that setup.py built into the package; one that an earlier process built
+into the cache (build.py says where); one built now. If there is none, callers get None and use torch, and the process warns
+once.
 
-``ZERORUN_ISA=scalar|avx2|avx512`` takes another instruction set than the widest. All give the same bits.
+``ZERORUN_ISA=scalar|avx2|avx512`` selects another instruction set than the widest. All give the same bits.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class Step(ctypes.Structure):
 
 
 def in_two_parts(constants: dict[str, float]) -> dict[str, float]:
-    """``constants`` with ``keep``, ``decay`` and ``rate`` as two fp32 numbers each; missing ones are 0, but ``keep`` is 1.
+    """Split ``keep``, ``decay`` and ``rate`` into two fp32 numbers each; if missing they are 0, but ``keep`` is 1.
 
-    An fp32 constant alone would be half a unit of the error that updates may have.
+    Rounding a constant to one fp32 number would alone cost half a unit of the error that updates may have.
     """
     parts = dict(constants)
     for name, missing in (("keep", 1.0), ("decay", 0.0), ("rate", 0.0)):
@@ -62,12 +63,15 @@ class Library:
     """The loaded library. ``isa`` is one of :data:`ISAS`."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if it cannot be loaded, :class:`BuildError` if it was built from another source, or by others."""
-        if path != build.INSTALLED:  # whoever can write there, can write to this file, too
+        """Raises OSError if it cannot be loaded, :class:`BuildError` if it was built from another source, or by others.
+
+        Raises ValueError if ZERORUN_ISA names an instruction set that this machine lacks.
+        """
+        if path != build.INSTALLED:  # who can write to that one can change this file as well
             if path.is_symlink():
                 raise build.UntrustedError(f"{path} is a symbolic link")
             build.refuse_untrusted(path)
-        if build.source_key().encode() not in path.read_bytes():  # before it is loaded, which runs it
+        if build.source_key().encode() not in path.read_bytes():  # before it is loaded, which runs code of it
             raise BuildError(f"{path} was built from another version's source, or is no library")
         self.functions = ctypes.CDLL(str(path))
         try:
@@ -104,7 +108,7 @@ class Library:
         if out is not None:
             step.out, step.out_type = out.data_ptr(), _TYPES[out.dtype]
         self.functions.zerorun_update(ctypes.byref(step))
-        # Autograd must notice that these have changed, although torch did not do it.
+        # Autograd must know that these tensors have changed, although torch did not change them.
         torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
 
 
@@ -118,13 +122,13 @@ class LibraryStatus:
 
 
 def library() -> Library | None:
-    """The library, found or built at the first call; None if torch's kernels have to do. Threads may call it."""
+    """Return the library, found or built at the first call; None if torch must be used. Threads may call it."""
     with _lock:
         return _outcome()[0]
 
 
 def status() -> LibraryStatus:
-    """What is in force, and why. Finds or builds the library if nothing has yet."""
+    """Return which library is used, and why. Finds or builds it if that has not been done yet."""
     with _lock:
         return _outcome()[1]
 
@@ -145,7 +149,7 @@ def _outcome() -> tuple[Library | None, LibraryStatus]:
 
 
 def _candidates(reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
-    """(source, how it came about, library) of what can be loaded, the best first. Appends to ``reasons`` what cannot."""
+    """Yield (source, origin in words, library) of what can be loaded, the best first. Append to ``reasons`` what cannot."""
     if build.INSTALLED.exists() and (found := _load(build.INSTALLED, reasons)):
         yield "installed", "built when zerorun was installed", found
     folder = None
@@ -180,7 +184,7 @@ def _from_cache(compiler: list[str], path: Path, reasons: list[str]) -> Iterator
 
 
 def _for_this_process(compiler: list[str], name: str, reasons: list[str]) -> Iterator[tuple[str, str, Library]]:
-    """Where there is no cache to write to: a loaded library stays when its file is removed."""
+    """Build without a cache, in a temporary folder: a loaded library stays when its file is removed."""
     try:
         with tempfile.TemporaryDirectory(prefix="zerorun-") as folder:
             found = _build(compiler, Path(folder) / name, reasons)

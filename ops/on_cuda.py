@@ -1,7 +1,7 @@
-"""What updates tensors on GPUs in one pass: the Triton kernels where they work, which a small update finds out.
+"""Chooses what updates tensors on GPUs in one pass: the Triton kernels if they work, which a small update finds out.
 
-Triton comes with PyTorch for CUDA. It compiles at run time, which needs a GPU that it knows, a directory for its cache, and
-in some versions a C compiler. If anything is missing, callers get None and use torch, and the process is warned once.
+Triton comes with PyTorch for CUDA. It compiles at run time, which needs a GPU that it supports, a directory for its cache,
+and in some versions a C compiler. If anything is missing, callers get None and use torch, and the process warns once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _lock = threading.Lock()
 
 
 def kernels(device: torch.device) -> Updates | None:
-    """What updates tensors on ``device``; None if torch's kernels have to do. Compiles at the first call for a device."""
+    """Return what updates tensors on ``device``; None if torch must be used. Compiles at the first call for a device."""
     with _lock:
         return _outcome(device)[0]
 
 
 def status(device: torch.device) -> str:
-    """What is in force on ``device``, and why, in words."""
+    """Describe which kernels are used on ``device``, and why."""
     with _lock:
         return _outcome(device)[1]
 
@@ -55,7 +55,7 @@ def _warn(reason: str) -> None:
 
 
 def _try(found: Updates, device: torch.device) -> None:
-    """One step of 0.5 down from 0. Raises RuntimeError if it went elsewhere, and whatever Triton raises."""
+    """Make one step of 0.5 down from 0. Raises RuntimeError if the result is wrong, and whatever Triton raises."""
     weight, gradient = torch.zeros(3, device=device), torch.ones(3, dtype=torch.bfloat16, device=device)
     out = torch.zeros_like(gradient)
     found.update(native.SGD, Operands(weight, gradient, (), out, 0.5), {"rate": 1.0, "blend": 1.0})

@@ -1,4 +1,4 @@
-"""The tensors of one single-pass update, and what they have to be; what can run one."""
+"""The operands of one single-pass update, with their checks, and the interface of what runs updates."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Operands:
 
 
 class Updates(Protocol):
-    """What runs updates on one kind of device: the native library, or the Triton kernels."""
+    """Runs updates on one kind of device: the interface of the native library and of the Triton kernels."""
 
     def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
-        """Run ``rule``, a number of native.py. ``constants``: those fields of its ``Step`` that the rule reads.
+        """Run ``rule``, one of the numbers in native.py. ``constants``: the fields of its ``Step`` that the rule reads.
 
-        ``keep``, ``decay`` and ``rate`` are given whole, and divided into their two parts here.
+        ``keep``, ``decay`` and ``rate`` are given whole; this method splits them into their two parts.
         """
 
 

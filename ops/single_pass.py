@@ -23,14 +23,14 @@ ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
-# Tensors are as Operands says. ``coefficient`` multiplies the gradient, which stays as it is.
+# Tensors are as Operands says. ``coefficient`` multiplies the gradient, whose tensor is not changed.
 
 
-_left_to_torch: set[str] = set()  # types of devices; what ranks have agreed on holds for the process
+_left_to_torch: set[str] = set()  # device types; what ranks have agreed on holds for the whole process
 
 
 def _library(operands: Operands) -> Updates | None:
-    """What runs the update, if it is not torch."""
+    """Return what runs the update; None for torch."""
     return _library_on(operands.weight.device)
 
 
@@ -43,12 +43,12 @@ def _library_on(device: torch.device) -> Updates | None:
 
 
 def is_native(device: torch.device) -> bool:
-    """True if updates on ``device`` are not torch's, whose results differ by rounding. Builds what they need."""
+    """Return True if updates on ``device`` are not torch's, which are rounded differently. Builds what they need."""
     return _library_on(device) is not None
 
 
 def leave_to_torch(device: torch.device) -> None:
-    """Let torch run updates on all devices of this type from here on, as where nothing else can."""
+    """Let torch run updates on all devices of this type from here on, as it does where nothing else can."""
     _left_to_torch.add(device.type)
 
 
@@ -71,8 +71,8 @@ def adam(
 ) -> None:
     """Adam (Kingma & Ba 2015, arXiv:1412.6980); with ``decoupled``, AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
-    ``step``: the number of this step, from 1. Without ``bias_correction`` the moments are taken as they are, as they are
-    after infinitely many steps.
+    ``step``: the number of this step, from 1. Without ``bias_correction`` the moments are used uncorrected, as after
+    infinitely many steps.
     """
     operands = Operands(weight, gradient, (exp_avg, exp_avg_sq), out, coefficient)
     (beta1, beta2), library = betas, _library(operands)
@@ -132,7 +132,8 @@ def lion(
     """Lion: Chen et al. 2023, arXiv:2302.06675, Alg. 2.
 
     The weight moves by ``lr`` in the direction sign(beta1 m + (1 - beta1) g), where m is ``exp_avg``, whatever the size of
-    the gradient g: the paper uses a learning rate 3 to 10 times smaller, and a decay as much larger, than for AdamW.
+    the gradient g. The paper therefore uses a learning rate 3 to 10 times smaller than for AdamW, and a decay larger by
+    that factor.
     """
     operands = Operands(weight, gradient, (exp_avg,), out, coefficient)
     (beta1, beta2), library = betas, _library(operands)
@@ -165,9 +166,9 @@ def sgd(
     first: bool = False,
     coefficient: float = 1.0,
 ) -> None:
-    """SGD as ``torch.optim.SGD`` has it (Sutskever et al. 2013 for ``nesterov``), without momentum if there is no buffer.
+    """SGD as in ``torch.optim.SGD`` (``nesterov``: Sutskever et al. 2013). Without a buffer there is no momentum.
 
-    ``first``: there was no step yet. The buffer, then all zeros, becomes the gradient, whatever the dampening.
+    ``first``: this is the first step. The buffer, still all zeros, becomes the gradient, whatever the dampening.
     """
     states = () if momentum_buffer is None else (momentum_buffer,)
     operands = Operands(weight, gradient, states, out, coefficient)
@@ -187,16 +188,16 @@ Where = Callable[[Tensor], Tensor]
 
 
 class SinglePassOptimizer(torch.optim.Optimizer):
-    """What the optimizers below share. Parameters are contiguous fp32 tensors of any shape.
+    """The base of the optimizers below. Parameters are contiguous fp32 tensors of any shape.
 
-    Four attributes say what else the pass does; a step does not change a gradient.
+    Four attributes say what else the pass does. A step does not change gradients.
 
     - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`.
     - ``gradients``: parameter -> its gradient (as many elements, fp32, bf16 or fp16); without one, ``param.grad`` is used.
-    - ``outputs``: parameter -> where its new value goes, rounded (as many elements, fp32, bf16 or fp16).
-    - ``state_home``: makes a state of zeros for a parameter, of its shape; called with that and the number of the state.
+    - ``outputs``: parameter -> the tensor for its new value, rounded (as many elements, fp32, bf16 or fp16).
+    - ``state_home``: called with a parameter and the number of a state; makes that state, zeros of the parameter's shape.
 
-    A step raises what :class:`Operands` raises, and ValueError for a group that a checkpoint gave an unknown variant.
+    A step raises what :class:`Operands` raises, and ValueError for a group to which a checkpoint gave an unknown variant.
     """
 
     # torch's own wrapper imports torch._dynamo to switch itself off: 75 MB, and a second for every process.
@@ -259,9 +260,9 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def prepare(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """Make what states ``params`` lack; for each a copy of its group's settings, for a later :meth:`update`.
+        """Make the states that ``params`` lack. Return a copy of each one's group settings, for a later :meth:`update`.
 
-        Raises ValueError for a tensor of no group.
+        Raises ValueError for a tensor that is in no group.
         """
         groups = {id(param): group for group in self.param_groups for param in group["params"]}
         found = []
@@ -275,7 +276,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         for variant in ("amsgrad", "maximize", "differentiable"):
             if group.get(variant):
                 name = type(self).__name__
-                raise ValueError(f"{variant} is set, which {name} has not; use torch.optim.{name}")
+                raise ValueError(f"{variant} is set, which zerorun's {name} does not have; use torch.optim.{name}")
         first = False
         for number, (key, start) in enumerate(self._states(group).items()):
             if self._held[param].get(key) is None:
@@ -287,11 +288,11 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         return {**kept, "lr": float(group["lr"]), "first": first}
 
     def state_count(self) -> int:
-        """Tensors of its size that a parameter has as state, at most."""
+        """Return how many state tensors of its own size a parameter has, at most."""
         return max(len(self._states(group)) for group in self.param_groups)
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        """The states of a parameter of ``group``, and what they begin with."""
+        """Return name -> initial value for the states of a parameter of ``group``."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -306,7 +307,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Step ``param`` alone, at any time and on any thread. ``settings``: from :meth:`prepare`.
 
-        ``where``: gives, for ``param`` and its states, the tensors that stand for them now.
+        ``where``: maps ``param`` and each of its states to the tensor that stands for it now.
         """
         held = [param, *(self._held[param][key] for key in self._states(settings))]
         weight, *states = (_flat("tensor", tensor if where is None else where(tensor)) for tensor in held)
@@ -319,18 +320,18 @@ class SinglePassOptimizer(torch.optim.Optimizer):
             **self._options(param, settings),
         )
 
-    _function: Callable[..., None]  # of those above; takes weight, gradient and states
+    _function: Callable[..., None]  # one of those above; takes weight, gradient and states
 
     def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        """What ``_function`` wants to know for this step of ``param``."""
+        """Return the other arguments of ``_function`` for this step of ``param``."""
         raise NotImplementedError
 
     def _count(self, param: Tensor) -> int:
-        """Count a step of ``param``, and give its number."""
+        """Count a step of ``param``, and return its number."""
         state = self._held[param]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)
-        # A loaded count may be on a GPU, and would be waited for in every step.
+        # A loaded count may be on a GPU, for which every step would wait.
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
         state["step"] += 1
         return int(state["step"])
@@ -350,7 +351,7 @@ def _flat(name: str, tensor: Tensor) -> Tensor:
 class Adam(SinglePassOptimizer):
     """Adam or, by default, AdamW: see :func:`adam`. States ``step`` (0-dim fp32, on the CPU), ``exp_avg``, ``exp_avg_sq``.
 
-    Unlike torch's, it decays by 0 unless told otherwise, as DeepSpeed's does.
+    Unlike in torch's AdamW, the weight decay is 0 by default, as in DeepSpeed.
     """
 
     def __init__(
@@ -370,7 +371,7 @@ class Adam(SinglePassOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # which a checkpoint of torch's Adam has not
+        for group in self.param_groups:  # a checkpoint of torch's Adam lacks it
             group.setdefault("bias_correction", True)
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:

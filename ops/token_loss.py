@@ -1,11 +1,12 @@
 """Cross-entropy of a linear layer's output in chunks of tokens, so that the logits of a large vocabulary never exist whole.
 
 [Note: gradients in the forward]
-A chunk's logits [tokens, classes] are all that the gradients of hidden and weight need, so these are computed while the
-logits are there, and backward only multiplies by the gradient of the loss (as the Liger kernels do, arXiv:2410.10989).
-torch has such an operation from 2.13 on, which serves fp32 there. The loss that it gives for bf16 is bf16, of two digits,
-so 16-bit input, as older versions, gets this file's. So does reduction "none", for whose gradients each chunk is computed
-again. The mean is taken here: where no token counts, torch's gives gradients of NaN, F.cross_entropy zeros.
+The gradients of hidden and weight need nothing but a chunk's logits [tokens, classes]. The forward therefore computes the
+gradients while it has the logits, and the backward only multiplies them by the gradient of the loss (as the Liger kernels
+do, arXiv:2410.10989). torch has such an operation from 2.13 on, which is used for fp32 and fp64. For bf16 input its loss is
+bf16, with two digits, so 16-bit input uses the code of this file, and so do older versions of torch. Reduction "none" also
+uses this file, and computes each chunk again for its gradients. The mean is taken here, because where no token counts, the
+mean of torch's operation gives gradients of NaN, while that of F.cross_entropy gives zeros.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def linear_cross_entropy(
     reduction: Reduction = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """``F.cross_entropy(F.linear(hidden, weight, bias), target)`` for the memory of ``chunk`` tokens' logits.
+    """Return ``F.cross_entropy(F.linear(hidden, weight, bias), target)`` with memory for the logits of ``chunk`` tokens.
 
-    ``chunk``: tokens at a time; by default as many as fill 64 MiB in fp32. The loss is fp32 for fp16 and bf16 input, and
-    what is summed over classes and tokens is summed in fp32; gradients have the dtypes of their tensors. Under autocast the
-    layer is cast as F.linear casts it. The mean over no token is NaN, as torch's. Returns a scalar, or [...] for reduction
+    ``chunk``: tokens at a time; by default as many as have 64 MiB of logits in fp32. For fp16 and bf16 input the loss is
+    fp32, and sums over classes and tokens are taken in fp32; gradients have the dtypes of their tensors. Under autocast the
+    layer is cast as F.linear casts it. The mean over no token is NaN, as in torch. Returns a scalar, or [...] for reduction
     "none". Backward may run again with retain_graph; gradients of gradients raise RuntimeError. Raises ValueError for
     shapes that do not fit.
     """
@@ -73,7 +74,7 @@ def _loss(
     total: Tensor = total_of(rows, weight, bias, wanted, ignore_index, size)
     if reduction == "sum":
         return total
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # no token: NaN, with gradients of zero
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # NaN over no token, with gradients of zero
 
 
 _torch_has_it = hasattr(F, "linear_cross_entropy")
@@ -82,7 +83,7 @@ _torch_has_it = hasattr(F, "linear_cross_entropy")
 def _total_by_torch(
     rows: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int, size: int
 ) -> Tensor:
-    """What ``_Total`` computes."""
+    """Return what ``_Total`` computes, by torch's own operation."""
     options = torch.nn.LinearCrossEntropyOptions(
         allow_retain_graph=True, batch_chunk_size=size, chunking_method=None, acc_policy="balanced"
     )
@@ -107,7 +108,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, 
 
 
 def _rows_again(rows: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int) -> Tensor:
-    """[tokens] losses of one chunk, whose logits are computed again in backward."""
+    """Return the losses [tokens] of one chunk, whose logits are computed again in the backward."""
 
     def losses(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         logits = F.linear(rows, weight, bias)

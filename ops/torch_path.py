@@ -1,8 +1,8 @@
-"""The updates of single_pass.py in torch's own kernels: where there is neither the native library nor Triton.
+"""The updates of single_pass.py by torch's own kernels, for use without the native library and Triton.
 
-Tensors go chunk by chunk through a fp32 buffer for the gradient, so that gradients are not changed and no temporary is as
-large as a tensor. On a CPU a chunk stays in the cache. Results differ from the native ones by rounding: torch's kernels
-contract multiplications and additions.
+Tensors are updated in chunks, whose gradients are copied to an fp32 buffer, so that gradients are not changed and no
+temporary is as large as a tensor. On a CPU a chunk stays in the cache. Results differ from the native ones by rounding:
+torch's kernels contract multiplications and additions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .operands import Operands
 
 _CPU_CHUNK = 1 << 18  # elements: 1 MiB of fp32
-_DEVICE_CHUNK = 1 << 24  # elements: 64 MiB of fp32; enough work for a kernel that its launch does not show
+_DEVICE_CHUNK = 1 << 24  # elements: 64 MiB of fp32; enough work per kernel to hide the cost of its launch
 
 
 def adam(
@@ -29,7 +29,7 @@ def adam(
     weight_decay: float,
     decoupled: bool,
 ) -> None:
-    """States: exp_avg, exp_avg_sq. Here and below, the rest as in single_pass.py."""
+    """States: exp_avg, exp_avg_sq. Here and below, the other arguments are those of single_pass.py."""
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
     count = torch.full((), float(step), dtype=torch.float32, device=operands.weight.device)
 
@@ -116,7 +116,7 @@ def _by_chunks(
     operands: Operands,
     update: Callable[[Tensor, Tensor, tuple[Tensor, ...]], None],
 ) -> None:
-    """Run ``update`` on chunks of weight, scaled gradient (fp32, its to change) and states, and fill ``out``."""
+    """Run ``update`` on chunks of weight, scaled gradient (fp32, which it may change) and states, and fill ``out``."""
     weight, out = operands.weight, operands.out
     size = _CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK
     buffer = torch.empty(min(size, weight.numel()), dtype=torch.float32, device=weight.device)

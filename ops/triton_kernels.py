@@ -9,7 +9,7 @@ Constants that change from step to step are plain arguments, so that nothing is 
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# (Triton takes the annotations of a kernel for its own.)
+# (Triton reads the annotations of a kernel as its own.)
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from . import native
 from .operands import Operands
 
 _ADAM, _ADAGRAD, _LION = tl.constexpr(native.ADAM), tl.constexpr(native.ADAGRAD), tl.constexpr(native.LION)
-_BLOCK = 1024  # elements of a program: with 4 warps, 8 for a thread, which accesses 4 of them at a time
+_BLOCK = 1024  # elements per program: with 4 warps, 8 per thread, which accesses 4 of them at a time
 _PARTS = ("keep", "keep_low", "decay", "decay_low", "rate", "rate_low")
 _CONSTANTS = (*_PARTS, "momentum", "blend", "second_keep", "second_blend", "eps")
 
@@ -54,19 +54,19 @@ class Kernels:
                     num_warps=4,
                     enable_fp_fusion=False,
                 )
-        # Autograd must notice that these have changed, although torch did not do it.
+        # Autograd must know that these tensors have changed, although torch did not change them.
         torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """bf16 as integers, which the kernel converts itself."""
+    """Return a bf16 tensor as int16, which the kernel converts itself; others as they are."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
 # -- one program: BLOCK elements ---------------------------------------------------------------------------------------
 #
 # The arguments from ``coefficient`` to ``eps`` are fields of struct Step in optimizer.cpp, which says what they mean. Whole
-# blocks go without a mask, so that accesses are 16 bytes wide whatever the length of the tensor is.
+# blocks are accessed without a mask, so that accesses are 16 bytes wide whatever the length of the tensor is.
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -95,7 +95,7 @@ def _update(
     BLOCK: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
-    at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, alike for all dtypes
+    at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, the same for all dtypes
     parts = (keep, keep_low, decay, decay_low, rate, rate_low)
     constants = (momentum, blend, second_keep, second_blend, eps)
     if start + BLOCK <= numel:
@@ -140,7 +140,7 @@ def _elements(
 
 @triton.jit
 def _load(weight, gradient, first, second, at, mask, coefficient):
-    """Weight, scaled gradient and states, fp32; in place of a state that there is not, the weight."""
+    """Return weight, scaled gradient and states, fp32. The weight stands for a state that does not exist."""
     w = tl.load(weight + at, mask=mask)
     g = _to_fp32(tl.load(gradient + at, mask=mask))
     m = w

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .other_paths import PATHS, OtherPaths
 
-if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types; tests/unit/test_exports.py compares the two
+if TYPE_CHECKING:  # the names that ``__getattr__`` resolves, for type checkers; tests/unit/test_exports.py compares both
     from . import config as config
     from . import errors as errors
     from . import zero as zero
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types; tests
 
 __version__ = "0.1.0"
 
-# In a checkout, ops/ and launcher/ lie beside this folder (setup.py maps them to zerorun.ops and zerorun.launcher).
+# In a checkout, ops/ and launcher/ are beside this folder (setup.py maps them to zerorun.ops and zerorun.launcher).
 _checkout = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 if os.path.isfile(os.path.join(_checkout, "setup.py")) and os.path.isdir(os.path.join(_checkout, "ops")):
     __path__.append(_checkout)

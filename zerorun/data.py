@@ -1,4 +1,4 @@
-"""Data loading for ``initialize(training_data=...)``: each rank its part of every epoch, resumable at any sample."""
+"""Data loading for ``initialize(training_data=...)``: every rank reads its part of each epoch, resumable at any sample."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .distributed.topology import Topology
 from .errors import CheckpointError
 from .log import warn_once
 
-Range = tuple[int, int]  # first .. last + 1, positions in the order of one epoch
+Range = tuple[int, int]  # (first, last + 1): positions in the order of one epoch
 
 
 class EpochSampler(Sampler[int]):
-    """This rank's share of what is left of an epoch from position ``start`` on, without the ``skipped`` ranges.
+    """This rank's share of the rest of an epoch, from position ``start`` on and without the ``skipped`` ranges.
 
     Positions count samples in the order that all ranks share: a permutation made from ``seed``, or the dataset's own order
-    if that is None. Rank r takes every world-size-th sample. With nothing left out this is the sequence of torch's
-    DistributedSampler.
+    if ``seed`` is None. Of n data-parallel ranks, each takes every n-th sample. If nothing is left out, this is the
+    sequence of torch's DistributedSampler.
     """
 
     def __init__(
@@ -45,13 +45,13 @@ class EpochSampler(Sampler[int]):
             order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed))
         ids = torch.cat([order[first:stop] for first, stop in self.left])
         missing = self.share * self.ranks - len(ids)
-        if missing > 0:  # filled up from the epoch's beginning, so that all ranks have as many batches
+        if missing > 0:  # filled up from the beginning of the epoch, so that all ranks have the same number of batches
             begin = torch.cat([order[first:stop] for first, stop in self.whole])
             ids = torch.cat([ids, begin.repeat(-(-missing // len(begin)))[:missing]])
         return iter(ids[self.rank : self.share * self.ranks : self.ranks].tolist())
 
     def position_after(self, taken: int) -> int:
-        """The position of the next sample to read when every rank has taken ``taken`` samples of its share."""
+        """Return the position of the next sample to read when every rank has taken ``taken`` samples of its share."""
         taken *= self.ranks
         for first, stop in self.left:
             if taken < stop - first:
@@ -61,11 +61,12 @@ class EpochSampler(Sampler[int]):
 
 
 class EpochLoader:
-    """A DataLoader over this rank's samples that reshuffles at every new pass, if it is to ``shuffle``, alike on all ranks.
+    """A DataLoader over this rank's samples. With ``shuffle`` it reshuffles for every new pass, on all ranks alike.
 
-    ``position``: how many samples of ``epoch`` the loops of all ranks have received; what workers read ahead does not
-    count. A new iterator begins the next epoch, except for the first one after ``load_state_dict()``. Of several live
-    iterators only the newest moves the position, and it follows ``load_state_dict()`` and ``skip()``.
+    ``position``: how many samples of ``epoch`` the training loops of all ranks have received; samples that workers have
+    only read ahead do not count. A new iterator begins the next epoch, except for the first one after
+    ``load_state_dict()``. If several iterators are alive, only the newest one moves the position and follows
+    ``load_state_dict()`` and ``skip()``.
     """
 
     def __init__(
@@ -85,16 +86,16 @@ class EpochLoader:
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
         self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
         self._resumable = self.length is None and not num_workers and _has_state(dataset)
-        self._samples = batch_size * topology.data_parallel_size  # of one batch on every rank
-        self._passes = 0  # iterators made so far, the number of the newest
-        self._moved = False  # the newest iterator must look anew where to read
+        self._samples = batch_size * topology.data_parallel_size  # in one batch of every rank, together
+        self._passes = 0  # iterators made so far, which is also the number of the newest
+        self._moved = False  # the newest iterator must go to a new position
         self._skipped: list[Range] = []
-        self._dataset_state: Any = None  # what the dataset continues from, until a batch came of it
+        self._dataset_state: Any = None  # the state that the dataset continues from, until a batch was received
         self._start_epoch(0)
-        self._loader(None)  # raises what the DataLoader has against the arguments
+        self._loader(None)  # so that the DataLoader raises its errors for wrong arguments here
 
     def __len__(self) -> int:
-        """The number of batches of a full epoch on this rank."""
+        """Return the number of batches of a full epoch on this rank."""
         return len(self._loader(self._sampler(0, [])))
 
     def __iter__(self) -> Iterator[Any]:
@@ -106,8 +107,8 @@ class EpochLoader:
     def skip(self, start: int, stop: int) -> None:
         """Leave out the samples at positions ``start`` to ``stop - 1`` of this epoch from now on. Every rank must call it.
 
-        What is skipped is part of the state, and forgotten with the epoch. When all samples of the epoch were received,
-        the coming epoch is meant. Raises ValueError where nothing can be skipped.
+        Skipped ranges are part of the state, and are forgotten at the end of the epoch. If all samples of this epoch were
+        received, the next epoch is meant. Raises ValueError if nothing can be skipped.
         """
         if self.length is None:
             raise ValueError("skip() needs samples with positions. Remedy: use a dataset with __getitem__ and __len__.")
@@ -123,16 +124,21 @@ class EpochLoader:
         self._moved = self._moved or self._begun
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is, in numbers that JSON can hold, for any number of ranks and workers and any batch size."""
+        """Return the training loop's position in numbers that JSON can hold, for any number of ranks and workers and any
+        batch size. An iterable dataset that is resumable adds its own state.
+        """
         state: dict[str, Any] = {"seed": self.seed, "length": self.length, "epoch": self.epoch, "shuffle": self.shuffle}
         state |= {"position": self.position, "skipped": [list(piece) for piece in self._skipped]}
         if self._resumable:
-            waiting = self._dataset_state  # some datasets know what they loaded only when they are read
+            waiting = self._dataset_state  # some datasets show a loaded state only once they are read
             state["dataset"] = self.dataset.state_dict() if waiting is None else waiting  # type: ignore[attr-defined]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``: the next pass begins in the middle of its epoch. Raises CheckpointError."""
+        """Continue from ``state``: the next pass begins in the middle of its epoch.
+
+        Raises CheckpointError if the loader cannot continue from it.
+        """
         dataset_state = state.get("dataset") if self._resumable else None
         self._check(state, dataset_state is not None)
         self._start_epoch(state["epoch"])
@@ -143,7 +149,7 @@ class EpochLoader:
 
     def _check(self, state: dict[str, Any], dataset_continues: bool) -> None:
         remedies = {"seed": 'set the same "seed" in the configuration', "length": "train on the same dataset"}
-        if self.length is not None:  # else it has an order of its own
+        if self.length is not None:  # an iterable dataset has an order of its own
             remedies["shuffle"] = 'set the same "dataloader": {"shuffle": ...} in the configuration'
         for name, remedy in remedies.items():
             found, mine = state.get(name, True if name == "shuffle" else None), getattr(self, name)
@@ -154,8 +160,8 @@ class EpochLoader:
                 )
         if self.length is None and not dataset_continues and state["position"] % self._samples:
             raise CheckpointError(
-                f"{state['position']} samples of an iterable dataset were read: no multiple of {self._samples}, a batch "
-                f"of {self.batch_size} on every rank. Remedy: choose a batch size with which it is one."
+                f"{state['position']} samples of an iterable dataset were read: not a multiple of {self._samples}, one "
+                f"batch of {self.batch_size} on every rank. Remedy: choose a batch size that makes it one."
             )
 
     def _start_epoch(self, epoch: int) -> None:
@@ -168,7 +174,7 @@ class EpochLoader:
     def _end_epoch(self) -> None:
         if self._begun and self.length is not None:
             self.position = self.length
-        elif self._begun:  # without a length, only the next epoch's beginning can be told from the middle
+        elif self._begun:  # without a length, an epoch's end can only be recorded as the beginning of the next one
             self._start_epoch(self.epoch + 1)
 
     def _sampler(self, start: int, skipped: list[Range]) -> EpochSampler | None:
@@ -178,15 +184,15 @@ class EpochLoader:
         return EpochSampler(self.length, self.topology, seed, start, skipped, self.drop_last)
 
     def _loader(self, sampler: EpochSampler | None) -> DataLoader[Any]:
-        # The workers' seeds come from an own generator, so that nothing is taken from torch's global one, wherever a pass
-        # begins. An iterable dataset is always read from its beginning, with the seeds that it had there.
+        # The workers' seeds come from a generator of the loader's own, so that nothing is drawn from torch's global one,
+        # wherever a pass begins. An iterable dataset is always read from its beginning, with the seeds of its beginning.
         start = self.position if sampler is not None else 0
         seed = random.Random(f"{self.seed} {self.epoch} {self.topology.data_parallel_rank} {start}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
         return DataLoader(self.dataset, self.batch_size, sampler=sampler, generator=generator, **self._options)
 
     def _open(self) -> Iterator[tuple[int, Any]]:
-        """The batches from the position on, each with the position after it."""
+        """Return (position after a batch, batch) for the batches from the current position on."""
         self._begun, self._moved = True, False
         sampler = self._sampler(self.position, self._skipped)
         if sampler is None:
@@ -194,7 +200,7 @@ class EpochLoader:
         self.position = sampler.position_after(0)
         loader = self._loader(sampler)
         positions = (sampler.position_after(number * self.batch_size) for number in range(1, len(loader)))
-        # The last batch ends the epoch, also where drop_last leaves samples behind it.
+        # The last batch ends the epoch, even if drop_last leaves samples after it.
         return zip(chain(positions, [sampler.length]), loader, strict=False)
 
     def _open_iterable(self) -> Iterator[tuple[int, Any]]:
@@ -204,16 +210,16 @@ class EpochLoader:
         if self.position and self._dataset_state is None:
             lost = self.position // self._samples
             warn_once(
-                f"the dataset {type(self.dataset).__name__} cannot go on in the middle: {lost} batches per rank are read "
-                "and thrown away. To avoid it, give the dataset state_dict() and load_state_dict() and use no workers."
+                f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
+                "read and thrown away. To avoid it, give the dataset state_dict() and load_state_dict() and use no workers."
             )
-            with torch.random.fork_rng(devices=[]):  # so that a random state that was restored stays what it is
+            with torch.random.fork_rng(devices=[]):  # so that a restored random state is not changed
                 next(islice(batches, lost, lost), None)
         return zip(count(self.position + self._samples, self._samples), batches, strict=False)
 
 
 class _Pass:
-    """An iterator of an EpochLoader over an epoch, or what is left of one."""
+    """An iterator of an EpochLoader over an epoch, or over the rest of one."""
 
     def __init__(self, owner: EpochLoader, number: int) -> None:
         self.owner, self.number, self.given, self.stream = owner, number, False, owner._open()
@@ -227,14 +233,14 @@ class _Pass:
             self.stream = owner._open()
         found = next(self.stream, None)
         if found is None and newest and not self.given:
-            # Nothing is left of what was to be continued. Rather than an empty pass, this is the next epoch.
+            # Nothing is left of the epoch that was to be continued. This pass is the next epoch instead of an empty one.
             owner._start_epoch(owner.epoch + (owner.position > 0))
             self.stream = owner._open()
             found = next(self.stream, None)
         if newest and found is None:
             owner._end_epoch()
         if found is None:
-            self.stream, self.given = iter(()), True  # lets the workers go
+            self.stream, self.given = iter(()), True  # releases the workers
             raise StopIteration
         if newest:
             owner.position, owner._dataset_state = found[0], None
@@ -243,7 +249,7 @@ class _Pass:
 
 
 class RepeatingLoader:
-    """Starts an iterable again whenever it ends."""
+    """An iterator that starts an iterable again whenever it ends."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -260,11 +266,11 @@ class RepeatingLoader:
             return next(self._iterator)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped loader, empty if it has none."""
+        """Return the state of the wrapped loader, or an empty dict if it has none."""
         return self.loader.state_dict() if _has_state(self.loader) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state`` with the next batch. Raises CheckpointError if the wrapped loader has no state."""
+        """Continue from ``state`` with the next batch. Raises CheckpointError if the wrapped loader cannot load a state."""
         if _has_state(self.loader):
             self.loader.load_state_dict(state)
         elif state:
@@ -278,7 +284,7 @@ def _has_state(thing: object) -> bool:
 
 
 def _without(skipped: Iterable[Range], start: int, length: int) -> list[Range]:
-    """What is left of positions ``start`` to ``length - 1`` without the ranges ``skipped``, which ascend."""
+    """Return positions ``start`` to ``length - 1`` as ranges, without the ranges ``skipped``, which are ascending."""
     left = []
     for first, stop in [*skipped, (length, length)]:
         if start < first:

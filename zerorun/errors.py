@@ -27,7 +27,7 @@ class ConfigProblem:
 
 
 class ConfigError(ZerorunError, ValueError):
-    """The configuration cannot be used. Lists every problem found, not only the first."""
+    """The configuration cannot be used. The message lists every problem found, not only the first."""
 
     def __init__(self, problems: list[ConfigProblem], source: str = "config") -> None:
         self.problems = list(problems)
@@ -38,7 +38,7 @@ class ConfigError(ZerorunError, ValueError):
 
     @classmethod
     def saying(cls, text: str) -> ConfigError:
-        """With the message that another rank's error has."""
+        """Make the error with the message of another rank's error."""
         error = cls([])
         error.args = (text,)
         return error
@@ -57,11 +57,11 @@ class PipelineError(ZerorunError, ValueError):
 
 
 class DoesNotFitError(ZerorunError, MemoryError):
-    """The training needs more memory than there is. Raised before anything is allocated."""
+    """The training needs more memory than there is. It is raised before anything is allocated."""
 
 
 class StepError(ZerorunError, RuntimeError):
-    """The training loop called the engine in an order, or with a value, that cannot be meant."""
+    """The training loop called the engine in an order, or with a value, that makes no sense."""
 
 
 class ReleasedParameterError(ZerorunError, RuntimeError):
@@ -69,31 +69,31 @@ class ReleasedParameterError(ZerorunError, RuntimeError):
 
 
 class OrderError(ZerorunError, RuntimeError):
-    """Ranks disagree about which collective comes next. Names the first differing unit and rank."""
+    """Ranks disagree about which collective comes next. The message names the first unit and rank that differ."""
 
 
 class MessageError(ZerorunError, RuntimeError):
-    """A value cannot be sent to other ranks, or what came from one cannot be read."""
+    """A value cannot be sent to other ranks, or a message from another rank cannot be read."""
 
 
 class LossScaleError(ZerorunError, ArithmeticError):
-    """fp16 gradients overflow although the loss scale is at its minimum. Training can be saved and inspected."""
+    """fp16 gradients overflow although the loss scale is at its minimum. The training can still be saved and inspected."""
 
 
 class NonFiniteError(ZerorunError, ArithmeticError):
-    """The loss is NaN or infinite where no loss scale can mend it."""
+    """The loss or the gradients are NaN or infinite, and no dynamic loss scale can help."""
 
 
 class CheckpointError(ZerorunError, RuntimeError):
-    """A checkpoint cannot be written, or what is stored cannot be what is asked for."""
+    """A checkpoint cannot be written, or a stored one does not match what is asked for."""
 
 
 class DamagedError(CheckpointError):
-    """Files of a checkpoint are missing, short, or not what was written."""
+    """Files of a checkpoint are missing, truncated, or not what was written."""
 
 
 class SwapError(ZerorunError, RuntimeError):
-    """A disk has no room for the optimizer states that should lie there, or cannot give or take them."""
+    """A disk has no room for the data that should be offloaded to it, or reading or writing it failed."""
 
 
 class LaunchError(ZerorunError, RuntimeError):
@@ -105,13 +105,16 @@ class ScheduleError(ZerorunError, ValueError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question with the known words that ``word`` was most likely meant to be; empty if none is near."""
+    """Return a question with the known words that ``word`` was most likely meant to be; empty if none is similar."""
     likely = _nearest(word[:80].lower(), known)
     return "Did you mean " + " or ".join(f'"{candidate}"' for candidate in likely) + "?" if likely else ""
 
 
 def _nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Best first; several when they are equally near. A word is near, too, if it is a part of the other one."""
+    """Return the most similar words, best first; several if they are about equally similar.
+
+    Words are also similar if one contains the other.
+    """
     from difflib import SequenceMatcher  # only needed when something is wrong
 
     least = 0.5 if len(word) <= 3 else 0.65

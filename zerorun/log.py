@@ -1,4 +1,4 @@
-"""What zerorun tells people: one logger, warnings that are given once, and what its commands print and how they end."""
+"""The output of zerorun: one logger, warnings that are given once, and how commands print and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _warned: set[str] = set()
 
 
 class _RankFormatter(logging.Formatter):
-    """Puts the rank in front, read when a record is made, so that importing zerorun needs no process group."""
+    """Adds the rank to records. It is read when a record is formatted, so that importing zerorun needs no process group."""
 
     def format(self, record: logging.LogRecord) -> str:
         record.rank = os.environ.get("RANK", "0")
@@ -57,10 +57,10 @@ def warn_once(message: str) -> None:
 
 
 def run_command(program: str, failed: int, command: Callable[[], tuple[int, Iterable[str]]]) -> int:
-    """Print the lines that ``command`` gives, and return its exit status.
+    """Print the lines that ``command`` returns, and return its exit status.
 
-    An error of zerorun or of the system is one line on stderr, any other exception a traceback. Both give the status
-    ``failed``, and not Python's 1, which may have another meaning. Ctrl-C gives 130.
+    An error of zerorun or of the system is printed as one line on stderr, any other exception as a traceback. In both cases
+    the status is ``failed`` instead of Python's 1, which may have another meaning. Ctrl-C gives 130.
     """
     try:
         status, lines = command()
@@ -83,7 +83,7 @@ def _fail(program: str, status: int, message: str) -> int:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print ``lines``, as many of them as somebody reads."""
+    """Print ``lines`` until the reader of stdout closes it."""
     try:
         for line in lines:
             print(printable(line))
@@ -93,24 +93,24 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def printable(text: str) -> str:
-    """A line as a terminal may have it, whatever names a file has put into it."""
+    """Return a line that is safe to print on a terminal, whatever names from a file are in it."""
     return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)
 
 
 def positive(text: str) -> int:
-    """An argument that is a whole number from 1 on."""
+    """Parse a command-line argument that must be a whole number of at least 1."""
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 host``, ``3,000 hosts``."""
+    """Return a number with its noun: ``1 host``, ``3,000 hosts``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def in_bytes(count: float) -> str:
-    """``count`` bytes with the largest unit that leaves at least one: ``1.5 KiB``."""
+    """Return ``count`` bytes in the largest unit of which there is at least one: ``1.5 KiB``."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if abs(count) >= 2**power:
             return f"{count / 2**power:.1f} {unit}"

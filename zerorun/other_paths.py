@@ -1,4 +1,4 @@
-"""Modules that scripts may import by a shorter path than that of the file, and from where they were before."""
+"""Modules that scripts may import by a shorter path than that of the file, or by the path that they had before."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PATHS = {
 
 
 class OtherPaths(MetaPathFinder):
-    """Finds ``zerorun.NAME`` for each name of ``PATHS``: the same module, not a second copy of it."""
+    """Finds ``zerorun.NAME`` for each name in ``PATHS``, as the same module and not as a second copy of it."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Called by ``import`` when no file has this name."""
+        """Return the spec of such a module. ``import`` calls this if no file has the name."""
         package, _, last = name.rpartition(".")
         if package != "zerorun" or last not in PATHS:
             return None
@@ -39,13 +39,13 @@ class _Loader(InspectLoader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has just put the other one in its place
+        module.__spec__ = self._spec  # the import system has just replaced it by the spec of the short path
 
     def get_code(self, fullname: str) -> CodeType:
-        """For ``python -m``."""
+        """Return code that runs the real module, for ``python -m``."""
         program = f"import runpy\nrunpy.run_module({self._real!r}, run_name='__main__', alter_sys=True)\n"
         return compile(program, fullname, "exec")
 
     def get_source(self, fullname: str) -> str | None:
-        """Not needed: the real module tells."""
+        """Return None: the source is found through the real module."""
         return None

@@ -929,8 +929,8 @@ def one_at_a_time(rank: Rank, *, directory: str) -> None:
     assert rank.rank or [point for _, point in points].count("publish") == 2
 
 
-def failure_surfaces(rank: Rank, *, directory: str, at: str, fails: int, point: str) -> str:
-    """An asynchronous save in which rank ``fails`` has no space: the next call raises, once. Its message."""
+def failure_surfaces(rank: Rank, *, directory: str, at: str, fails: int, point: str, of_disk: bool) -> str:
+    """An asynchronous save in which rank ``fails`` has no space, or no memory: the next call raises, once. Its message."""
     folder = Path(directory)
     engine = make_engine()
     batches = Batches(engine)
@@ -939,7 +939,7 @@ def failure_surfaces(rank: Rank, *, directory: str, at: str, fails: int, point: 
 
     def failing(now: str) -> None:
         if now == point and rank.rank == fails:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "planted")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "planted") if of_disk else MemoryError("planted")
 
     engine.checkpointer.check_point = failing
     train(engine, batches)

@@ -612,11 +612,21 @@ def test_one_save_at_a_time(nursery: Nursery, tmp_path: Path) -> None:
     ],
 )
 def test_failure_surfaces_once(nursery: Nursery, tmp_path: Path, at: str, fails: int, point: str) -> None:
-    options = {"directory": str(tmp_path / "checkpoints"), "at": at, "fails": fails, "point": point}
+    options = {"directory": str(tmp_path / "checkpoints"), "at": at, "fails": fails, "point": point, "of_disk": True}
     first, second = nursery.succeed(Order("failure_surfaces", 2, options, timeout_s=20.0))
     assert first == second
     assert f"rank {fails}" in first
     assert "No space left on device" in first
+
+
+def test_nobody_waits_for_a_rank_without_memory(nursery: Nursery, tmp_path: Path) -> None:
+    """It goes on receiving what others send it, and says then what is wrong: here by sockets, where sends wait."""
+    options = {"directory": str(tmp_path / "checkpoints"), "at": "wait", "fails": 0, "point": "write", "of_disk": False}
+    order = Order("failure_surfaces", 2, options, timeout_s=20.0, peer_memory=False)
+    first, second = nursery.succeed(order)
+    assert first == second
+    assert "rank 0" in first
+    assert "MemoryError" in first
 
 
 @at_once_and_later

@@ -268,7 +268,7 @@ _WAITS = (
     (
         "activation-not-awaited",
         "zerorun/pipeline/p2p.py",
-        "            link.receive(tensor.view(-1), 1 - link.rank, 0).wait()  # what follows on the device waits, not the program",
+        "            link.receive(tensor.view(-1), 1 - link.rank, 0).wait()  # later work on the device waits; the program does not",
         "            link.receive(tensor.view(-1), 1 - link.rank, 0)",
         _SIMULATED + "test_divided_models_equal_one_process",
     ),

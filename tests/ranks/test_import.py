@@ -627,14 +627,14 @@ def test_dcp_names_that_begin_with_model(tmp_path: Path) -> None:
     assert sorted(load_all(found)) == sorted((kind, name) for kind in ("exp_avg", "model") for name in names)
     found = read_dcp(tmp_path / "nested")
     assert sorted(tensor.name for tensor in found.tensors) == sorted(names)
-    assert any("laid out as by no known program" in note for note in found.notes)
+    assert any("in a layout of no known program" in note for note in found.notes)
     assert not found.client_state
     dcp.save({"model": weights, "optimizer": {"param_groups": {"a": 1}}}, checkpoint_id=tmp_path / "odd", no_dist=True)
     read_dcp(tmp_path / "odd")
     dcp.save({"optimizer": state}, checkpoint_id=tmp_path / "none", no_dist=True)
     assert "no tensors of a model" in refusal(read_dcp, tmp_path / "none")
     dcp.save({"model": weights, "optimizer": {"param_groups": [1, 2]}}, checkpoint_id=tmp_path / "bad", no_dist=True)
-    assert "laid out as by no known program" in refusal(read_dcp, tmp_path / "bad")
+    assert "in a layout of no known program" in refusal(read_dcp, tmp_path / "bad")
 
 
 def test_dcp_damaged_inside(dcp_runs: tuple[Path, Any], tmp_path: Path) -> None:

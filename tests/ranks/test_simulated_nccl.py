@@ -121,10 +121,12 @@ def test_another_order_is_an_error_that_names_it(stage: int) -> None:
 # -- pipelines ---------------------------------------------------------------------------------------------------------
 
 
-def train_pipeline(stages: int, config: dict[str, Any], chunks: int) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
+def train_pipeline(
+    layers: int, stages: int, config: dict[str, Any], chunks: int
+) -> tuple[dict[str, Any], list[tuple[str, ...]]]:
     """The run, and the operations of each process group of two neighbours."""
     with simulated_device() as calls:
-        result = test_pipeline.train(5, stages, config, chunks)
+        result = test_pipeline.train(layers, stages, config, chunks)
         refuse_different_calls(calls)
         made = [{call[0] for call in found} for found in calls.values()]
         return result, [tuple(found) for found in made if {"send", "receive"} & found]
@@ -135,13 +137,15 @@ def train_pipeline(stages: int, config: dict[str, Any], chunks: int) -> tuple[di
     (
         *(("1f1b", 1, 2, 2), ("gpipe", 2, 2, 2), ("interleaved", 3, 2, 2), ("zero_bubble", 0, 2, 2), ("naive", 1, 2, 2)),
         *(("1f1b", 3, 4, 2), ("interleaved", 1, 3, 3), ("zero_bubble", 2, 4, 4), ("1f1b", 2, 4, 4), ("gpipe", 0, 3, 3)),
+        *(("gpipe", 1, 4, 4), ("interleaved", 2, 4, 4), ("naive", 3, 4, 4)),
     ),
 )
 def test_pipelines_equal_one_process(schedule: str, stage: int, world: int, stages: int) -> None:
     chunks = 2 if schedule == "interleaved" else 1
+    layers = max(5, stages * chunks)
     config = make_config(stage, accumulation=4, clip=0.5, pipeline={"schedule": schedule, "chunks": chunks})
-    found = run_ranks(world, train_pipeline, stages, config, chunks)
-    test_pipeline.compare([result for result, _ in found], test_pipeline.reference(5, world // stages, 4, 0.5))
+    found = run_ranks(world, train_pipeline, layers, stages, config, chunks)
+    test_pipeline.compare([result for result, _ in found], test_pipeline.reference(layers, world // stages, 4, 0.5))
     for _, used in found:
         assert used and all(len(operations) == 1 for operations in used), "a group goes one way"
 

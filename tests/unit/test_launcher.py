@@ -300,9 +300,9 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer
 def test_a_rank_that_ended_with_0_is_named_as_the_cause() -> None:
     text = failures.failure_report(end(0, tail=[GLOO]), [end(1, code=0), end(2, tail=[GLOO]), end(3, stopped=True)])
     lines = text.splitlines()
-    assert lines[1] == "zerorun: rank 1 ended with exit code 0, 2.3 s after the start; others waited for it"
+    assert lines[1] == "zerorun: rank 1 ended with exit code 0, 2.3 s after the start; others were waiting for it"
     assert "Remedy: give all ranks the same number of batches" in lines[2]
-    assert "rank 0 failed of it first, 2.3 s after the start" in text and "1 other alike: rank 2" in text
+    assert "rank 0 failed first because of it, 2.3 s after the start" in text and "1 other alike: rank 2" in text
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> 
     ("argv", "words"),
     [
         (["--hostfile", "gone"], "--hostfile gone: No such file"),
-        (["--launcher", "ssh"], "which hosts?"),
-        (["--nnodes", "2"], "--num-nodes 2: which hosts?"),
+        (["--launcher", "ssh"], "no hosts are given"),
+        (["--nnodes", "2"], "--num-nodes 2: no hosts are given"),
         (["-H", "hosts", "--nnodes", "4"], "there are only 3 hosts"),
         (["-H", "hosts", "--num-gpus", "3"], "host 'n3' has only 2 slots"),
         (["-H", "hosts", "--launcher", "local"], "reaches no host"),
@@ -355,7 +355,7 @@ def test_a_script_of_the_user_is_not_overwritten(folder: Path, sbatch: Path, cap
     thesis.write_text("chapter 1")
     written.symlink_to(thesis)
     assert cli.main(["--sbatch", "train.py"]) == 2 and thesis.read_text() == "chapter 1" and written.is_symlink()
-    assert capsys.readouterr().err.count("train.sbatch is there, and zerorun has not written it. Remedy") == 2
+    assert capsys.readouterr().err.count("train.sbatch exists and was not written by zerorun. Remedy") == 2
 
 
 def test_a_name_adds_no_command_to_a_batch_script(folder: Path, sbatch: Path, capsys: pytest.CaptureFixture[str]) -> None:

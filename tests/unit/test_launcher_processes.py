@@ -492,8 +492,10 @@ def test_a_worker_that_ended_well_while_others_go_on_is_named_once(tmp_path: Pat
     assert done.returncode == 1
     note = r"\[zerorun\] rank 1 ended with exit code 0 \d s ago; ranks 0, 2 still run, and will fail if waiting for it\. "
     assert len(re.findall(note, done.stderr)) == 1, done.stderr
-    assert re.search(r"zerorun: rank 1 ended with exit code 0, .* s after the start; others waited for it\n", done.stderr)
-    assert "rank 2 failed of it first" in done.stderr
+    assert re.search(
+        r"zerorun: rank 1 ended with exit code 0, .* s after the start; others were waiting for it\n", done.stderr
+    )
+    assert "rank 2 failed first because of it" in done.stderr
 
 
 def test_workers_that_end_well_one_after_the_other_are_left_alone(start: Start) -> None:

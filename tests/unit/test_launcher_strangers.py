@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -38,6 +39,8 @@ HELLO = {
     "node_rank": 1,
     "job_id": "none",
 }
+# Levels of lists that JSON reads, and that a function that calls itself for each of them does not.
+DEEP = 900 if sys.version_info < (3, 12) else 3000
 Start = Callable[..., subprocess.Popen[str]]
 
 
@@ -321,9 +324,11 @@ def greeted(**facts: object) -> tuple[RemoteNode, socket.socket, selectors.BaseS
         {"is": "end", "rank": 0, "code": 0, "at": 0, "asked": True},
         {"is": "end", "rank": 1, "code": "x", "at": 0, "asked": True},
         {"is": "end", "rank": 1, "code": 1, "at": float("nan"), "asked": False},
+        {"is": "end", "rank": 1, "code": 1, "at": 10**400, "asked": False},
         {"is": "empty", "unkillable": 5, "oom_kills": 0},
         {"is": "note"},
         {"is": "note", "text": 5},
+        {"is": "note", "text": "x", "deep": functools.reduce(lambda inside, _: [inside], range(DEEP), 0)},
         {"is": "pong", "t": "x", "now": 1},
         {"is": "signal", "number": 9},
         {"is": "trouble"},

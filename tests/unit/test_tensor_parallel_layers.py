@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from zerorun.distributed.tensor_shard import TensorShard, even_range, fused_ranges, partial_of, shards_of
 from zerorun.errors import ModelError
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, split_sequence
+from zerorun.tensor_parallel.convert import convert as make_parallel
 from zerorun.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -28,6 +29,7 @@ from zerorun.tensor_parallel.layers import (
     whole_of,
 )
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
+from zerorun.tensor_parallel.planning import make_plan
 from zerorun.tensor_parallel.random import region_seed
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
@@ -289,3 +291,15 @@ def test_shares() -> None:
 def test_only_linear_layers_are_divided(wrong: nn.Module) -> None:
     with pytest.raises(ModelError, match=r"nn\.Linear or Conv1D"):
         on_threads(1, lambda axis: make_column_parallel(wrong, Region(axis), ((0, 1),)))
+
+
+def test_what_a_module_says_of_its_own_gradients_comes_back() -> None:
+    """Marks of the user's stay when those of a plan are taken back, from the last to the first."""
+    module: Any = nn.LayerNorm(4)
+    module.partial_gradients = ("bias",)
+    plan = make_plan(nn.Sequential(module), {"0": "replicated_with_grad_allreduce"}, 2)
+    undo = on_threads(1, lambda axis: make_parallel(nn.Sequential(module), plan, Region(axis)))[0]
+    assert module.partial_gradients == ("bias", "weight", "bias")
+    for back in reversed(undo):
+        back()
+    assert module.partial_gradients == ("bias",)

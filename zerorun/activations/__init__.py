@@ -1,1 +1,1 @@
-"""What lies between forward and backward: gradient checkpointing of blocks, and where the kept tensors live."""
+"""Activations between forward and backward: gradient checkpointing of blocks, and where the kept tensors are stored."""

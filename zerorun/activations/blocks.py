@@ -18,7 +18,7 @@ from .region import Selection, run
 
 @dataclass(frozen=True)
 class Recompute:
-    """What the section ``activation_checkpointing`` asks for. ``every_n`` counts blocks."""
+    """The settings of the section ``activation_checkpointing``. ``every_n`` counts blocks."""
 
     policy: str = "none"  # none, full, every_n or selective
     every_n: int = 2
@@ -29,7 +29,7 @@ class Recompute:
 
 
 class BlockForward:
-    """Stands in for ``module.forward``, inside the module's hooks. ``inner`` is what it stands for."""
+    """Replaces ``module.forward``, inside the module's hooks. ``inner`` is the forward that it replaces."""
 
     def __init__(self, module: nn.Module, owners: Sequence[nn.Module], settings: Recompute, caches: Caches) -> None:
         functools.update_wrapper(self, module.forward)
@@ -50,11 +50,11 @@ class BlockForward:
         return run(self.inner, args, kwargs, self._pool, self._selection)
 
     def compile(self, **options: Any) -> None:
-        """torch.compile what it stands for: what is recomputed is compiled, and recomputing is not."""
+        """Compile ``inner`` with torch.compile. What is recomputed is compiled, the recomputing is not."""
         self.inner = torch.compile(self.inner, **options)
 
     def remove(self) -> None:
-        """Give the module its forward back; one that has been compiled meanwhile stays compiled."""
+        """Give the module its forward back. If that has been compiled meanwhile, it stays compiled."""
         if self._own or getattr(self.inner, "__func__", None) is not type(self._module).forward:
             self._module.forward = self.inner  # type: ignore[method-assign]
         else:
@@ -69,10 +69,11 @@ def _yield_to_the_model() -> None:
 
 
 class Caches:
-    """Keys and values that Hugging Face models collect for generation, in training as well if use_cache is left on.
+    """The caches of keys and values that Hugging Face models fill for generation, also in training if use_cache is left on.
 
-    A block that runs twice would add to them twice. A cache that was empty when the first block got it is of no use to the
-    forward: blocks go without it. One with contents (a trained prefix) must be read, and such a forward is not recomputed.
+    A block that runs twice would add to a cache twice. A cache that was empty when the first block got it is of no use to
+    the forward, so blocks run without it. A cache with contents (a trained prefix) must be read, so such a forward is not
+    recomputed.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class Caches:
         return False
 
     def without(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with None for a cache, and use_cache=False."""
+        """Return the arguments with None in place of each cache, and use_cache=False."""
         args, kwargs = given
         found = any(_is_cache(value) for value in (*args, *kwargs.values()))
         if not found and not kwargs.get("use_cache"):
@@ -108,7 +109,7 @@ def _is_cache(value: Any) -> bool:
 
 
 class CheckpointedBlocks:
-    """The handle of what has been replaced."""
+    """Replaces the forwards of blocks, and is the handle that puts them back."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], settings: Recompute) -> None:
         step = settings.every_n if settings.policy == "every_n" else 1
@@ -122,14 +123,14 @@ class CheckpointedBlocks:
             warn_once("activation_checkpointing.policy has no effect: the model has no repeated blocks.")
 
     def remove(self) -> None:
-        """Undo it."""
+        """Put the original forwards back."""
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
 
 
 def _owners(model: nn.Module, name: str) -> list[nn.Module]:
-    """The block and the modules around it that have Hugging Face's switch for checkpointing."""
+    """Return those of the block and the modules around it that have Hugging Face's switch for checkpointing."""
     found, module = [model], model
     for part in name.split("."):
         module = module.get_submodule(part)

@@ -2,8 +2,8 @@
 
     x = zerorun.checkpointing.checkpoint(block, x, mask=mask)
 
-works without an engine. Within the life of one, ``cpu_checkpointing`` and ``policy: "selective"`` of its section
-``activation_checkpointing`` hold for these calls as well; ``configure`` sets the former without an engine.
+works without an engine. While an engine exists, ``cpu_checkpointing`` and ``policy: "selective"`` of its section
+``activation_checkpointing`` apply to these calls as well; ``configure`` sets both without an engine.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _current = _Current()
 
 
 class Adopted:
-    """The settings of an engine hold for ``checkpoint`` until ``remove``."""
+    """Applies the settings of an engine to ``checkpoint`` until ``remove`` is called."""
 
     def __init__(self, settings: Recompute) -> None:
         self._settings, self._before = settings, _current.settings
         _use(settings)
 
     def remove(self) -> None:
-        """Back to what held before, unless something else holds by now."""
+        """Restore the previous settings, unless others have been applied in the meantime."""
         if _current.settings is self._settings:
             _use(self._before)
 
@@ -57,10 +57,10 @@ def _use(settings: Recompute) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``; only its inputs are kept for backward, which runs it again.
+    """Call ``function(*args, **kwargs)`` and keep only its inputs for backward, which runs it again.
 
-    Any arguments and results; random numbers are repeated. Without gradients it is a plain call. Raises ModelError if
-    ``function`` changes an input in place.
+    Arguments and results may be anything. The second run repeats the random numbers of the first. With gradients disabled,
+    this is a plain call. Raises ModelError if ``function`` changes an input in place.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -71,7 +71,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _kind(function: Any) -> Any:
-    """What stays the same from call to call: a module, or the code of functions that a loop makes anew."""
+    """Return what identifies ``function`` from call to call: a module, or the code of functions that a loop makes anew."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if isinstance(function, nn.Module) else getattr(function, "__code__", type(function))
@@ -90,9 +90,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """DeepSpeed's way to set up ``checkpoint``. ``checkpoint_in_cpu`` wins over the section of ``deepspeed_config``.
+    """Set up ``checkpoint``, in DeepSpeed's way. ``checkpoint_in_cpu`` overrides the section of ``deepspeed_config``.
 
-    The other arguments change nothing, for the reasons that the configuration's notes give. Raises ConfigError.
+    The other arguments have no effect, for the reasons given in the notes of the configuration. Raises ConfigError.
     """
     section = load_config(deepspeed_config).activation_checkpointing if deepspeed_config is not None else None
     in_cpu = checkpoint_in_cpu if checkpoint_in_cpu is not None else section is not None and section.cpu_checkpointing
@@ -102,19 +102,19 @@ def configure(
 
 
 def is_configured() -> bool:
-    """True after ``configure``, or while an engine lives whose file has the section ``activation_checkpointing`` on."""
+    """True after ``configure``, or while an engine exists whose file turns on ``activation_checkpointing``."""
     return _current.configured or _current.settings != Recompute()
 
 
 def reset() -> None:
-    """Nothing to do: a forward without backward leaves nothing behind. Here for loops that call it."""
+    """Do nothing: a forward without backward leaves nothing behind. This exists for training loops that call it."""
 
 
 def kept_bytes(function: Callable[..., Any], *args: Any, policy: str = "full", **kwargs: Any) -> int:
-    """Bytes that ``function(*args, **kwargs)``, usually a block, keeps between forward and backward, inputs included.
+    """Return the bytes that ``function(*args, **kwargs)``, usually a block, keeps between forward and backward.
 
-    ``policy``: "none", "full" or "selective", as in the configuration. Parameters do not count, nor does the output,
-    unless it is kept as well. Nothing is computed: the call runs on tensors without contents. Raises ValueError for
+    ``policy``: "none", "full" or "selective", as in the configuration. Inputs count, parameters do not. The output counts
+    only if it is kept as well. Nothing is computed: the call runs on tensors without contents. Raises ValueError for
     another policy.
     """
     if policy not in ("none", "full", "selective"):

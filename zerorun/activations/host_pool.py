@@ -1,9 +1,9 @@
 """Host memory for kept activations: pinned buffers that are reused, and copies on a stream of their own.
 
 [Note: order of prefetch]
-A *group* is what one checkpoint keeps. Groups are numbered in the order in which forward made them, beginning with 0
-whenever none is left. When backward opens a group, the one that followed it in the last backward is fetched as well; as
-long as nothing else has been seen, that is the group made before it.
+A *group* is what one checkpoint keeps. Groups are numbered in the order in which forward makes them, starting at 0 again
+whenever none is left. When backward opens a group, the group that followed it in the last backward is fetched as well.
+Until another order has been seen, that is the group made just before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from ..distributed.device import CopyStream, holds, host_empty, queues
 
-# Bytes from which on a tensor is worth a copy: below, starting it takes longer than the bytes do.
+# Only tensors of at least this many bytes are worth a copy: for smaller ones, starting it takes longer than the transfer.
 SMALL_BYTES = 2**16
 
 
@@ -33,10 +33,10 @@ class Counts:
 
 
 class HostPool:
-    """Buffers in host memory for tensors of ``device``; pinned, and copied on a stream of their own, if that is a GPU.
+    """Host-memory buffers for tensors of ``device``. If that is a GPU, they are pinned and have a stream for the copies.
 
-    On a CPU the same calls copy between host tensors. Copies are in order on one stream, so that a buffer can be given to
-    the next tensor as soon as nobody wants the last one's bytes.
+    On a CPU, the same calls copy between host tensors. Copies run in order on one stream, so a buffer can be given to the
+    next tensor as soon as nobody needs the bytes of the last one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,10 +45,10 @@ class HostPool:
         self.counts = Counts()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._live: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-        self._made = 0  # groups, since there was none
+        self._made = 0  # number of groups made since there was none
         self._followers: dict[
             int, int
-        ] = {}  # number of a group -> of the next in backward, where that is not its forerunner
+        ] = {}  # group's number -> number of the next in backward, if that is not the one made before it
         self._opened: int | None = None  # the group that backward opened last
 
     def group(self) -> Group:
@@ -60,7 +60,7 @@ class HostPool:
         return group
 
     def follow(self, number: int) -> None:
-        """Group ``number`` is opened: learn the order, and fetch the group that comes after it."""
+        """Learn the order from the opening of group ``number``, and fetch the group that should come next."""
         if self._opened is not None and self._opened != number:
             if self._opened - 1 == number:
                 self._followers.pop(self._opened, None)
@@ -72,7 +72,7 @@ class HostPool:
             following.fetch()
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer [numel]. Allocated only if there has never been one to spare."""
+        """Return a buffer [numel]. It is allocated only if none is free."""
         spare = self._free[numel, dtype]
         if spare:
             return spare.pop()
@@ -110,7 +110,7 @@ class Stored:
             self._pool.counts.in_copies += 1
 
     def get(self) -> torch.Tensor:
-        """The tensor, with the strides it had. Memory of its own; the copy in host memory stays until this object goes."""
+        """Return the tensor in new memory, with its old strides. The copy in host memory stays as long as this object."""
         self.fetch()
         fetched, self._fetched = self._fetched, None
         assert fetched is not None
@@ -127,7 +127,8 @@ class Group:
         self._fetching = False
 
     def store(self, tensor: torch.Tensor) -> Stored | None:
-        """Copy ``tensor`` out; None if it better stays: small, elsewhere, with gaps, or read more than once by strides."""
+        """Copy ``tensor`` to host memory. Return None for tensors that had better stay: those that are small, on another
+        device, have gaps, or have elements that strides read more than once."""
         if tensor.nbytes < SMALL_BYTES or not holds(self.pool.device, tensor) or not _is_dense(tensor):
             return None
         stored = Stored(self.pool, tensor)
@@ -135,7 +136,7 @@ class Group:
         return stored
 
     def fetch(self) -> None:
-        """Start to bring everything back."""
+        """Start to copy everything back."""
         if not self._fetching:
             self._fetching = True
             for reference in self._stored:
@@ -144,7 +145,7 @@ class Group:
                     stored.fetch()
 
     def open(self) -> None:
-        """Backward needs it now."""
+        """Fetch the group for backward, which needs it now, and the group that should come next."""
         self.pool.counts.late_groups += not self._fetching
         self.fetch()
         self._fetching = False  # a second backward fetches again
@@ -152,7 +153,7 @@ class Group:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill a stretch of memory, each once."""
+    """True if the elements fill one range of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1:

@@ -1,5 +1,5 @@
-"""A checkpointed call: its inputs are kept, and what it computed is computed again in backward (Chen et al. 2016,
-arXiv:1604.06174). The recomputation itself, with its random numbers and autocast, is torch's."""
+"""A checkpointed call keeps its inputs, and backward computes again what it computed (Chen et al. 2016, arXiv:1604.06174).
+The recomputation itself, with its random numbers and autocast, is torch's."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 
 
 class Selection:
-    """What one block keeps beside its inputs. Nothing in its first forward, which is watched."""
+    """What one block keeps besides its inputs: nothing in its first forward, which is watched."""
 
     def __init__(self) -> None:
         self.chosen: frozenset[int] | None = None
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """``value`` with every tensor in its tuples, lists and dicts replaced. Other objects stay the objects they are."""
+    """Return ``value`` with ``function`` applied to every tensor in its tuples, lists and dicts. Other objects stay."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if type(value) in (tuple, list):
@@ -42,7 +42,7 @@ class _Input:
     def __init__(self, tensor: torch.Tensor, group: Group | None) -> None:
         self.requires_grad = tensor.requires_grad
         self._stored: Stored | None = None
-        if group is not None and tensor.requires_grad:  # masks and positions are common to all blocks: one copy will do
+        if group is not None and tensor.requires_grad:  # blocks share masks and positions, so these are kept only once
             self._stored = group.store(tensor)
         self._alias = tensor.detach() if self._stored is None else None
         self._version = tensor._version
@@ -71,9 +71,9 @@ def run(
     pool: HostPool | None = None,
     selection: Selection | None = None,
 ) -> Any:
-    """``function(*args, **kwargs)``, of which only the inputs are kept, and what ``selection`` says.
+    """Call ``function(*args, **kwargs)`` and keep only its inputs, and what ``selection`` chooses.
 
-    ``pool``: keep them in host memory. Raises ModelError if the call changes an input in place.
+    ``pool``: keep these in host memory. Raises ModelError if the call changes an input in place.
     """
     group = pool.group() if pool is not None else None
     inputs: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ def run(
 
     kept = map_tensors((args, kwargs), keep)
     versions = [tensor._version for tensor in inputs]
-    given = [(args, kwargs)]  # until the first run
+    given = [(args, kwargs)]  # taken by the first run
 
     def call(*anchors: torch.Tensor) -> Any:
         if given:
@@ -117,7 +117,7 @@ def _recalled(value: Any) -> Any:
 
 
 def _anchors(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Empty tensors that tell torch on which devices there are random numbers to be repeated."""
+    """Return empty tensors that tell torch on which devices it must repeat random numbers."""
     return [torch.empty(0, device=device) for device in {tensor.device: None for tensor in inputs}]
 
 
@@ -138,7 +138,7 @@ class _Contexts:
         return keep, Recall(keep)
 
     def finish(self) -> None:
-        """The first run is over: choose by what it showed."""
+        """Choose what to keep by what the first run, if it was watched, has shown."""
         if self._watch is not None and self._selection is not None:
             self._selection.chosen = self._watch.record.choose()
             self._watch = None

@@ -1,15 +1,15 @@
 """Selective checkpointing: which results of a block are kept, and the two modes that keep and recall them.
 
 [Note: what to keep]
-Elementwise operations, norms and copies cost little beside what they would occupy, so they are always run again. Of the
-others (matrix products, attention, convolutions: all with a known number of FLOPs), those are kept that save the most
-FLOPs for a byte (Korthikanti et al. 2022, arXiv:2205.05198, keep by the same measure), until what is kept has used
-up ``KEPT_SHARE`` of the bytes that recomputing everything would free. All of them together would be more than that: in a
-GPT block of width h they are 10 h numbers for a token, of the 15 h that can be freed.
+Elementwise operations, norms and copies cost little compared with the memory that their results take, so they always run
+again. Of the other operations (matrix products, attention, convolutions: all with a known number of FLOPs), those that save
+the most FLOPs per byte are kept (Korthikanti et al. 2022, arXiv:2205.05198, use the same measure), until what is kept has
+used up ``KEPT_SHARE`` of the bytes that recomputing everything would free. All of them together would be more than that: in
+a GPT block of width h, their results are 10 h numbers per token, of the 15 h that can be freed.
 
-The first forward of a block recomputes everything and is watched; its choice, by the position of an operation among those
-with FLOPs, serves all later forwards. A forward that runs other operations keeps others: results stay right, since the
-second run of a forward repeats the first one's operations, and so their positions.
+The first forward of a block recomputes everything and is watched. The choice, made by the position of an operation among
+those with FLOPs, then serves all later forwards. A forward that runs other operations keeps other results. They are still
+correct, because the second run of a forward repeats the operations of its first run, and so their positions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # n
 
 @functools.cache
 def _flop_counter() -> Any:
-    """torch's module, when it is needed: it imports triton where that is installed, 80 MB for every process."""
+    """Import torch's module only when it is needed: it imports triton where that is installed, 80 MB for every process."""
     return importlib.import_module("torch.utils.flop_counter")
 
 
@@ -47,7 +47,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if ``func`` is worth keeping: it has a known number of FLOPs, and draws no random numbers.
 
-    A kept attention with dropout would leave the generator where it was, and every later dropout would differ.
+    If an attention with dropout were kept, the second run would not draw its random numbers, and every later dropout would
+    differ.
     """
     packet = getattr(func, "overloadpacket", None)  # a higher-order operator has none
     if packet not in _flop_counter().flop_registry and packet is not _CPU_ATTENTION:
@@ -64,9 +65,9 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> int:
-    """Of two batched products. Shapes: [batch, heads, length, width]; keys and values may have fewer heads than queries.
+    """Return the FLOPs of two batched products, from shapes [batch, heads, length, width].
 
-    torch's own counter refuses that before 2.12.
+    Keys and values may have fewer heads than queries; torch's own counter refuses that before 2.12.
     """
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[2] * (width + value[3])
@@ -74,7 +75,7 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> i
 
 @dataclass
 class Result:
-    """What an operation with FLOPs makes."""
+    """The FLOPs of an operation, and the memory of its results."""
 
     flops: int
     storages: dict[int, int]  # storage -> bytes
@@ -82,20 +83,20 @@ class Result:
 
 @dataclass
 class Record:
-    """One forward, watched: its operations with FLOPs, and the memory of what autograd would keep."""
+    """A watched forward: its operations with FLOPs, and the memory of what autograd would keep."""
 
     results: list[Result] = field(default_factory=list)
-    needed: int = 0  # results made before autograd took its last tensor: later ones are never run again
+    needed: int = 0  # number of results made before autograd saved its last tensor: later ones never run again
     saved: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     made: set[int] = field(default_factory=set)  # storages that are neither inputs nor parameters
 
     @property
     def freed_bytes(self) -> int:
-        """What recomputing everything frees."""
+        """The bytes that recomputing everything frees."""
         return sum(size for storage, size in self.saved.items() if storage in self.made)
 
     def choose(self) -> frozenset[int]:
-        """Positions of the results to keep."""
+        """Return the positions of the results to keep."""
         left = KEPT_SHARE * self.freed_bytes
         sizes = {position: sum(result.storages.values()) for position, result in enumerate(self.results[: self.needed])}
         chosen = set()
@@ -112,7 +113,7 @@ class OperationWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.record = Record()
-        self._alive: list[Any] = []  # a storage that is freed could come again under the same number
+        self._alive: list[Any] = []  # if a storage were freed, another one could get its number
         self._hooks: Any = None
 
     def __enter__(self) -> OperationWatch:
@@ -142,7 +143,7 @@ class OperationWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(out)}
-        if not getattr(func, "is_view", False):  # a view of a parameter is no new memory, on fake tensors either
+        if not getattr(func, "is_view", False):  # a view of a parameter is not new memory, not even on fake tensors
             self.record.made.update(storages.keys() - {_storage(tensor) for tensor in _tensors((args, kwargs))})
         self._alive += [tensor.untyped_storage() for tensor in _tensors(out)]
         if counts(func, args, kwargs):
@@ -187,7 +188,7 @@ class Keep(TorchDispatchMode):
         return stored if stored is not None else _bare(value)
 
     def _save_from(self, func: Any, args: tuple[Any, ...]) -> None:
-        """An operation is about to write into a kept result, as ReLU(inplace=True) does: keep a copy instead."""
+        """Keep copies of kept results that ``func`` is about to write into, as ReLU(inplace=True) does."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -195,7 +196,7 @@ class Keep(TorchDispatchMode):
                 position = self._positions.pop(_storage(tensor), None)
                 if position is not None:
                     self.kept[position] = tree_map(_copied, self.kept[position])
-                    if self._group is not None:  # the copy may be on its way
+                    if self._group is not None:  # a copy to host memory may still be running
                         self._group.pool.stream.lead()
 
 
@@ -223,7 +224,7 @@ class Recall(TorchDispatchMode):
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory without a place in the graph, which would otherwise hold itself through what is kept."""
+    """Return the same memory outside of the graph, which would otherwise keep itself alive through what is kept."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 

@@ -1,17 +1,17 @@
 """Adapters: which tensors of a model PEFT would write into which file, under which names, and what else it writes.
 
 [Note: asking PEFT]
-PEFT decides by itself, adapter by adapter, what belongs into ``adapter_model.safetensors``, and how it is called there:
-it drops adapters' names, renames DoRA's vectors, adds modules that are trained in full, embeddings that were resized, and
-so on. So it is asked: its own ``save_pretrained`` is given a state dict of numbers in place of tensors, and writes an
-adapter into a temporary folder, from which can be read what each tensor there is. No rank needs a tensor for that.
-Some methods compute what they write from values (prompts; AdaLoRA, which cuts ranks that it does not need any more). For
-those the trainable parameters are gathered, and PEFT is asked again with them.
+PEFT itself decides, adapter by adapter, which tensors go into ``adapter_model.safetensors``, and under which names: it
+drops the names of adapters, renames DoRA's vectors, adds modules that are trained in full, embeddings that were resized,
+and so on. So PEFT is asked. Its own ``save_pretrained`` is given a state dict with numbers in place of tensors, and writes
+the adapters into a temporary folder. The numbers in its files tell which tensor is which. No rank needs a tensor for that.
+Some methods compute what they write from values (prompts; AdaLoRA, which drops LoRA ranks that it does not need any more).
+For those the trainable parameters are gathered, and PEFT is asked again with their values.
 
 [Note: adapters.json]
-A checkpoint of a model with adapters has this file beside its manifest, with the answer in it. An object of three:
+A checkpoint of a model with adapters has this file, with PEFT's answer, beside its manifest. It is an object of three:
 
-    files       path -> text of adapter_config.json, and whatever else PEFT writes that is not of tensors
+    files       path -> text of adapter_config.json, and of whatever else PEFT writes that is not a tensor file
     names       tensor file without .safetensors -> name of a tensor in it -> name in the checkpoint
     computed    tensor files whose content PEFT computes: these are not in names
 """
@@ -39,7 +39,7 @@ from .tensorfile import TensorFile, dtype_of
 from .write_plan import ADAPTER, CAST
 
 ADAPTERS_FILE = "adapters.json"  # in a checkpoint
-_PREFIX = "base_model.model."  # of PEFT's names, where adapters were added to a model without PEFT's wrapper
+_PREFIX = "base_model.model."  # of names in PEFT's files; a model without PEFT's wrapper has none, so it is added
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Adapters:
     """The adapters of a model as PEFT writes them. ``files``: path -> content of all but the tensors.
 
     ``names``: set of the file -> name in it -> the model's name. ``computed``: set -> name in it -> a tensor that PEFT has
-    computed; None in a checkpoint, which holds what it is computed from.
+    computed; or set -> None in a checkpoint, which has only what PEFT computes it from.
     """
 
     files: dict[str, bytes] = field(default_factory=dict)
@@ -62,7 +62,10 @@ class Adapters:
         self.computed.update(other.computed)
 
     def parts(self, parts: Iterable[TensorPart], dtype: torch.dtype | None, *, first: bool) -> Iterator[TensorPart]:
-        """Those of a rank's ``parts`` that belong to adapters, under names there; ``first``: and what PEFT has computed."""
+        """Yield the adapters' share of a rank's ``parts``, under their names in PEFT's files.
+
+        With ``first``, also yield what PEFT has computed.
+        """
         wanted: dict[str, list[tuple[str, str]]] = {}
         for kind, names in self.names.items():
             for new, name in names.items():
@@ -76,14 +79,14 @@ class Adapters:
                 yield TensorPart(kind, new, 0, cast.reshape(-1), tuple(tensor.shape))
 
     def to_bytes(self) -> bytes:
-        """For a checkpoint. Computed tensors are left out."""
+        """The content of adapters.json, for a checkpoint. Computed tensors are left out."""
         files = {name: content.decode() for name, content in self.files.items()}
         content = {"files": files, "names": self.names, "computed": sorted(self.computed)}
         return json.dumps(content, indent=1).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, path: Path) -> Adapters:
-        """What ``to_bytes`` was of. ``path`` is for messages. Raises CheckpointError."""
+        """Undo ``to_bytes``. ``path`` is for messages. Raises CheckpointError if ``data`` describes no adapters."""
         try:
             found = json.loads(data)
             names = {str(kind): {str(n): str(name) for n, name in named.items()} for kind, named in found["names"].items()}
@@ -99,7 +102,7 @@ class Adapters:
 
 
 def _is_inside(name: str) -> bool:
-    """True for a file's name, or that in a folder."""
+    """True for the name of a file, or of a file in one folder."""
     parts = name.split("/")
     plain = all(part and part == part.strip() and part not in (".", "..") for part in parts)
     return plain and len(parts) <= 2 and "\0" not in name
@@ -118,7 +121,7 @@ def stored_adapters(reader: Reader) -> Adapters | None:
 
 def peft_model(module: nn.Module) -> Any:
     """The model in ``module`` that PEFT has added adapters to; None if it has not."""
-    module = getattr(module, "whole_model", module)  # of which a pipeline stage has some layers
+    module = getattr(module, "whole_model", module)  # a pipeline stage has only some of its layers
     while isinstance(getattr(module, "_orig_mod", None), nn.Module):  # compiled
         module = module._orig_mod  # type: ignore[assignment]
     configs = getattr(module, "peft_config", None)
@@ -126,9 +129,9 @@ def peft_model(module: nn.Module) -> Any:
 
 
 def find_adapters(inventory: Inventory, ranks: Ranks, *, compute: bool) -> Adapters | None:
-    """The adapters of the model that all ranks have; None if it has none. Collective. Raises CheckpointError.
+    """The adapters of the model that all ranks together have; None if it has none. Collective. Raises CheckpointError.
 
-    ``compute``: also what PEFT computes, for which trainable parameters become whole on all ranks for a moment.
+    With ``compute``, they include what PEFT computes. For that, trainable parameters are whole on all ranks for a moment.
     """
     model = peft_model(inventory.subject.module)
     if model is None:
@@ -150,25 +153,25 @@ def find_adapters(inventory: Inventory, ranks: Ranks, *, compute: bool) -> Adapt
 
 
 def _by_name(model: Any, inventory: Inventory) -> Adapters | str:
-    """What PEFT writes of a model of this structure; or why it cannot say without the values."""
+    """What PEFT writes of a model of this structure; or a str that says why that depends on the values."""
     kinds = [str(config.peft_type) for config in model.peft_config.values() if config.is_prompt_learning]
     if kinds:  # these look at parameters, not at the state dict
         return kinds[0]
     try:
         return _written(model, inventory, {})
-    except Exception as error:  # whatever its code does with numbers that it takes for weights
+    except Exception as error:  # PEFT's code may do anything with numbers that it takes for weights
         return f"{type(error).__name__}: {error}"
 
 
 def _by_value(model: Any, inventory: Inventory) -> Adapters:
-    """The same from values. Collective."""
+    """What PEFT writes of the model, from the values of its trainable parameters. Collective."""
     params = {name: param for name, param in _named(model).items() if param.requires_grad}
     with GatheredParameters(list(params.values())), torch.no_grad():
         return _written(model, inventory, {name: param.detach() for name, param in params.items()})
 
 
 def _named(model: Any) -> dict[str, torch.Tensor]:
-    """What the model's state dict has, by its names there; placeholders of what is released."""
+    """The tensors of the model's state dict, by their names there; resharded parameters are placeholders."""
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
@@ -183,7 +186,7 @@ def _written(model: Any, inventory: Inventory, values: Mapping[str, torch.Tensor
     numbered = {name: torch.tensor([number]) for number, name in enumerate(names)}
     made = Adapters()
     with TemporaryDirectory(prefix="zerorun-adapters-") as directory, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the numbers' shapes
+        warnings.simplefilter("ignore")  # about the shapes of the numbers
         _save(model, directory, {**numbered, **values})
         for path in sorted(Path(directory).rglob("*")):
             place = path.relative_to(directory).as_posix()
@@ -212,7 +215,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _save(model: Any, directory: str, state: dict[str, torch.Tensor]) -> None:
-    """Let PEFT write all adapters, as ``PeftModel.save_pretrained`` does also where the model has not that wrapper."""
+    """Let PEFT write all adapters as ``PeftModel.save_pretrained`` does, even if the model does not have that wrapper."""
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import save_file
 

@@ -1,8 +1,8 @@
-"""Routine: checkpoints that nobody asks for in the script: every so many steps or minutes, and when the job is told to end.
+"""Automatic saves, for which the script need not ask: every so many steps or minutes, and when the job is told to end.
 
 SIGTERM or SIGUSR1 on any one rank is a wish. Wishes travel with the sums that every step makes anyway, so all ranks learn
-of it at the same step, save together, and exit with ``EXIT_RESUME``: the launcher then starts the job again, or has it
-queued again.
+of a wish at the same step, save together, and exit with ``EXIT_RESUME``. The launcher then starts the job again, or has it
+put back into the queue.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class AutomaticSaves:
     every_minutes: float = 0.0
     on_signal: bool = True
     asynchronous: bool = False
-    clock_counts: bool = True  # on one rank only, so that clocks need not agree
+    clock_counts: bool = True  # True on one rank only, so that clocks need not agree
     _last: float = field(default_factory=time.monotonic)
     _signal: int = 0
     _before: dict[int, Any] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Take notice of signals from now on. Only the main thread can."""
+        """Notice signals from now on. Does nothing outside the main thread, since no other thread can."""
         if self.on_signal and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._notice)
 
     def unwatch(self) -> None:
-        """Let signals do again what they did before."""
+        """Restore the signal handlers that there were before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -58,7 +58,7 @@ class AutomaticSaves:
         self._signal = number  # a second one changes nothing: the save is coming
 
     def wishes(self) -> tuple[bool, bool]:
-        """(this rank was told to end, time for a save has come)."""
+        """(True if this rank was told to end, True if the time for a save has come)."""
         due = self.clock_counts and self.every_minutes > 0 and time.monotonic() - self._last >= 60 * self.every_minutes
         return self._signal != 0, due
 
@@ -67,11 +67,11 @@ class AutomaticSaves:
         return self.every_steps > 0 and global_steps > 0 and global_steps % self.every_steps == 0
 
     def saved(self) -> None:
-        """A save is over."""
+        """Begin to count minutes anew, since a save is over, or was begun if it is asynchronous."""
         self._last = time.monotonic()
 
     def end(self) -> None:
-        """All ranks have saved. Raises Preempted."""
+        """End this rank, when all ranks have saved. Raises Preempted."""
         if self._signal:
             logger.info("saved because of %s; ending with exit code %d", signal.Signals(self._signal).name, EXIT_RESUME)
         raise Preempted

@@ -1,4 +1,4 @@
-"""Checkpointer: what an engine can do with checkpoints. Captures its state, saves, loads, and chooses what to load."""
+"""Checkpointer: captures an engine's state, saves and loads checkpoints, and chooses which one to load."""
 
 from __future__ import annotations
 
@@ -54,26 +54,29 @@ class Checkpointer:
     def __init__(self, subject: Subject, run: TrainingRun) -> None:
         self.subject, self.run = subject, run
         self.inventory = Inventory.of(subject)
-        self.expected = self.inventory.describe()  # as the model was when the engine was made
+        self.expected = self.inventory.describe()  # the model as it was when the engine was created
         self._saver: Saver | None = None
-        self._adapters: dict[str, bytes] | None = None  # the file that describes them, if the model has any
+        self._adapters: dict[str, bytes] | None = None  # adapters.json by name; {}: no adapters; None: not yet made
         self.check_point: Callable[[str], None] = lambda point: None  # tests interrupt a save here
 
     @property
     def saver(self) -> Saver:
-        """Made, with a process group of its own, when it is needed first."""
+        """The saver. It is created on first use, together with a process group of its own."""
         if self._saver is None:
             try:
-                self.subject.comm.control.barrier()  # it notices a rank that has ended; making a group would wait for it
+                self.subject.comm.control.barrier()  # detects a rank that has ended; creating a group would wait for it
             except ZerorunError as error:
                 raise CheckpointError(f"not all ranks came to save or load: {error}") from error
             self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())
         return self._saver
 
     def _meet(self, what: str, look: Callable[[], T]) -> T:
-        """Wait until all ranks have called ``what``. ``look``: at what they were given; one rank's error is that of all."""
+        """Wait until all ranks have called ``what``, and return what ``look`` returned on this rank.
+
+        ``look`` checks the arguments that this rank was given. If it fails on any rank, all ranks raise the error.
+        """
         found, problem = attempt(look)
-        with speaking_up(self.subject.topology.rank, what):  # making the saver waits for the others as well
+        with speaking_up(self.subject.topology.rank, what):  # creating the saver waits for the other ranks, too
             self.saver.ranks.agree(problem)
         return found  # type: ignore[return-value]
 
@@ -90,7 +93,7 @@ class Checkpointer:
         latest: bool,
         keep: int | None,
     ) -> Path:
-        """Save into ``directory/tag``. The path of the checkpoint."""
+        """Save into ``directory/tag``, and return the path of the checkpoint."""
         self.wait()
         default = f"global_step{self.run.counters()['global_steps']}"
 
@@ -126,7 +129,7 @@ class Checkpointer:
         return self.saver.save(captured, target, asynchronous=False)
 
     def _choose(self, captured: Captured, dtype: torch.dtype | None) -> None:
-        """Let ``captured`` be adapters as PEFT has them, if there are any, else the weights. Collective."""
+        """Reduce ``captured`` to the adapters, in PEFT's format, or to the weights if there are no adapters. Collective."""
         ranks, rank = self.saver.ranks, self.subject.topology.rank
         adapters = find_adapters(self.inventory, ranks, compute=True)
         as_it_is = never_cast(self.expected)
@@ -139,7 +142,7 @@ class Checkpointer:
             captured.small = _model_description(self.subject.module, dtype or self.run.compute_dtype)
 
     def _merge(self, captured: Captured, dtype: torch.dtype | None) -> None:
-        """Let ``captured`` be the model with its adapters merged into it. Collective."""
+        """Replace what is in ``captured`` by the model with its adapters merged into it. Collective."""
         model = peft_model(self.subject.module)
         if not hasattr(model, "merge_and_unload"):
             kind = type(self.subject.module).__name__
@@ -158,7 +161,7 @@ class Checkpointer:
             captured.small = _model_description(merged.model, dtype or self.run.compute_dtype)
 
     def _compare_with_beginning(self) -> None:
-        """Raise CheckpointError if the model has not the tensors any more that it had when the engine was made."""
+        """Raise CheckpointError if the model no longer has the parameters that it had when the engine was created."""
         found = self.inventory.describe()
         if found != self.expected:
             changed = sorted({name for name in {**found, **self.expected} if found.get(name) != self.expected.get(name)})
@@ -168,7 +171,10 @@ class Checkpointer:
             )
 
     def _adapters_file(self) -> dict[str, bytes]:
-        """What lets a checkpoint be exported as PEFT has it. Made once: PEFT may look at the base model's repository."""
+        """The file that lets a checkpoint be exported in PEFT's format, by name; empty if the model has no adapters.
+
+        It is made only once, because PEFT may look at the base model's repository.
+        """
         if self._adapters is None:
             found = find_adapters(self.inventory, self.saver.ranks, compute=False)
             self._adapters = {ADAPTERS_FILE: found.to_bytes()} if found is not None else {}
@@ -205,7 +211,11 @@ class Checkpointer:
     def _manifest(
         self, tag: str, client_state: dict[str, Any], extra: dict[str, Any], tensors: dict[str, torch.Tensor]
     ) -> Manifest:
-        """What rank 0 knows, and the first rank of every other stage of its part of the model; others' are not used."""
+        """This rank's share of the manifest.
+
+        Rank 0 fills in everything it knows. The first rank of every other pipeline stage only describes its part of the
+        model. The manifests of all other ranks are not used.
+        """
         run, topology = self.run, self.subject.topology
         manifest = Manifest(tag, now(), run.counters(), versions())
         if leads_stage(topology):
@@ -231,7 +241,7 @@ class Checkpointer:
         return manifest
 
     def _describe_optimizer(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any] | None:
-        """Its type and the hyperparameters of its groups."""
+        """The optimizer's type and the hyperparameters of its groups; None if there is no optimizer."""
         if self.subject.optimizer is None:
             return None
         optimizer = self.subject.optimizer.optimizer
@@ -246,11 +256,14 @@ class Checkpointer:
     # -- loading -------------------------------------------------------------------------------------------------
 
     def load(self, directory: str | Path, tag: str | None, wanted: Wanted) -> tuple[Path | None, dict[str, Any]]:
-        """Load ``tag``, or the newest checkpoint that is complete and undamaged. (None, {}) if there is none at all."""
+        """Load ``tag``, or without a tag the newest checkpoint that is complete and undamaged.
+
+        Return its path and its client state; (None, {}) if there is no checkpoint at all.
+        """
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
         ranks = self.saver.ranks
-        self.subject.model.finish_updates()  # else they would change what is loaded
+        self.subject.model.finish_updates()  # otherwise they would change what is loaded
         if named is not None:
             return self._load_one(path, named, wanted)
         names = candidates(ranks, path)
@@ -264,16 +277,16 @@ class Checkpointer:
                     logger.warning("%s Going back to checkpoint %s.", error, names[index + 1])
         if is_rank_zero():
             what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
-            logger.warning("%s %s: training begins afresh.", what, path)
+            logger.warning("%s %s: training starts from the beginning.", what, path)
         return None, {}
 
     def wait(self) -> None:
-        """Return when the last asynchronous save is over; raises its CheckpointError."""
+        """Wait until the last asynchronous save is over. Raises its CheckpointError if it failed."""
         if self._saver is not None:
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait as ``wait`` does, and give back the process group."""
+        """Wait as ``wait`` does, then release the process group."""
         if self._saver is not None:
             try:
                 self._saver.close()
@@ -316,7 +329,7 @@ class Checkpointer:
         return decode(manifest.client_state, tensors) or {}
 
     def _refuse_strange_values(self, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
-        """Raise CheckpointError, before anything is changed, for values that this rank may need and cannot decode."""
+        """Raise CheckpointError, before anything is changed, if this rank cannot decode a value that it may need."""
         own = [states[self._place_in(manifest, states)] for states in (manifest.rng, manifest.data) if states]
         groups = manifest.optimizer["groups"] if manifest.optimizer else None
         for value in (manifest.scheduler, manifest.client_state, manifest.extra_state, groups, *own):
@@ -326,7 +339,7 @@ class Checkpointer:
                 raise type(error)(f"{path}: {error}") from error
 
     def _require(self, reader: Reader, wanted: Wanted) -> None:
-        """Raise CheckpointError for a component that this run has and the checkpoint has not."""
+        """Raise CheckpointError if the checkpoint lacks a component that this run has, unless ``wanted`` allows that."""
         manifest, run = reader.manifest, self.run
         assert manifest is not None
         if wanted.weights_only:
@@ -339,28 +352,35 @@ class Checkpointer:
         missing = [name for name, lacking in components.items() if lacking and not wanted.allows(name)]
         if missing:
             raise CheckpointError(
-                f"{reader.path} has no {', no '.join(missing)} state, and this run needs it to go on exactly. Remedy: pass "
-                f"allow_missing={missing} if it may begin afresh."
+                f"{reader.path} has no {', no '.join(missing)} state, and this run needs it to continue exactly. Remedy: "
+                f"pass allow_missing={missing} if it may start from the beginning."
             )
 
     def _has_position(self, manifest: Manifest) -> bool:
-        """True if the checkpoint says where the data loader was. Loaders of others know that for their own rank only."""
+        """True if the checkpoint has a position for the data loader of this run.
+
+        The position of an ``EpochLoader`` suits any ranks. Other loaders know that of their own rank only, so for them the
+        ranks must be laid out as they were.
+        """
         if manifest.data is None:
             return False
         return isinstance(self.run.dataloader, EpochLoader) or self._is_by_rank(manifest, manifest.data)
 
     def _is_by_rank(self, manifest: Manifest, states: Sequence[Any]) -> bool:
-        """True if ``states`` has one for each rank, and ranks have the places that they had."""
+        """True if ``states`` has one state for each rank, and the pipe and tensor degrees are those of the save."""
         topology, saved = self.subject.topology, manifest.layout
         same = (saved.get("pipe", 1), saved.get("tensor", 1)) == (topology.pipe, topology.tensor)
         return same and len(states) == topology.world_size
 
     def _place_in(self, manifest: Manifest, states: Sequence[Any]) -> int:
-        """Where in ``states``, of all ranks that saved, this rank's is; the first if there were others."""
+        """The index of this rank's state in ``states``, one per rank that saved; 0 if the ranks were laid out otherwise."""
         return self.subject.topology.rank if self._is_by_rank(manifest, states) else 0
 
     def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[str]:
-        """The position in the data, and the random numbers: rank by rank if there are as many ranks as there were."""
+        """Restore the position in the data and, if the ranks are laid out as they were, the random numbers.
+
+        Return what was restored, in words.
+        """
         topology, lines = self.subject.topology, []
         if manifest.data is not None and hasattr(self.run.dataloader, "load_state_dict"):
             own = manifest.data[self._place_in(manifest, manifest.data)]
@@ -375,9 +395,12 @@ class Checkpointer:
 
 
 def _exported(part: TensorPart, dtype: torch.dtype | None) -> TensorPart | None:
-    """``part`` as an export has it: weights in ``dtype``, or in that of the model; whatever is no float as it is."""
+    """``part`` as an export has it: floating-point values in ``dtype``, or None: in the model's dtype; others unchanged.
+
+    None for a master whose weights are among the parts themselves.
+    """
     if part.set == MASTER and part.rounded is None:
-        return None  # the weights are there as well
+        return None  # the weights are a part of their own
     if not part.tensor.is_floating_point():
         return part
     wanted = dtype or part.rounded or part.tensor.dtype
@@ -387,8 +410,11 @@ def _exported(part: TensorPart, dtype: torch.dtype | None) -> TensorPart | None:
 
 
 def _model_description(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
-    """config.json and generation_config.json of a Hugging Face model, which make its weights loadable there."""
-    module = getattr(module, "whole_model", module)  # of which a pipeline stage has some layers
+    """config.json and generation_config.json of a Hugging Face model, without which transformers cannot load the weights.
+
+    Empty for any other model.
+    """
+    module = getattr(module, "whole_model", module)  # a pipeline stage has only some of its layers
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "to_dict") or not hasattr(module, "save_pretrained") or hasattr(module, "peft_config"):
         return {}
@@ -401,5 +427,5 @@ def _model_description(module: torch.nn.Module, dtype: torch.dtype | None) -> di
         files["generation_config.json"] = generation.to_dict()
     try:
         return {name: json.dumps(content, indent=2).encode() for name, content in files.items()}
-    except TypeError:  # a configuration with values that its own class has to write
+    except TypeError:  # the configuration has values that only its own class can write
         return {"config.json": config.to_json_string().encode()} if hasattr(config, "to_json_string") else {}

@@ -1,11 +1,11 @@
-"""Cuts: where neighbouring elements of a rank's part of a tensor lie in the whole one. Pure arithmetic, and copies by it.
+"""Cuts: where the elements of a rank's part of a tensor are in the whole tensor. Pure arithmetic, and copies based on it.
 
 [Note: rows]
-A tensor-parallel rank has ranges along one dimension (a ``TensorShard``). Seen as a matrix, with all dimensions before
-that one as rows, the rank has the same columns of every row. Data parallelism then cuts the rank's flattened part into
-*runs* that heed no rows. So a run is the end of a row, some whole rows, and the beginning of a row: at most three
-*blocks*.
-Where nothing lies before the divided dimension there is one row, and a run is a few stretches of the whole tensor.
+A tensor-parallel rank has ranges along one dimension (a ``TensorShard``). If the tensor is seen as a matrix, with all
+dimensions before that one as rows, the rank has the same columns of every row. Data parallelism then cuts the rank's
+flattened part into *runs*, without regard to rows. So a run is the end of a row, some whole rows, and the beginning of a
+row: at most three *blocks*.
+If no dimension precedes the divided one, there is only one row, and a run is a few stretches of the whole tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_BYTES = 4 << 20  # of enclosing rows that are read at a time
 
 @dataclass(frozen=True)
 class Stretch:
-    """``width`` neighbouring elements: in the run from ``here`` on, in the flattened whole tensor from ``there`` on."""
+    """``width`` contiguous elements, which begin at ``here`` in the run and at ``there`` in the flattened whole tensor."""
 
     here: int
     there: int
@@ -32,7 +32,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Block:
-    """The ``cuts`` of the first of ``rows`` rows. Those of the next row lie ``step_here`` and ``step_there`` further."""
+    """``rows`` rows. ``cuts`` are those of the first; the next row's are ``step_here`` and ``step_there`` elements on."""
 
     rows: int
     step_here: int
@@ -41,27 +41,27 @@ class Block:
 
     @property
     def begin(self) -> int:
-        """The first element in the whole tensor."""
+        """The position of the first element in the whole tensor."""
         return min(cut.there for cut in self.cuts)
 
     @property
     def row_end(self) -> int:
-        """Behind the last element of the first row."""
+        """The position after the last element of the first row."""
         return max(cut.there + cut.width for cut in self.cuts)
 
     @property
     def end(self) -> int:
-        """Behind the last element in the whole tensor."""
+        """The position after the last element in the whole tensor."""
         return self.row_end + (self.rows - 1) * self.step_there
 
 
 def in_stretches(shard: TensorShard) -> bool:
-    """True if a rank's part is one row: then runs are stretches of the whole tensor, as many as there are ranges."""
+    """True if a rank's part is one row: then a run is at most one stretch of the whole tensor for each range."""
     return prod(shard.shape[: shard.dim]) == 1
 
 
 def blocks(shard: TensorShard, start: int, numel: int) -> Iterator[Block]:
-    """Where elements ``start .. start + numel`` of the flattened part ``shard`` lie in the whole tensor."""
+    """Yield where elements ``start .. start + numel`` of the flattened part ``shard`` are in the whole tensor."""
     inner = prod(shard.shape[shard.dim + 1 :])
     step_here, step_there = shard.length * inner, shard.shape[shard.dim] * inner
     position, end = start, start + numel
@@ -75,7 +75,10 @@ def blocks(shard: TensorShard, start: int, numel: int) -> Iterator[Block]:
 
 
 def _cuts(shard: TensorShard, inner: int, column: int, width: int, here: int, there: int) -> Iterator[Stretch]:
-    """Of ``width`` elements from ``column`` of a row of the part: ``here`` in the run. The whole's row begins ``there``."""
+    """Yield the cuts of ``width`` elements of one row of the part, from ``column`` on.
+
+    These elements begin at ``here`` in the run, and their row begins at ``there`` in the whole tensor.
+    """
     begin = 0  # of a range, in the row of the part
     for low, high in shard.ranges:
         end = begin + (high - low) * inner
@@ -86,13 +89,13 @@ def _cuts(shard: TensorShard, inner: int, column: int, width: int, here: int, th
 
 
 def span(shard: TensorShard, start: int, numel: int) -> tuple[int, int]:
-    """The (begin, end) in the flattened whole tensor that encloses a run."""
+    """The range (begin, end) of the flattened whole tensor that encloses a run."""
     found = list(blocks(shard, start, numel))
     return min((block.begin for block in found), default=0), max((block.end for block in found), default=0)
 
 
 def put(shard: TensorShard, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write ``run``, elements from ``start`` of the flattened part, to where they belong in the flattened ``whole``."""
+    """Copy ``run``, the elements from ``start`` on of the flattened part, to their places in the flattened ``whole``."""
     for block in blocks(shard, start, run.numel()):
         for cut in block.cuts:
             found = _rows(run, cut.here, block.rows, cut.width, block.step_here)
@@ -102,9 +105,10 @@ def put(shard: TensorShard, start: int, run: torch.Tensor, whole: torch.Tensor) 
 def take(shard: TensorShard, start: int, out: torch.Tensor, read: Callable[[int, torch.Tensor], None]) -> None:
     """Fill ``out``, contiguous, with the elements from ``start`` of the flattened part.
 
-    ``read(begin, to)`` fills the contiguous 1-D ``to`` from element ``begin`` of the flattened whole tensor. Of whole rows
-    the enclosing elements are read, some rows at a time, and the own columns picked from them: checksums are over blocks
-    of files, so that bytes between short columns are read in any case. Single rows, and long ones, are read by column.
+    ``read(begin, to)`` fills the contiguous 1-D ``to`` from element ``begin`` of the flattened whole tensor. For whole
+    rows, the enclosing elements are read, some rows at a time, and the rank's own columns are picked from them: checksums
+    are over blocks of files, so the bytes between short columns are read in any case. Of single rows, and of long ones,
+    only the rank's own columns are read.
     """
     for block in blocks(shard, start, out.numel()):
         fitting = _MOST_BYTES // (block.step_there * out.element_size())
@@ -128,5 +132,5 @@ def _take_rows(block: Block, first: int, rows: int, out: torch.Tensor, read: Cal
 
 
 def _rows(flat: torch.Tensor, begin: int, rows: int, width: int, step: int) -> torch.Tensor:
-    """``rows`` rows of ``width`` elements of ``flat``, each ``step`` behind the one before: a view."""
+    """A view [rows, width] of ``flat`` from element ``begin`` on, whose rows begin ``step`` elements apart."""
     return flat[begin:].as_strided((rows, width), (step, 1))

@@ -4,19 +4,19 @@
     1. everything is written to ``.saving.TAG`` and made durable, the manifest last
     2. an older checkpoint of the same tag is renamed to ``.replaced.TAG``
     3. ``.saving.TAG`` is renamed to ``TAG``
-    4. ``latest`` is replaced by a file that names TAG; then ``.replaced.TAG`` and what is more than enough is deleted
+    4. ``latest`` is replaced by a file that names TAG; then ``.replaced.TAG`` and checkpoints beyond ``keep`` are deleted
 
-After each of them, and inside of each, the newest complete checkpoint is a directory with a manifest: ``TAG``,
-``.replaced.TAG`` or the one before. A directory whose name begins with ``.saving.`` is never chosen. To delete one, it is
-first renamed to ``.deleting.`` and a random number, so that half a directory never looks like a whole one; what an
-interrupted deletion leaves, the next save deletes.
+After each step, and at any time within a step, the newest complete checkpoint is a directory with a manifest: ``TAG``,
+``.replaced.TAG`` or the previous checkpoint. A directory whose name begins with ``.saving.`` is never chosen. A directory
+that is to be deleted is first renamed to ``.deleting.`` and a random number, so that half of one never looks like a whole
+one. The next save deletes what an interrupted deletion has left.
 
 [Note: what is deleted]
-Only what zerorun made: a name alone does not say so. A directory must have the files that every checkpoint has, or nothing
-but files that a save writes; a checkpoint must still have its own name, or somebody has put it aside. Links are neither
-followed nor deleted, and what a link beside the checkpoints points to stays. Where a save needs a name that something else
-has, it is refused before it writes. Earlier versions called a replaced checkpoint ``TAG.old``, as a person may, too: such a
-one is read where TAG is missing, and never deleted.
+Only what zerorun made is deleted, and a name alone does not prove that. A directory must have a file that every checkpoint
+has, or nothing but files that a save writes. A checkpoint must also still have its own name; otherwise somebody has put it
+aside. Links are neither followed nor deleted, and what a link beside the checkpoints points to stays. If something else has
+a name that a save needs, the save is refused before it writes anything. Earlier versions renamed a replaced checkpoint to
+``TAG.old``, which a person may do, too. Such a directory is read if TAG is missing, and is never deleted.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ LATEST = "latest"
 TEMPORARY = ".saving."
 REPLACED = ".replaced."
 DOOMED = ".deleting."
-# Seconds after which an interrupted save of another tag is deleted. Before, another process may be writing it.
+# Seconds after which an interrupted save of another tag is deleted. Until then, another process may be writing it.
 _STALE_S = 900
 OLD = ".old"
-_POINTER_BYTES = 4096  # of ``latest``, which has one name
-_ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in a checkpoint; one of them may be lost
+_POINTER_BYTES = 4096  # the most in ``latest``, which holds one name
+_ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in every checkpoint, unless one of them was lost
 # What saves and exports write, and the names that NFS gives to files that are deleted while they are open.
 _WRITTEN = re.compile(r".*\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json|\.nfs[0-9a-f]+", re.DOTALL)
 _MARKS = re.compile(rf"{re.escape(TEMPORARY)}({LATEST}(\.[0-9a-f]{{16}})?|.*\.rank\d+)", re.DOTALL)
 
 
 def check_tag(tag: str) -> str:
-    """``tag`` if it can be the name of a directory. Raises CheckpointError."""
+    """Return ``tag`` if it can be the name of a checkpoint's directory. Raises CheckpointError if not."""
     plain = tag == tag.strip() and is_plain(tag)
     if not plain or tag == LATEST or tag.startswith((TEMPORARY, REPLACED, DOOMED)) or tag.endswith(OLD):
         raise CheckpointError(
@@ -78,7 +78,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Make ``directory`` and those it lies in, durably, as far as they are missing."""
+    """Make ``directory`` and any missing parents of it, durably."""
     if not directory.is_dir():
         make_directory(directory.parent)
         directory.mkdir(exist_ok=True)
@@ -89,7 +89,7 @@ def make_directory(directory: Path) -> None:
 
 
 def refuse_occupied(final: Path, *, replace: bool = True) -> None:
-    """Raise CheckpointError if there are files in ``final``, other than, with ``replace``, those of a checkpoint."""
+    """Raise CheckpointError if ``final`` is a link, or has files in it. With ``replace``, it may be a checkpoint."""
     what = "is no checkpoint" if replace else "is not empty"
     if final.is_symlink():
         what = "is a symbolic link"
@@ -99,7 +99,7 @@ def refuse_occupied(final: Path, *, replace: bool = True) -> None:
 
 
 def refuse_strange_pointer(directory: Path) -> None:
-    """Raise CheckpointError if ``latest`` in ``directory`` is a link, a directory or the like, which no save made."""
+    """Raise CheckpointError if ``latest`` in ``directory`` is a link, a directory or the like: no save has made it."""
     path = directory / LATEST
     if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
         raise CheckpointError(
@@ -109,9 +109,10 @@ def refuse_strange_pointer(directory: Path) -> None:
 
 
 def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
-    """An empty temporary directory for ``tag``. What an interrupted save of this tag left is deleted.
+    """Make an empty temporary directory for ``tag``, and return it. What an interrupted save of this tag left is deleted.
 
-    Raises OSError, and CheckpointError as ``refuse_occupied`` does, or if what is not zerorun's has a name that is needed.
+    Raises OSError. Raises CheckpointError as ``refuse_occupied`` does, or if something that is not zerorun's has a name
+    that the save needs.
     """
     refuse_occupied(directory / tag, replace=replace)
     temporary = directory / f"{TEMPORARY}{tag}"
@@ -129,11 +130,11 @@ def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
 
 
 def _is_own(path: Path) -> bool:
-    """True if ``path`` is a directory that zerorun made, whole or not: by what is in it, since anybody can use a name."""
+    """True if ``path`` is a directory that zerorun made, whole or not. What is in it decides: anybody can use a name."""
     try:
         with os.scandir(path) as scan:
             entries = list(scan)
-    except OSError:  # no directory, or one that is closed to this user
+    except OSError:  # not a directory, or one that this user may not read
         return False
     if path.is_symlink():
         return False
@@ -143,7 +144,7 @@ def _is_own(path: Path) -> bool:
 
 
 def publish(directory: Path, tag: str) -> Path:
-    """Turn the temporary directory of ``tag`` into the checkpoint. Raises OSError."""
+    """Turn the temporary directory of ``tag`` into the checkpoint. Raises OSError, or CheckpointError if it is occupied."""
     temporary, final = directory / f"{TEMPORARY}{tag}", directory / tag
     sync_directory(temporary)
     refuse_occupied(final)
@@ -159,8 +160,8 @@ def publish(directory: Path, tag: str) -> Path:
 
 
 def point_latest(directory: Path, tag: str) -> None:
-    """Let ``latest`` name ``tag``, in one step. Raises OSError."""
-    for left in directory.glob(f"{TEMPORARY}{LATEST}*"):  # of saves that were killed here
+    """Make ``latest`` name ``tag``, atomically. Raises OSError."""
+    for left in directory.glob(f"{TEMPORARY}{LATEST}*"):  # left by saves that were killed here
         if _is_mark(left):
             left.unlink()
     temporary = directory / f"{TEMPORARY}{LATEST}.{secrets.token_hex(8)}"
@@ -187,9 +188,10 @@ def _remove(path: Path) -> None:
 
 
 def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
-    """Delete the replaced version of ``tag``, saves long interrupted, and all but the newest ``keep``. What was deleted.
+    """Delete what is not needed any more, and return the names of the checkpoints that ``keep`` does not cover.
 
-    ``tag`` itself always stays, and so does what zerorun did not make, and what links in ``directory`` point to.
+    That is the replaced version of ``tag``, what saves interrupted long ago have left, and all checkpoints but the newest
+    ``keep``. ``tag`` itself always stays, and so does what zerorun did not make, and what links in ``directory`` point to.
     """
     _remove(directory / f"{REPLACED}{tag}")
     for left in directory.glob(f"{DOOMED}*"):
@@ -209,7 +211,7 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
 
 
 def _remove_stale(left: Path) -> None:
-    """Delete what an interrupted save has left, unless it may still be going on."""
+    """Delete what an interrupted save has left, unless the save may still be running."""
     own_directory = _is_own(left)
     if own_directory or _is_mark(left):
         written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if own_directory else ())))
@@ -218,24 +220,24 @@ def _remove_stale(left: Path) -> None:
 
 
 def _is_mark(path: Path) -> bool:
-    """True if ``path`` is a file that a save uses for a moment."""
+    """True if ``path`` is a short-lived file of a save."""
     return _MARKS.fullmatch(path.name) is not None and stat.S_ISREG(path.lstat().st_mode)
 
 
 def _lies_in(target: Path, path: Path) -> bool:
-    """True if ``target``, without links, is ``path`` or something in it."""
+    """True if ``target``, a path without links, is ``path`` or something in it."""
     real = Path(os.path.realpath(path))
     return real == target or real in target.parents
 
 
 def replaced(directory: Path) -> list[str]:
-    """Tags of which the replaced version is still there: their save was killed at its last steps."""
+    """The tags whose replaced version is still there, because their save was killed in its last steps."""
     found = (path for path in directory.glob(f"{REPLACED}*") if not path.is_symlink() and has_manifest(path))
     return sorted(path.name.removeprefix(REPLACED) for path in found)
 
 
 def version_of(path: Path) -> str | None:
-    """When the checkpoint ``path`` was saved; None if there is none that can be read."""
+    """When the checkpoint ``path`` was saved; None if there is no checkpoint, or its manifest cannot be read."""
     try:
         return read_manifest(path).saved_at
     except CheckpointError:
@@ -243,7 +245,7 @@ def version_of(path: Path) -> str | None:
 
 
 def drop_replaced(directory: Path, tags: Iterable[str]) -> None:
-    """Delete the replaced versions of ``tags``, which are there in new versions on all disks. Raises OSError."""
+    """Delete the replaced versions of ``tags``, whose new versions are on all disks. Raises OSError."""
     for tag in tags:
         _remove(directory / f"{REPLACED}{tag}")
 
@@ -267,17 +269,17 @@ class _Found:
 
 
 def has_manifest(path: Path) -> bool:
-    """True if ``path`` is a directory with a file that may be a manifest. False where that cannot be looked up."""
+    """True if ``path`` is a directory with a file that may be a manifest. False if that cannot be looked up."""
     return os.path.isfile(path / MANIFEST)
 
 
 def newest_first(directory: Path) -> list[str]:
-    """Names of the directories with a readable manifest, by time of saving; links come last. Damaged ones are left out."""
+    """The names of the directories with a readable manifest, newest first; links come last."""
     return [found.path.name for found in _by_time(directory)[0]]
 
 
 def _by_time(directory: Path) -> tuple[list[_Found], dict[str, str]]:
-    """Those with a readable manifest, newest first and links last; and by name what is wrong with others."""
+    """(directories with a readable manifest, newest first and links last; name -> what is wrong, for other directories)."""
     found, damaged = [], {}
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name.startswith((TEMPORARY, DOOMED)) or not has_manifest(path):
@@ -290,7 +292,7 @@ def _by_time(directory: Path) -> tuple[list[_Found], dict[str, str]]:
 
 
 def read_pointer(directory: Path) -> str:
-    """What ``latest`` names; empty if it names nothing, or is no file that a save can have written."""
+    """The name in ``latest``; empty if there is none, or if it is not a file that a save can have written."""
     try:
         return read_regular(directory / LATEST, _POINTER_BYTES).decode(errors="replace").strip()
     except OSError:
@@ -300,7 +302,8 @@ def read_pointer(directory: Path) -> str:
 def in_order_of_trust(directory: Path) -> list[str]:
     """The tags to try: what ``latest`` names, then all others, newest first.
 
-    A complete checkpoint that was saved after ``latest`` was written goes first: its save was killed at the last step.
+    If the newest checkpoint that ``latest`` was to name was saved after ``latest`` was written, its save was killed at the
+    last step. Then, and if what ``latest`` names is not there, all are tried newest first.
     """
     found, damaged = _by_time(directory)
     names = [one.path.name for one in found]
@@ -311,7 +314,7 @@ def in_order_of_trust(directory: Path) -> list[str]:
     except OSError:
         there, written = False, ""
     for name, what in damaged.items():
-        if name != first or not there:  # else loading tries it, and says so
+        if name != first or not there:  # otherwise loading tries it, and says so
             logger.warning("%s It is left out.", what)
     saves = (one.manifest for one in found if one.manifest.becomes_latest and not one.is_link)
     interrupted = next((save.saved_at > written for save in saves), False)
@@ -321,7 +324,7 @@ def in_order_of_trust(directory: Path) -> list[str]:
 
 
 def missing_files(directory: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
-    """Those of ``files`` that are not there in full: name -> what is wrong."""
+    """Return name -> what is wrong, for those of ``files`` that are missing or do not have their full length."""
     wrong = {}
     for name, record in files.items():
         try:

@@ -1,7 +1,7 @@
-"""Files that may be anybody's: read only if they are regular and not too long, made only if nothing is there.
+"""Files that anybody may have made: read only if they are regular and not too long, created only if nothing is there.
 
-A named pipe would make a reader wait for ever, a device never ends, and a name with ``..`` or a link may lead to any file
-of the user who reads. What is written goes to names that nobody else has: a link that lies there is never followed.
+A named pipe would make a reader wait forever, a device never ends, and a name with ``..`` or a link may lead to any file
+that the reading user can read. New files get names that nothing else has: a link of that name is never followed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def is_plain(name: object) -> bool:
-    """True if ``name`` can only be that of an entry of a directory: no path, not the directory itself or the one above."""
+    """True if ``name`` can only name an entry of a directory: it is no path, nor the directory itself, nor its parent."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     try:
@@ -31,11 +31,11 @@ def is_plain(name: object) -> bool:
 
 
 def open_regular(path: Path, home: Path | None = None) -> int:
-    """A descriptor to read the regular file ``path``. Raises OSError for anything else, without waiting.
+    """Return a descriptor to read the regular file ``path``. Raises OSError for anything else, without waiting.
 
-    With ``home``, the directory that ``path`` lies in, a link must not lead out of it.
+    With ``home``, the directory that ``path`` is in, a link must not lead out of that directory.
     """
-    _refuse_others(path, os.stat(path).st_mode)  # before it is opened: opening some devices does something
+    _refuse_others(path, os.stat(path).st_mode)  # before it is opened: just opening some devices has effects
     if home is not None:
         _refuse_way_out(path, home)
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -48,7 +48,7 @@ def open_regular(path: Path, home: Path | None = None) -> int:
 
 
 def read_regular(path: Path, most: int, home: Path | None = None) -> bytes:
-    """All of a regular file of at most ``most`` bytes; OSError for anything else. ``home``: as for ``open_regular``."""
+    """Read a whole regular file of at most ``most`` bytes. Raises OSError for others. ``home``: as in ``open_regular``."""
     file = open_regular(path, home)
     try:
         size = os.fstat(file).st_size
@@ -71,7 +71,10 @@ def _refuse_others(path: Path, mode: int) -> None:
 
 
 def _refuse_way_out(path: Path, home: Path) -> None:
-    """A cache of the Hugging Face hub is one place: ``snapshots/REVISION`` has links to files in ``blobs``."""
+    """Raise OSError if ``path`` is a link that leads out of ``home``.
+
+    A cache of the Hugging Face hub counts as one place: ``snapshots/REVISION`` has links to files in ``blobs``.
+    """
     if not path.is_symlink():
         return
     place, target = Path(os.path.realpath(home)), Path(os.path.realpath(path))
@@ -81,10 +84,13 @@ def _refuse_way_out(path: Path, home: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """A descriptor to write the new file ``path``. Raises OSError if anything has that name, be it a link to nothing."""
+    """Create the file ``path``, and return a descriptor to write it.
+
+    Raises OSError if anything has that name, even a dangling link.
+    """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def mark(path: Path) -> None:
-    """Make the empty file ``path`` unless it is there. Raises OSError if a link has that name."""
+    """Create the empty file ``path`` unless it is there already. Raises OSError if a link has that name."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))

@@ -26,9 +26,9 @@ _MOST_STATES = 100_000  # of the search in match_groups, before it gives up
 class ForeignTensor:
     """One tensor of a foreign checkpoint, not yet read.
 
-    ``set``: ``model`` (weights as the model computes with), ``master`` (full-precision copies, where they differ in dtype
-    from the model's) or ``optimizer.<key>``, such as ``optimizer.exp_avg``. ``name``: as in ``model.state_dict()``.
-    ``load`` gives the whole tensor on the CPU, contiguous, with ``shape`` and ``dtype``. It raises CheckpointError.
+    ``set``: ``model`` (the weights that the model computes with), ``master`` (full-precision copies, if their dtype is not
+    that of the model's) or ``optimizer.<key>``, such as ``optimizer.exp_avg``. ``name``: as in ``model.state_dict()``.
+    ``load`` returns the whole tensor on the CPU, contiguous, with ``shape`` and ``dtype``. It raises CheckpointError.
     """
 
     set: str
@@ -42,12 +42,12 @@ class ForeignTensor:
 class ForeignCheckpoint:
     """A foreign checkpoint in terms that do not depend on who wrote it.
 
-    ``trainable``: every parameter's name, without aliases and buffers, and its ``requires_grad``. ``aliases``: the other
+    ``trainable``: the name of every parameter, without aliases and buffers -> its ``requires_grad``. ``aliases``: the other
     name of a tied parameter -> the name under which it is stored. ``optimizer_type``: such as ``AdamW``, empty if unknown.
-    ``group_of``: a parameter's name -> the index in ``groups`` of its optimizer group. ``groups``: hyperparameters.
-    ``scalars``: such as ``step`` -> name -> value. ``counters``: global_steps, micro_steps, skipped_steps, where known.
-    ``loss_scale``, of fp16 only: the fields of :class:`zerorun.optim.loss_scaler.LossScaler` but ``hysteresis``.
-    ``scheduler``: the state of the learning rate scheduler. ``client_state``: what the user had stored along.
+    ``group_of``: a parameter's name -> the index in ``groups`` of its optimizer group. ``groups``: their hyperparameters.
+    ``scalars``: a key such as ``step`` -> name -> value. ``counters``: global_steps, micro_steps, skipped_steps, if known.
+    ``loss_scale``, for fp16 only: the fields of :class:`zerorun.optim.loss_scaler.LossScaler` except ``hysteresis``.
+    ``scheduler``: the state of the learning rate scheduler. ``client_state``: what the user had stored with it.
     ``notes``: what could not be carried over, and why.
     """
 
@@ -66,10 +66,10 @@ class ForeignCheckpoint:
 
 
 class NumpyDtype:
-    """Stands for a ``numpy.dtype`` while a pickle is read: of numbers, without fields, shapes and flags of their own.
+    """Stands in for ``numpy.dtype`` while a pickle is read, but only for plain numbers, without fields, shapes and flags.
 
-    A real one takes what ``__setstate__`` is given, such as flags or an offset of a field that its elements do not have,
-    and arrays of it then read whatever is in memory there. It and the others raise ValueError or TypeError.
+    A real one accepts whatever ``__setstate__`` is given, such as flags, or a field at an offset that its elements do not
+    have, and arrays of it then read whatever is in memory there. This class and the next raise ValueError or TypeError.
     """
 
     def __init__(self, code: str, *unused: bool) -> None:
@@ -127,8 +127,8 @@ def _harmless_classes() -> list[tuple[Any, str]]:
 
 
 HARMLESS = _harmless_classes()
-"""What pickles may name beyond torch's own list: classes that only hold values. For ``torch.serialization.safe_globals``;
-pairs, so that leaving that context does not take away what the user has allowed."""
+"""What pickles may name beyond torch's own list: classes that only hold values. For ``torch.serialization.safe_globals``.
+They are pairs, so that leaving that context does not take away what the user has allowed."""
 
 
 def refused_class(error: BaseException) -> str:
@@ -143,7 +143,7 @@ def first_line(error: BaseException) -> str:
 
 
 def plain_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Hyperparameters without parameters, their names and ``step``; one-element tensors as numbers."""
+    """The hyperparameters of ``groups``, without parameters, their names and ``step``; one-element tensors as numbers."""
     return [
         {
             key: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -165,11 +165,11 @@ def optimizer_name(groups: Sequence[Mapping[str, Any]]) -> str:
 def match_groups(
     sizes: Mapping[str, int], wanted: Sequence[int], fits: Callable[[int, int, str], bool], where: str
 ) -> list[list[str]]:
-    """The names of each optimizer group's parameters, where the checkpoint has only their order.
+    """Find the names of each optimizer group's parameters, if the checkpoint has only their order.
 
-    Group ``g`` takes ``wanted[g]`` units; the name ``n`` fills ``sizes[n]`` of them, from unit ``i`` on, if
-    ``fits(g, i, n)``. Names keep their order within a group, and may be in no group. Raises CheckpointError, beginning
-    with ``where``, unless there is exactly one way.
+    Group ``g`` has ``wanted[g]`` places. The name ``n`` may fill ``sizes[n]`` of them, from place ``i`` on, if
+    ``fits(g, i, n)``. Names keep their order within a group, and may be in no group. Raises CheckpointError, with a text
+    that begins with ``where``, unless there is exactly one way.
     """
     layers: list[dict[tuple[int, ...], tuple[int, tuple[int, ...], int | None]]] = [{(0,) * len(wanted): (1, (), None)}]
     left = sum(sizes.values())
@@ -220,9 +220,9 @@ def number(value: Any) -> float | None:
 def pieced(
     kind: str, name: str, dtype: torch.dtype, shape: Sequence[int], pieces: Sequence[tuple[torch.Tensor, int, int]]
 ) -> ForeignTensor:
-    """A tensor whose elements are those from ``start`` to ``end`` of each piece, one behind the other, then maybe padding.
+    """A tensor that consists of elements ``start .. end`` of each piece, one after the other. Padding may follow.
 
-    A piece is (tensor, start, end). Loading raises CheckpointError if they hold too few elements.
+    A piece is (tensor, start, end). Loading raises CheckpointError if the pieces hold too few elements.
     """
 
     def load() -> torch.Tensor:

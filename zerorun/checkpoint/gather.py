@@ -1,9 +1,9 @@
-"""Collect: bring the elements of a tensor together on the rank that writes it, a stretch at a time.
+"""Gather: bring the elements of a tensor together on the rank that writes it, one stretch at a time.
 
-Ranks that shard with one another on one host read one another's memory; others are sent what they need. The sends of a
-rank are all issued at the beginning, from where its parts lie, and go when the writer asks for them: nobody works in step,
-and no writer holds more than one part of one tensor beside its own state; or one whole tensor and a part of it, if tensor
-parallelism divides it so that the parts' rows have to be joined.
+Ranks of one shard group on one host read each other's memory; other ranks are sent what they need. A rank issues all its
+sends at the beginning, straight from the memory of its parts. Each is carried out when the writer asks for it, so the ranks
+need not work in step. Beside its own state, a writer holds no more than one part of one tensor; or one whole tensor and a
+part of it, if tensor parallelism divides the tensor so that rows of the parts have to be joined.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .write_plan import Source, Task, WritePlan
 
 _STRETCH = 4 << 20  # bytes: stays in the processor's cache from reading to writing
 
-PeerReader = Callable[[int, int, torch.Tensor], None]  # (rank, address, where to), of this rank's shard group
+PeerReader = Callable[[int, int, torch.Tensor], None]  # (rank, one of this rank's shard group; address; tensor to fill)
 
 
 class Collector:
-    """The tensors of ``plan``, from ``memory`` of all ranks: (set, name) -> this rank's part as a 1-D CPU tensor."""
+    """Collects the tensors of ``plan`` from all ranks. ``memory``: (set, name) -> this rank's part, as a 1-D CPU tensor."""
 
     def __init__(
         self, plan: WritePlan, memory: dict[tuple[str, str], torch.Tensor], ranks: Ranks, read_peer: PeerReader | None
     ) -> None:
         self._memory, self._ranks, self._read_peer = memory, ranks, read_peer
-        # A shard group has peer memory on all its ranks or on none: sender and writer decide alike.
+        # All ranks of a shard group have peer memory, or none has: sender and writer decide alike.
         self._read = set(ranks.topology.ranks_along("shard")) if read_peer is not None else set()
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._joined = torch.empty(0, dtype=torch.uint8)  # a whole tensor
@@ -46,7 +46,7 @@ class Collector:
         return self._memory[task.set, task.tensor.name][source.offset : source.offset + source.numel]
 
     def stretches(self, task: Task) -> Iterator[torch.Tensor]:
-        """The flattened tensor of ``task``, whose writer this rank is, in 1-D pieces that are valid until the next."""
+        """Yield the flattened tensor of ``task``, which this rank writes, in 1-D pieces. Each is valid until the next."""
         if all(source.shard is None for source in task.sources):
             for source in task.sources:
                 yield from self._pieces(task, source)
@@ -56,13 +56,13 @@ class Collector:
         for source in task.sources:
             start = source.start
             for piece in self._pieces(task, source):
-                assert source.shard is not None  # a plan does not mix them
+                assert source.shard is not None  # a plan does not mix sources with and without
                 put(source.shard, start, piece, whole)
                 start += piece.numel()
         yield from whole.split(_STRETCH // dtype.itemsize)
 
     def _pieces(self, task: Task, source: Source) -> Iterator[torch.Tensor]:
-        """The elements of ``source``, a stretch after the other."""
+        """Yield the elements of ``source``, one stretch after the other."""
         dtype = dtype_of(task.tensor.dtype)
         length = _STRETCH // dtype.itemsize
         if source.rank == self._ranks.rank:
@@ -79,7 +79,7 @@ class Collector:
             yield from part.split(length)
 
     def finish(self) -> None:
-        """Return when everything that this rank had to send is on its way."""
+        """Wait for all sends of this rank."""
         for send in self._sends:
             with waiting("checkpoint: a part of a tensor that another rank takes"):
                 send.wait()  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ class Collector:
 
 
 def _room(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``buffer`` of bytes, or a larger one in its place; its beginning as ``numel`` elements)."""
+    """Return (``buffer``, or a larger byte buffer in its place; a view of its beginning as ``numel`` elements)."""
     size = numel * dtype.itemsize
     if buffer.numel() < size:
         buffer = torch.empty(size, dtype=torch.uint8)

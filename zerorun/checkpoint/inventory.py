@@ -1,8 +1,8 @@
 """Inventory: every tensor of a model in training by name, and which elements of it this rank holds.
 
 Names are those of ``module.state_dict()``, without what torch.compile puts in them. A tied tensor has one name, the
-first; the others are its aliases. Shapes are those of whole tensors, also where this rank's layers have a part of them.
-Of a parameter that stays apart (zero/weights.py) there are the tensors that it consists of, named after it.
+first; the others are its aliases. Shapes are those of whole tensors, even if this rank's layers have only a part of them.
+In place of a parameter that stays apart (plan/weights.py) stand the tensors that it consists of, named after it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _WRAPPER = "_orig_mod."
 
 
 def stored_name(name: str) -> str:
-    """The name in checkpoints of what ``named_parameters`` or ``state_dict`` call ``name``."""
+    """The name that checkpoints use for what ``named_parameters`` or ``state_dict`` call ``name``."""
     return name.replace(_WRAPPER, "")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What checkpoints are of: ``module``, which ``model`` is or is a part of."""
+    """What is saved or loaded: ``module``, which is the module of ``model`` or a part of it."""
 
     module: nn.Module
     model: ShardedModel
@@ -68,7 +68,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class SavedParameter:
-    """Where a parameter lives, and what of it the ranks that shard with this one have (None: all)."""
+    """Where a parameter is kept. ``shard``: the part of it that this rank and those it shards with have (None: all)."""
 
     unit: Unit
     flat_group: FlatGroup
@@ -77,12 +77,12 @@ class SavedParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole parameter."""
         return tuple(self.flat_group.layout.entries[self.entry].shape) if self.shard is None else self.shard.shape
 
     @property
     def numel(self) -> int:
-        """Of what is in the unit."""
+        """The number of elements in the unit: those of ``shard``, if there is one."""
         return self.flat_group.layout.entries[self.entry].numel
 
     def part_of_full(self, full: torch.Tensor) -> torch.Tensor:
@@ -93,18 +93,18 @@ class SavedParameter:
 
 @dataclass
 class TensorPart:
-    """Elements from ``start`` of the flattened tensor ``name`` of ``set``, as a 1-D view of where they live.
+    """Elements, from ``start`` on, of the flattened tensor ``name`` of ``set``, as a 1-D view of the memory they are in.
 
-    With a ``shard``, of that part of the tensor, flattened.
+    With a ``shard``, they are elements of that part of the tensor, flattened.
     """
 
     set: str
     name: str
     start: int
     tensor: torch.Tensor  # [n]
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]  # of the whole tensor
     shard: TensorShard | None = None
-    rounded: torch.dtype | None = None  # the set "model" has it in this dtype
+    rounded: torch.dtype | None = None  # the set "model" gets a copy of it in this dtype
 
     def row(self) -> Row:
         code = dtype_code(self.tensor.dtype, self.name)
@@ -115,15 +115,15 @@ class TensorPart:
 
 @dataclass
 class Contents:
-    """What a module has, or the modules of all pipeline stages together."""
+    """The tensors and the extra state of a module, or of the modules of all pipeline stages together."""
 
     shapes: dict[str, tuple[int, ...]]  # of parameters and buffers, in the model's order
     aliases: dict[str, str]  # other names of tied tensors
-    extra: list[str]  # of what modules return from get_extra_state
+    extra: list[str]  # names of what modules return from get_extra_state
 
 
 def together(stages: Iterable[Contents | None]) -> Contents:
-    """The model that has all of ``stages``. A tensor that several have stands where the first has it."""
+    """The contents of the model that has all of ``stages``. A tensor that several stages have stands with the first."""
     whole = Contents({}, {}, [])
     for stage in stages:
         if stage is not None:
@@ -135,12 +135,12 @@ def together(stages: Iterable[Contents | None]) -> Contents:
 
 @dataclass
 class Inventory:
-    """Made once, when the engine is: what a checkpoint of this model must hold."""
+    """What a checkpoint of this model must hold. An engine makes it once, when it is created."""
 
     subject: Subject
     homes: dict[str, SavedParameter] = field(default_factory=dict)  # parameters, in the order of the state dict
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
-    apart: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters of no unit
+    apart: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters that are in no unit
 
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
@@ -189,11 +189,11 @@ class Inventory:
         return found, extra
 
     def kept_apart(self) -> dict[str, torch.Tensor]:
-        """What parameters that stay apart consist of, by name: where it lies."""
+        """By name, the tensors of which the parameters that stay apart consist. They are not copies."""
         return {name + path: inner for name, param in self.apart.items() for path, inner in inner_tensors(param)}
 
     def contents(self) -> Contents:
-        """What this rank's module has."""
+        """The contents of this rank's module."""
         buffers, extra = self.buffers()
         shapes = {name: home.shape for name, home in self.homes.items()}
         shapes |= {name: tuple(inner.shape) for name, inner in self.kept_apart().items()}
@@ -201,9 +201,9 @@ class Inventory:
         return Contents(shapes, dict(self.aliases), list(extra))
 
     def describe(self) -> dict[str, dict[str, Any]]:
-        """name -> shape, dtype, and whether it is trained, of every parameter. The group is for others to fill in.
+        """Return name -> shape, dtype, and whether it is trained, for every parameter. The caller may fill in the group.
 
-        Those that are never to be cast have ``packed`` in it.
+        The entries of parameters that must never be cast have ``packed``, too.
         """
         found: dict[str, dict[str, Any]] = {
             name: {
@@ -223,7 +223,7 @@ class Inventory:
         return found
 
     def groups(self) -> dict[str, int]:
-        """name -> optimizer group, of the parameters that this rank updates."""
+        """Return name -> optimizer group, for the parameters that this rank updates."""
         names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
         return {names[id(piece.flat_group), run.entry]: piece.group for piece in self._pieces() for run in piece.runs}
 
@@ -233,14 +233,14 @@ class Inventory:
     # -- what this rank holds ------------------------------------------------------------------------------------
 
     def weights(self, *, frozen: bool = True) -> Iterator[TensorPart]:
-        """Weights and masters of this rank; of trainable parameters only, unless ``frozen``."""
+        """The weights and masters that this rank holds; only those of trainable parameters, unless ``frozen``."""
         self.subject.model.finish_updates()
         runs = {}
         for name, home in self.homes.items():
             flat_group = home.flat_group
-            if 0 in home.shape:  # no shard has a part of it
+            if 0 in home.shape:  # it has no elements, so no shard has a part of it
                 yield TensorPart(MODEL, name, 0, torch.empty(0, dtype=flat_group.dtype), home.shape)
-            elif home.numel == 0:  # other tensor ranks have it all between them
+            elif home.numel == 0:  # other tensor-parallel ranks have all of it
                 continue
             elif flat_group.trainable:
                 if id(flat_group) not in runs:
@@ -252,11 +252,11 @@ class Inventory:
             yield from self.parts_apart()
 
     def parts_apart(self) -> Iterator[TensorPart]:
-        """What stays apart, of a stage's first rank: all its ranks have the same."""
+        """What stays apart, on the first rank of a pipeline stage only: all ranks of the stage have the same."""
         return self.buffer_parts(self.kept_apart())
 
     def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[TensorPart]:
-        """Buffers: those of a stage's first rank count, as with its initial values."""
+        """The parts of ``buffers`` on the first rank of a pipeline stage, whose values count; none on other ranks."""
         for name, value in buffers.items() if leads_stage(self.subject.topology) else ():
             yield TensorPart(MODEL, name, 0, value.contiguous().reshape(-1), tuple(value.shape))
 
@@ -280,7 +280,7 @@ class Inventory:
 
 
 def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) -> Iterator[TensorPart]:
-    """The master elements that this rank updates, and the weights where those cannot be told from the master."""
+    """The master elements that this rank updates, and the weights if those cannot be computed from the master."""
     flat_group = home.flat_group
     if run is None:
         return
@@ -296,7 +296,7 @@ def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) 
 
 
 def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
-    """The elements of the weight that this rank holds: all of them while its unit is resident."""
+    """The elements of the weight that this rank holds: all of them if its unit is resident."""
     flat_group = home.flat_group
     if home.unit.resident:
         yield TensorPart(MODEL, name, 0, home.part_of_full(flat_group.full), home.shape, home.shard)

@@ -1,8 +1,8 @@
-"""Plain: Python values as JSON and back, without pickle. Tensors go to a file of tensors, and are named in the JSON.
+"""JSON values: turn Python values into JSON and back, without pickle. Tensors go into a tensor file; the JSON names them.
 
 JSON has null, booleans, integers, finite floats, strings, lists and objects with string keys; these stand for themselves.
-Everything else is an object with the key ``$``, its kind, and the value in JSON's terms. A value of a type that is not
-listed here is refused when it is saved, not when somebody needs it back.
+Everything else becomes an object: its key ``$`` says what kind of value it is, and the other keys hold the value in JSON's
+terms. A value of a type that is not listed here is refused when it is saved, not when somebody needs it back.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from ..errors import CheckpointError, DamagedError
 
 _KIND = "$"
-_INT_BITS = 14_000  # Python turns no longer integers into decimal digits
+_INT_BITS = 14_000  # Python refuses to turn longer integers into decimal digits
 _CLASSES = (torch.Size, tuple, set, frozenset, deque, Counter)
 _SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
-    """``value`` in JSON's terms. Tensors in it are added to ``tensors`` under names that begin with ``where``.
+    """Return ``value`` in JSON's terms. Tensors in it are added to ``tensors`` under names that begin with ``where``.
 
-    Raises CheckpointError, naming the place in ``where``, for what cannot be stored without pickle.
+    Raises CheckpointError, which names the place by a path from ``where``, for what cannot be stored without pickle.
     """
     try:
         return _encode(value, tensors, where)
@@ -40,7 +40,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enumeration, its value
+        return str.__str__(value)  # for an enumeration, its value
     if type(value) is int and value.bit_length() < _INT_BITS:
         return value
     if type(value) is float:
@@ -59,7 +59,7 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
 
 
 def _keep(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], where: str) -> str:
-    """Add ``tensor`` under a name that no other has."""
+    """Add ``tensor`` to ``tensors`` under a name that no other has, and return that name."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise CheckpointError(
             f"{where} is a tensor without plain values ({tensor.layout}, {tensor.device}). Remedy: "
@@ -113,14 +113,14 @@ def _encode_rare(value: Any, tensors: dict[str, torch.Tensor], where: str) -> An
 
 
 def decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What ``encode`` was given. Raises CheckpointError for what it cannot have made, or no version that is known."""
+    """Undo ``encode``. Raises CheckpointError for what ``encode`` cannot have made, or only in a later version."""
     try:
         return _decode(value, tensors)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         what = f"{type(error).__name__}: {error!s:.200}"
-        raise DamagedError(f"a value in the checkpoint is not what it says ({what}).") from error
+        raise DamagedError(f"a value in the checkpoint cannot be decoded ({what}).") from error
 
 
 def dtype_by_name(name: str) -> torch.dtype:

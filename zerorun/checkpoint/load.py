@@ -1,7 +1,7 @@
-"""Load: put what a checkpoint holds into a model in training, whatever its stage, precision and number of ranks.
+"""Load: read a checkpoint into a model in training, whatever its ZeRO stage, precision and number of ranks.
 
-Everything is compared before anything is changed: the checkpoint with the whole model, also where its pipeline stages are
-on different ranks. Then each rank reads the elements that it keeps, into the place where it keeps them.
+Everything is compared before anything is changed: the checkpoint is compared with the whole model, even if the pipeline
+stages are on different ranks. Then each rank reads just the elements that it keeps, into the place where it keeps them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .save import frozen_sums, unpack_scalars
 from .tensorfile import dtype_of
 from .write_plan import MASTER, MODEL, OPTIMIZER
 
-# Keys of parameter groups that say how a step is computed, not what.
+# Keys of parameter groups that say how a step is computed, not what it computes.
 IMPLEMENTATION = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled", "decoupled_weight_decay"}
     | {"bias_correction"}
@@ -49,14 +49,15 @@ class Wanted:
     allow_missing: tuple[str, ...] = ()
 
     def allows(self, name: str) -> bool:
-        """True if ``name``, of a tensor or a component, may be missing."""
+        """True if the tensor or component ``name`` may be missing from the checkpoint."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_missing)
 
 
 class NameMap:
-    """A model's names and those of the tensors in the files. ``aliases``: the model's other names of tied tensors.
+    """Maps a model's tensor names to those in the files. ``aliases``: the model's other names of tied tensors.
 
-    ``prefix``: of the base model's names in a Hugging Face model with a head; files may have it or not.
+    ``prefix``: what the base model's names begin with in a Hugging Face model with a head. Files without a manifest may
+    have names with or without it.
     """
 
     def __init__(self, reader: Reader, aliases: dict[str, str], prefix: str = "") -> None:
@@ -80,7 +81,7 @@ class NameMap:
         return None
 
     def left_over(self, names: Iterable[str]) -> list[str]:
-        """Tensors in the files that the model with these ``names`` has not."""
+        """The tensors in the files that a model with these ``names`` does not have."""
         known = {self.find(name) for name in names} | set(self._kept)
         same = [alias for others in self._others.values() for alias in others]
         known |= {variant for alias in same for variant in (alias, self._prefix + alias, alias.removeprefix(self._prefix))}
@@ -88,7 +89,7 @@ class NameMap:
 
 
 def compare_tensors(reader: Reader, names: NameMap, shapes: dict[str, tuple[int, ...]], wanted: Wanted) -> None:
-    """Raise CheckpointError if the files are not of a model with tensors of these names and shapes."""
+    """Raise CheckpointError if the files do not fit a model with tensors of these names and shapes."""
     found = {name: names.find(name) for name in shapes}
     base = (reader.manifest.frozen_base if reader.manifest else None) or {}
     missing = [n for n, stored in found.items() if stored is None and n not in base and not wanted.allows(n)]
@@ -98,7 +99,7 @@ def compare_tensors(reader: Reader, names: NameMap, shapes: dict[str, tuple[int,
         if (stored := found[name]) is not None and reader.tensor(MODEL, stored).shape != shape
     ]
     if wrong:
-        raise _misfit(reader, "is of another model:", wrong, "build the model as it was when the weights were saved.")
+        raise _misfit(reader, "does not fit this model:", wrong, "build the model as it was when the weights were saved.")
     for what, left in (("lacks", missing), ("has, beside what the model has,", names.left_over(shapes))):
         shown = [repr(name) for name in left]
         if left and wanted.strict:
@@ -113,9 +114,9 @@ def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> Che
 
 
 class ModelLoader:
-    """Weights, masters, buffers and optimizer state of one checkpoint into one model.
+    """Loads weights, masters, buffers and optimizer state of one checkpoint into one model.
 
-    ``model``: what the modules of all pipeline stages have together.
+    ``model``: the contents of the modules of all pipeline stages together.
     """
 
     def __init__(self, inventory: Inventory, reader: Reader, wanted: Wanted, model: Contents) -> None:
@@ -127,7 +128,10 @@ class ModelLoader:
 
     @classmethod
     def compared(cls, inventory: Inventory, reader: Reader, wanted: Wanted, ranks: Ranks) -> ModelLoader:
-        """One whose checkpoint is of this model, or a CheckpointError on all ranks. Nothing is changed yet. Collective."""
+        """Make a loader, or raise CheckpointError on all ranks if the checkpoint does not fit the model. Collective.
+
+        Nothing is changed yet.
+        """
         own = inventory.contents()
         model = together(ranks.gather(own if leads_stage(ranks.topology) else None))
         loader, problem = attempt(lambda: cls(inventory, reader, wanted, model))
@@ -145,8 +149,10 @@ class ModelLoader:
             raise _misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
 
     def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
-        """Of trainable weights only: CheckpointError if the frozen ones are others than it was made with, or if not strict
-        a warning: they stay as they are."""
+        """Compare the model's frozen weights with the checksums of those that the checkpoint leaves out. Collective.
+
+        Raises CheckpointError if they differ. If not strict, there is only a warning, and they stay as they are.
+        """
         base = self.reader.manifest.frozen_base if self.reader.manifest else None
         if base is None:
             return
@@ -168,7 +174,7 @@ class ModelLoader:
         subject = self.subject
         subject.model.finish_updates()
         subject.comm.fence()
-        ranks.gather(None)  # from here on nobody reads another's shards
+        ranks.gather(None)  # from here on no rank reads another's shards
         subject.model.runtime.gathers.evict_all()
         reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
         buffers, _ = self.inventory.buffers()
@@ -186,11 +192,11 @@ class ModelLoader:
         if subject.optimizer is not None:
             subject.optimizer.write_back()
         wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
-        self.reader.fetch(wide, ranks)  # fp64 weights say more than their masters
+        self.reader.fetch(wide, ranks)  # fp64 weights are more precise than their masters
         subject.model.publish()
 
     def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Raise CheckpointError if a layer does not take the scales of its packed weight, but makes them anew."""
+        """Raise CheckpointError if a layer computes the scales of its packed weight anew instead of taking those loaded."""
         now, _ = self.inventory.buffers()
         anew = [(name, value) for name, value in buffers.items() if now[name].data_ptr() != value.data_ptr()]
         lost = [name for name, value in anew if not torch.equal(as_bytes(now[name]), as_bytes(value))]
@@ -221,7 +227,7 @@ class ModelLoader:
                     yield Read(MODEL, stored, piece.start, part, shard)
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Give modules back what their get_extra_state had returned."""
+        """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved."""
         _, extra = self.inventory.buffers()
         stored = decode(self.reader.manifest.extra_state, tensors) if self.reader.manifest else None
         for name in extra:
@@ -232,7 +238,10 @@ class ModelLoader:
     # -- optimizer -----------------------------------------------------------------------------------------------
 
     def load_optimizer(self, ranks: Ranks, tensors: dict[str, torch.Tensor]) -> str:
-        """Read the optimizer's state and hyperparameters; what was restored. Collective: also ranks without one call it."""
+        """Read the optimizer's state and hyperparameters. Return what was restored, in words.
+
+        Collective: ranks without an optimizer call it, too.
+        """
         sharded, manifest = self.subject.optimizer, self.reader.manifest
         assert manifest is not None
         described = manifest.optimizer
@@ -280,7 +289,7 @@ class ModelLoader:
     def _signature(
         self, piece: OptimizerPiece, run: ParameterRun, keys: list[str], scalars: dict[str, dict[str, Any]]
     ) -> Any:
-        """What must be alike for parameters that share a piece: the states they have, and the scalars."""
+        """What must be equal for all parameters that share a piece: which states they have, and their scalars."""
         stored = self._stored_name(piece, run)
         there = tuple(kind for kind in keys if stored in self.reader.places(kind))
         return there, repr(scalars.get(stored))
@@ -293,12 +302,12 @@ class ModelLoader:
         return self.find(name) or name
 
     def _make_states(self, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]) -> None:
-        """Give every piece a state of the right keys and shapes, to be filled by ``reads``."""
+        """Give every piece a state with the right keys and shapes, and add to ``reads`` what is to fill it."""
         sharded = self.subject.optimizer
         if sharded is None:
             return
         self._separate(sharded, keys, scalars)
-        if isinstance(sharded.optimizer, SinglePassOptimizer):  # which knows where its states belong
+        if isinstance(sharded.optimizer, SinglePassOptimizer):  # it makes missing states itself, where they belong
             sharded.optimizer.prepare(piece.tensor for piece in sharded.pieces)
         for piece in sharded.pieces:
             old = sharded.optimizer.state.pop(piece.tensor, {})
@@ -307,7 +316,7 @@ class ModelLoader:
                 sharded.optimizer.state[piece.tensor].update(state)
 
     def _separate(self, sharded: ShardedOptimizer, keys: list[str], scalars: dict[str, dict[str, Any]]) -> None:
-        """Cut the pieces whose parameters had not taken the same steps."""
+        """Cut every piece whose parameters had not taken the same steps."""
         sharded.cut(lambda piece: len({self._signature(piece, run, keys, scalars) for run in piece.runs}) > 1)
 
     def _state(
@@ -318,7 +327,7 @@ class ModelLoader:
         scalars: dict[str, dict[str, Any]],
         reads: list[Read],
     ) -> dict[str, Any]:
-        """The state of one piece, its tensors, those of ``old`` if they fit, still to be filled by ``reads``."""
+        """Make the state of one piece, from tensors of ``old`` where they fit. Add to ``reads`` what is to fill it."""
         state: dict[str, Any] = {}
         first = self._stored_name(piece, piece.runs[0])
         for key, value in scalars.get(first, {}).items():
@@ -350,7 +359,7 @@ class ModelLoader:
         return state
 
     def _wrapped(self, piece: OptimizerPiece, name: str, keys: list[str], reads: list[Read]) -> dict[str, Any]:
-        """States that are wrappers of other tensors: made by the optimizer itself, since no file says how."""
+        """The states that wrap other tensors. The optimizer itself makes them, since no file says how."""
         stored = {kind for kind in keys if _is_inner(kind) and name in self.reader.places(kind)}
         if not stored:
             return {}
@@ -382,7 +391,7 @@ class ModelLoader:
 
 
 def _is_inner(kind: str) -> bool:
-    """True for a set with one of the tensors that a state consists of, such as ``optimizer.exp_avg.codes``."""
+    """True for the set of a tensor that is wrapped in a state, such as ``optimizer.exp_avg.codes``."""
     return "." in kind.removeprefix(OPTIMIZER)
 
 
@@ -391,7 +400,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _place_of_scalars(sharded: ShardedOptimizer | None, piece: OptimizerPiece) -> torch.device:
-    """Fused and capturable optimizers keep step counts on the device, all others on the host."""
+    """The device of scalar states: fused and capturable optimizers keep step counts on the device, others on the host."""
     assert sharded is not None
     group = sharded.optimizer.param_groups[piece.group]
     on_device = group.get("fused") or group.get("capturable") or "decoupled" in group
@@ -399,7 +408,7 @@ def _place_of_scalars(sharded: ShardedOptimizer | None, piece: OptimizerPiece) -
 
 
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer by what its state means: torch's Adam and AdamW and our thin wrapper of their kernel are alike."""
+    """The optimizer's name, with one name for all whose state means the same: Adam, AdamW and FusedAdam are "Adam"."""
     name = type(optimizer).__name__
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
 

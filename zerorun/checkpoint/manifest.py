@@ -1,11 +1,12 @@
 """The manifest: what ``zerorun.json`` says of a checkpoint. Pure data, no tensors.
 
 [Note: schema 1]
-A checkpoint is a directory. Its tensors stand whole, under the names of ``module.state_dict()``, in *sets* of safetensors
-files; the set ``S`` is the files ``S-00001-of-0000N.safetensors`` and the index ``S.safetensors.index.json``:
+A checkpoint is a directory. Its tensors are stored whole, under the names of ``module.state_dict()``, in *sets* of
+safetensors files. The set ``S`` consists of the files ``S-00001-of-0000N.safetensors`` and the index
+``S.safetensors.index.json``. The sets:
 
     model            the weights, in the dtype that the model computes in, and its persistent buffers
-    master           the fp32 weights that the optimizer updates, of those parameters whose dtype is another one
+    master           the fp32 weights that the optimizer updates, for parameters that have another dtype
     optimizer.KEY    the state KEY of the optimizer, such as optimizer.exp_avg
     state            tensors that the manifest refers to: random number generators, client state
 
@@ -17,18 +18,18 @@ spaces. The content:
     versions         of zerorun, torch and Python
     counters         global_steps, micro_steps, skipped_steps
     layout           how it was saved: world_size, stage, shard, replicate, dtype, and the degrees pipe and tensor if
-                     they are not 1. For people; only rng and data, which are by rank, depend on it
-    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized), packed (if so: its
-                     bytes are no values of that dtype)
-    aliases          other names of a tied tensor -> the name that it is stored by
+                     they are not 1. It is for people; only rng and data, which are by rank, depend on it
+    parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized), packed (only if
+                     its bytes are not values of that dtype)
+    aliases          other name of a tied tensor -> the name under which it is stored
     optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
                      states: the keys that have sets
-    loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (plain.py)
-    frozen_base      null, or (weights that were left out) name -> {dtype, crc32} of the frozen parameters
+    loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (json_values.py)
+    frozen_base      null, or if frozen parameters were left out, name -> {dtype, crc32} of each
     sets             set -> list of its files
     files            file -> {bytes, crc32: 8 hexadecimal digits for each block}
-    becomes_latest   false if ``latest`` was not to name it
-    block_bytes      length of the blocks that crc32 is over
+    becomes_latest   false if ``latest`` was not meant to name it
+    block_bytes      length of the blocks of a file, each of which has a checksum in crc32
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from .tensorfile import BLOCK_BYTES, FileRecord
 
 SCHEMA = 1
 MANIFEST = "zerorun.json"
-_MOST_BYTES = 256 << 20  # of a manifest: with checksums of 30 TB
+_MOST_BYTES = 256 << 20  # of a manifest: enough for the checksums of 30 TB
 
 
 def index_name(kind: str) -> str:
-    """The file that says where the tensors of a set are."""
+    """The name of the file that says which file holds which tensor of a set."""
     return f"{kind}.safetensors.index.json"
 
 
 @dataclass
 class Manifest:
-    """The content of ``zerorun.json``; the fields are those of the Note."""
+    """The content of ``zerorun.json``. The Note describes the fields."""
 
     tag: str
     saved_at: str
@@ -138,7 +139,8 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 # -- types -------------------------------------------------------------------------------------------------------
-# Whoever made the file can have made its checksum, too. Plain values are looked into by plain.py, when they are decoded.
+# Types are checked because whoever made the file can have made its checksum, too. Plain values are checked by
+# json_values.py, when they are decoded.
 
 _Test = Callable[[Any], bool]
 
@@ -156,12 +158,12 @@ def _list_of(test: _Test) -> _Test:
 
 
 def _object_of(test: _Test) -> _Test:
-    """Any keys, with values that ``test`` finds good."""
+    """Test for an object with any keys, all of whose values pass ``test``."""
     return lambda value: type(value) is dict and all(map(test, value.values()))
 
 
 def _object_with(**tests: _Test) -> _Test:
-    """These keys at least, with good values."""
+    """Test for an object that has at least these keys, with values that pass their tests."""
     return lambda value: type(value) is dict and all(key in value and test(value[key]) for key, test in tests.items())
 
 
@@ -197,7 +199,7 @@ _TYPES: dict[str, _Test] = {
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raise ValueError for a field of another type than the Note says, or a name that is a path."""
+    """Raise ValueError if a field does not have the type that the Note says, or if a name is a path."""
     for key, test in _TYPES.items():
         if key in content and not test(content[key]):
             raise ValueError(f"{key} is {content[key]!r:.80}")
@@ -207,7 +209,10 @@ def _check(content: dict[str, Any]) -> None:
 
 
 def never_cast(parameters: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bool]:
-    """Tells by its name whether a tensor is packed, or what the layer of a packed parameter has beside: its scales."""
+    """Return a function that tells by name which tensors must not be cast.
+
+    These are packed parameters, and what else their layers have that is no parameter: their scales.
+    """
     packed = {name for name, entry in parameters.items() if entry.get("packed")}
     layers = tuple(f"{name.rpartition('.')[0]}." for name in packed)
     return lambda name: name in packed or (name not in parameters and name.startswith(layers))

@@ -1,10 +1,10 @@
-"""Merging: a model with adapters as one without, of which every rank holds the layers that it has merged.
+"""Merging: turn a model with adapters into one without, of which every rank holds the layers that it has merged.
 
 [Note: a skeleton]
-PEFT's own ``merge_and_unload`` does the work, on a copy of the model that has no hooks, and placeholders of one element for
-parameters. Where it merges a layer, that layer's parameters are gathered, one rank merges them and keeps the result, and
-they are placeholders again on all others. What it leaves alone comes from the shards that it is in. So a rank needs, beside
-those, its share of the merged layers, and for a moment one block.
+PEFT's own ``merge_and_unload`` does the work, on a copy of the model that has no hooks, and whose parameters are
+placeholders of one element. When it merges a layer, the parameters of that layer are gathered, one rank merges them and
+keeps the result, and on all other ranks they become placeholders again. Tensors that it leaves alone come from their
+shards. So beside its shards, a rank needs memory for its share of the merged layers and, for a moment, for one block.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .write_plan import MODEL
 
 @dataclass
 class _LayerPlace:
-    """A tensor of the model under adapters: its name in the inventory, and what stands for it in the skeleton.
+    """A tensor of the model with adapters: its name in the inventory, and what stands in for it in the skeleton.
 
-    ``owner``: the rank that has merged it; -1 while none has.
+    ``owner``: the rank that has merged it; -1 while no rank has.
     """
 
     name: str
@@ -37,9 +37,9 @@ class _LayerPlace:
 
 
 class Merged:
-    """The merged model. Collective to make, on all ranks that shard the model.
+    """The merged model. Making it is collective, on all ranks that shard the model.
 
-    ``dtype``: that will be asked for. Layers are merged in it, and from the masters, if it is wider than the model's.
+    ``dtype``: the dtype of the export. If it is wider than the model's, layers are merged in it, and from the masters.
     Raises CheckpointError for adapters that cannot be merged.
     """
 
@@ -48,7 +48,7 @@ class Merged:
         self._rank, self._loads = topology.rank, dict.fromkeys(topology.ranks_along("data"), 0)  # bytes merged by each
         self._values = WholeValues(inventory.subject.module)
         self._dtype = dtype
-        self._of_param: dict[int, _LayerPlace] = {}  # by id, of the skeleton's
+        self._of_param: dict[int, _LayerPlace] = {}  # by id of the skeleton's parameter
         self._of_memory: dict[int, _LayerPlace] = {}  # by address: layers may be given new parameters in the same memory
         self._is_merging = False
         self._problem: Exception | None = None
@@ -83,7 +83,7 @@ class Merged:
             for name, value in vars(module).items():
                 if "hooks" in name and isinstance(value, dict):
                     memo[id(value)] = type(value)()
-                elif name == "forward":  # of activation checkpointing, or compiled
+                elif name == "forward":  # replaced by activation checkpointing or by compiling
                     memo[id(value)] = None
         skeleton = copy.deepcopy(adapted, memo)
         for module in skeleton.modules():
@@ -96,10 +96,10 @@ class Merged:
         self._of_param[id(tensor)] = self._of_memory[_address(tensor)] = place
 
     def _merging(self, layer: Any, merge: Callable[..., None]) -> Callable[..., None]:
-        """``layer.merge`` with whole values, on one rank."""
+        """Wrap ``layer.merge``, so that it runs on one rank only, with whole values."""
 
         def merged(*args: Any, **kwargs: Any) -> None:
-            if self._is_merging:  # a layer inside one whose values are there
+            if self._is_merging:  # a layer inside one whose values are there already
                 merge(*args, **kwargs)
                 return
             base = list(layer.get_base_layer().parameters())
@@ -110,7 +110,7 @@ class Merged:
                 self._is_merging = True
                 try:
                     merge(*args, **kwargs)
-                except Exception as error:  # others go on, and gather with this rank
+                except Exception as error:  # the other ranks go on, and gather with this one
                     self._problem = error
                 self._is_merging = False
             self._keep(base, owner)
@@ -121,7 +121,7 @@ class Merged:
         return merged
 
     def _owner_of(self, base: Sequence[nn.Parameter]) -> int:
-        """Who has merged some of these, or has merged the least."""
+        """The rank that has merged any of these parameters; if there is none, the rank that has merged the least."""
         known = [place.owner for param in base if (place := self._of_param[id(param)]).owner >= 0]
         return known[0] if known else min(self._loads, key=lambda rank: self._loads[rank])
 
@@ -142,7 +142,7 @@ class Merged:
                 self._of_memory[_address(param)] = place
 
     def named(self) -> dict[str, torch.Tensor]:
-        """The merged model's state dict; each tied tensor once."""
+        """The tensors of the merged model's state dict by name; each tied tensor once."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
@@ -150,7 +150,7 @@ class Merged:
         return dict(found.values())
 
     def parts(self, live: Sequence[TensorPart]) -> Iterator[TensorPart]:
-        """What this rank has of the merged model, of which ``live`` are its parts under adapters."""
+        """What this rank has of the merged model. ``live``: what it has of the model with adapters."""
         by_name: dict[str, list[TensorPart]] = {}
         for part in live:
             by_name.setdefault(part.name, []).append(part)

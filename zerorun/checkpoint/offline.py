@@ -1,8 +1,8 @@
-"""Offline: checkpoints and weights written by one process, a tensor at a time, without an engine.
+"""Offline: write checkpoints and weights in one process, one tensor at a time, without an engine.
 
 [Note: streams]
-An engine's ranks hold the tensors that they write. Here a tensor comes from a function that is called when its turn has
-come, and gives its elements in stretches. Plan, files and commit are those of a save on one rank.
+An engine's ranks hold the tensors that they write. Here a tensor comes from a function, which is called when the tensor is
+to be written, and which yields its elements in stretches. Plan, files and commit are those of a save on one rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def alone() -> Ranks:
 
 @dataclass(frozen=True)
 class Stream:
-    """A tensor to be written into ``set``. ``stretches`` gives its elements in order, as 1-D CPU tensors of its dtype.
+    """A tensor to be written into ``set``. ``stretches`` yields its elements in order, as 1-D CPU tensors of its dtype.
 
     It may raise CheckpointError; then nothing is written.
     """
@@ -57,7 +57,7 @@ class Stream:
 
 
 class _Streams(Collector):
-    """Takes tensors from their streams, where a rank's collector takes them from memory."""
+    """Takes tensors from their streams, while a rank's collector takes them from memory."""
 
     def __init__(self, plan: WritePlan, streams: Sequence[Stream]) -> None:
         super().__init__(plan, {}, alone(), None)
@@ -68,7 +68,10 @@ class _Streams(Collector):
 
 
 def _plan(streams: Sequence[Stream], max_file: int) -> WritePlan:
-    """The files, tensors in the order in which ``streams`` name them first. Raises CheckpointError for two of a name."""
+    """Plan the files, with tensors in the order in which ``streams`` first name them.
+
+    Raises CheckpointError if a set has two tensors of one name.
+    """
     rows = [Row(s.set, s.tensor.name, 0, s.tensor.numel, s.tensor.dtype, s.tensor.shape) for s in streams]
     for (kind, name), count in Counter((row.set, row.name) for row in rows).items():
         if count > 1:
@@ -86,7 +89,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, bytes], max_file: int) -> Path:
-    """Make the directory ``out``: tensor files of at most ``max_file`` bytes (or one tensor), an index, ``small`` files.
+    """Make the directory ``out``, with tensor files of at most ``max_file`` bytes (or one tensor), an index, and ``small``.
 
     It appears whole or not at all. Raises CheckpointError if ``out`` exists, OSError if it cannot be written.
     """
@@ -101,7 +104,7 @@ def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, byte
             write_small(place(target, name), data)
         sync_folders(target)
         folder.sync_directory(target.temporary)
-        refuse_existing(out)  # which may have come meanwhile, and rename() replaces an empty directory
+        refuse_existing(out)  # it may have appeared meanwhile, and rename() replaces an empty directory
         target.temporary.rename(out)
     except BaseException:
         shutil.rmtree(target.temporary, ignore_errors=True)
@@ -116,7 +119,7 @@ def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, byte
 def write_foreign(found: ForeignCheckpoint, directory: Path, tag: str) -> Path:
     """Write what a reader of foreign checkpoints has found as ``directory/tag``, and let ``latest`` name it.
 
-    What of the user's own state cannot be stored without pickle is left out, and ``found.notes`` says so. Raises
+    State of the user's own that cannot be stored without pickle is left out, and ``found.notes`` says so. Raises
     CheckpointError if ``found`` contradicts itself, a tensor cannot be read, ``directory/tag`` exists, or the disk is full.
     """
     target = Destination(directory, folder.check_tag(tag))
@@ -143,7 +146,7 @@ def write_foreign(found: ForeignCheckpoint, directory: Path, tag: str) -> Path:
 
 
 def _foreign_stream(tensor: ForeignTensor) -> Stream:
-    # Masters are fp32, and torch's optimizers need state of that dtype: 16 bits become 32, of the same value.
+    # Masters are fp32, and torch's optimizers need state of that dtype: 16-bit values become the same values in fp32.
     widened = tensor.set.startswith(OPTIMIZER) and tensor.dtype in (torch.bfloat16, torch.float16)
     dtype = torch.float32 if widened else tensor.dtype
     described = Described(tensor.name, dtype_code(dtype, tensor.name), tuple(tensor.shape))
@@ -152,8 +155,8 @@ def _foreign_stream(tensor: ForeignTensor) -> Stream:
         loaded = tensor.load()
         if (loaded.dtype, tuple(loaded.shape)) != (tensor.dtype, described.shape):
             raise CheckpointError(
-                f"{tensor.set} {tensor.name!r} is {loaded.dtype} {list(loaded.shape)}, and was announced as {tensor.dtype} "
-                f"{list(described.shape)}. This is an error in the reader of the foreign checkpoint."
+                f"{tensor.set} {tensor.name!r} is {loaded.dtype} {list(loaded.shape)}, and was expected to be "
+                f"{tensor.dtype} {list(described.shape)}. This is an error in the reader of the foreign checkpoint."
             )
         for part in loaded.detach().contiguous().view(-1).split(STRETCH_BYTES // dtype.itemsize):
             yield part.to(dtype)
@@ -193,7 +196,7 @@ def _contradictions(found: ForeignCheckpoint) -> Iterator[str]:
 
 
 def _manifest(found: ForeignCheckpoint, tag: str, tensors: dict[str, torch.Tensor]) -> Manifest:
-    """All but files and sets. Tensors in plain values are added to ``tensors``."""
+    """The manifest without files and sets. Tensors in plain values are added to ``tensors``."""
     weights = {tensor.name: tensor for tensor in found.tensors if tensor.set == MODEL}
     manifest = Manifest(tag, now(), {name: int(found.counters.get(name, 0)) for name in _COUNTERS}, versions())
     manifest.parameters = {
@@ -218,7 +221,7 @@ def _manifest(found: ForeignCheckpoint, tag: str, tensors: dict[str, torch.Tenso
 
 
 def _layout(weights: Mapping[str, ForeignTensor]) -> dict[str, Any]:
-    """For people: the dtype of most elements. How many ranks there were is not known."""
+    """The layout, which is for people: the dtype of most elements. How many ranks there were is not known."""
     sizes: Counter[str] = Counter()
     for tensor in weights.values():
         sizes[str(tensor.dtype).removeprefix("torch.")] += math.prod(tensor.shape)
@@ -245,7 +248,7 @@ def _optimizer(found: ForeignCheckpoint, tensors: dict[str, torch.Tensor]) -> di
 
 
 def _storable(values: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
-    """Those of ``values`` that can be stored without pickle; a note tells of each other one."""
+    """Those of ``values`` that can be stored without pickle. A note is added for each of the others."""
     kept = {}
     for key, value in values.items():
         try:

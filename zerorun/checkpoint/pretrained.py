@@ -1,4 +1,4 @@
-"""Pretrained weights: from a directory of safetensors files into a model, each rank reading the elements that it keeps."""
+"""Pretrained weights: read safetensors files into a model. Each rank reads the elements that it keeps, and no others."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ from .write_plan import MASTER, MODEL
 def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -> None:
     """Fill ``model`` with the weights in ``dir``: a Hugging Face model in safetensors format, or a checkpoint of zerorun.
 
-    Before ``initialize``: the model may be an ordinary one, one built inside ``zerorun.zero.Init()`` (call it in that block
-    or after it), or one whose parameters are on the meta device. In the last two cases a rank reads its part of every
-    parameter and no more, straight into place. After ``initialize``: pass ``engine.module``. Floating weights are cast to
-    the dtype of the parameter. All ranks must call it.
+    Before ``initialize``, the model may be an ordinary one, one built inside ``zerorun.zero.Init()`` (call this function
+    inside that block or after it), or one whose parameters are on the meta device. In the last two cases a rank reads no
+    more than its part of every parameter, straight into place. After ``initialize``, pass ``engine.module``.
+    Floating-point weights are cast to the dtype of the parameter. All ranks must call it.
 
-    ``strict``: the model's names and the files' must be the same, but for tied weights and a Hugging Face base model's
-    prefix. Raises CheckpointError, naming tensors, for what is missing, left over, of another shape, or damaged.
+    With ``strict``, the names of the model and of the files must be the same, except for tied weights and the prefix of a
+    Hugging Face base model. Raises CheckpointError, naming tensors, if any are missing, left over, of another shape, or
+    damaged.
     """
     init_distributed(default_device())
     path = Path(dir)
     manifest = read_manifest(path) if has_manifest(path) else None
-    # Inside of Init, no parameter is to become whole because somebody looks at it.
+    # Inside Init, no parameter may be gathered just because something looks at it.
     with Reader(path, manifest) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
         sharded = model_of(model)
         if sharded is None:
@@ -81,7 +82,7 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
 
 
 def _reads(model: nn.Module, param: nn.Parameter, shard: TensorShard | None, source: str, stored: str) -> Iterator[Read]:
-    """What this rank reads of one parameter."""
+    """Yield what this rank reads of one parameter."""
     part = part_of(param)
     if shard is not None and (param.is_meta or part is not None):
         raise CheckpointError(
@@ -108,7 +109,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]
 
 
 def _refuse_unfillable(model: nn.Module, filled: set[str]) -> None:
-    """Tensors on the meta device that no file has would stay without values."""
+    """Raise CheckpointError for tensors on the meta device that no file has: they would stay without values."""
     everything = [*model.named_parameters(), *model.named_buffers()]
     empty = [name for name, tensor in everything if tensor.is_meta and stored_name(name) not in filled]
     if empty:

@@ -13,7 +13,7 @@ from ..errors import DamagedError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """The generators of torch (CPU and ``device``), Python, and NumPy if the program uses it."""
+    """Return the state of the generators of torch (CPU and ``device``), Python, and NumPy if the program uses it."""
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -30,13 +30,13 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to what ``capture`` gave. Raises DamagedError for anything else; then none is changed."""
+    """Set the generators to what ``capture`` returned. Raises DamagedError for anything else; then none is changed."""
     before = capture(device)
     try:
         _restore(state, device)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:
         _restore(before, device)
-        raise DamagedError(f"the state of the random number generators is none ({error!s:.200}).") from error
+        raise DamagedError(f"the stored state of the random number generators is invalid ({error!s:.200}).") from error
 
 
 def _restore(state: dict[str, Any], device: torch.device) -> None:

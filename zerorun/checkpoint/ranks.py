@@ -1,9 +1,10 @@
-"""What the ranks of a checkpoint say to each other: a process group of its own, on CPU, that waits as long as a disk does.
+"""Ranks: how ranks talk to each other about a checkpoint, on the CPU, in a process group that waits as long as a disk does.
 
 [Note: a group of its own]
 Saving goes on in a thread while training communicates, and a disk may take longer than any collective should. So every
-engine has a gloo group for its checkpoints, made at the first save or load, whose limit is a day. A rank that has died
-closes its connections, which ends the waiting at once. No collective of the device is pending while files are written.
+engine has a separate gloo group for its checkpoints, made at the first save or load, with a timeout of one day. A rank that
+dies closes its connections, so that the others stop waiting for it at once. No collective of the device is pending while
+files are written.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Ranks:
             self._group = HostGroup(_PATIENCE) if self.size > 1 else None
 
     def close(self) -> None:
-        """Give back the process group."""
+        """Release the process group."""
         if self._group is not None:
             self._group.close()
             self._group = None
@@ -61,7 +62,7 @@ class Ranks:
             raise CheckpointError(f"another rank ended, or gave up, during a checkpoint ({error}).") from error
 
     def first(self, make: Callable[[], T]) -> T:
-        """What ``make`` gives on rank 0; or its CheckpointError, on all ranks."""
+        """Return on all ranks what ``make`` returns on rank 0, or raise its CheckpointError on all ranks."""
         value, problem = attempt(make) if self.rank == 0 else (None, None)
         value, problem = self.gather((value, problem))[0]
         if problem is not None:
@@ -70,7 +71,7 @@ class Ranks:
         return value  # type: ignore[return-value]
 
     def agree(self, problem: Problem | None) -> None:
-        """Raise CheckpointError, or DamagedError, on all ranks if any has a problem, naming the first of them."""
+        """Raise CheckpointError, or DamagedError, on all ranks if any rank has a problem. It names the first such rank."""
         found = [(rank, other) for rank, other in enumerate(self.gather(problem)) if other is not None]
         if found:
             self._let_all_hear()
@@ -82,7 +83,7 @@ class Ranks:
     def _let_all_hear(self) -> None:
         """Wait until every rank knows of the problem: the first to end must not cut off what the others still receive."""
         if self._group is not None:
-            with suppress(RuntimeError):  # one has ended, so that it had heard
+            with suppress(RuntimeError):  # a rank has ended, which it does only after it has heard
                 self._group.barrier()
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
@@ -97,7 +98,7 @@ class Ranks:
             self._group.receive(tensor, rank, tag)
 
     def volumes(self, directory: Path) -> list[int]:
-        """For each rank, the first rank that has the same ``directory`` as far as its name and its host tell."""
+        """For each rank, the first rank that has the same ``directory``, as far as its path and the host's name tell."""
         places = self.gather((socket.gethostname(), str(directory.absolute())))
         return [places.index(place) for place in places]
 
@@ -109,7 +110,7 @@ def leads_stage(topology: Topology) -> bool:
 
 @contextmanager
 def speaking_up(rank: int, what: str) -> Iterator[None]:
-    """Say so if the block, in which ``rank`` waits for the others in ``what``, takes long."""
+    """Log a warning if the block, in which ``rank`` waits for other ranks to call ``what``, takes long."""
     text = f"rank {rank} has waited {_MEET_S:.0f} s in {what} for other ranks: all ranks must call it."
     timer = threading.Timer(_MEET_S, logger.warning, [text])
     timer.daemon = True
@@ -122,7 +123,7 @@ def speaking_up(rank: int, what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Problem:
-    """What went wrong on a rank, for the others. ``damaged``: with files that are there to be read."""
+    """What went wrong on a rank, for all ranks to raise. ``damaged``: as DamagedError, since a stored file is at fault."""
 
     text: str
     damaged: bool = False
@@ -132,7 +133,7 @@ class Problem:
 
 
 def _free(error: OSError) -> str:
-    """How much room there still is, if there was not enough."""
+    """If there was not enough room on the disk, how much there is; else empty."""
     if error.errno != errno.ENOSPC or not error.filename:
         return ""
     with suppress(OSError):
@@ -141,7 +142,7 @@ def _free(error: OSError) -> str:
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
-    """(value, None), or (None, what went wrong)."""
+    """Call ``make``. Return (its value, None), or (None, what went wrong)."""
     try:
         return make(), None
     except CheckpointError as error:

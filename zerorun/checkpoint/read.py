@@ -1,9 +1,9 @@
-"""Read: the tensors of a stored model by set, name and range, from the files that hold them.
+"""Read: get the tensors of a stored model by set, name and range, from the files that hold them.
 
 [Note: files that are elsewhere]
-On disks of its own a host has only the files that its ranks wrote. ``open_on_all`` finds out which rank sees which file;
-what a rank cannot read itself, ``fetch`` gets from the first rank that can. Ranks read only the elements they ask for, or
-where those lie apart, the rows that enclose them (``cuts.take``).
+A host that saves to a local disk has only the files that its own ranks wrote. ``open_on_all`` finds out which rank sees
+which file. ``fetch`` gets what a rank cannot read itself from the first rank that can. Ranks read only the elements that
+they ask for or, if those are not contiguous, the rows that enclose them (``cuts.take``).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .ranks import Problem, Ranks, attempt
 from .tensorfile import Described, FileRecord, Located, TensorFile, dtype_of
 from .write_plan import MODEL, STATE
 
-_AHEAD_BYTES = 64 << 20  # that the disk may be ahead of the reader
-_MOST_SMALL = 256 << 20  # bytes of a file that is read as a whole
+_AHEAD_BYTES = 64 << 20  # how far the disk may be ahead of the reader
+_MOST_SMALL = 256 << 20  # the most bytes of a file that is read as a whole
 
 
 @dataclass
 class Read:
-    """Elements from ``start`` of the flattened tensor ``name`` of ``set`` are to fill the 1-D ``out``, of any dtype.
+    """A request to fill the 1-D ``out``, of any dtype, with elements of the flattened tensor ``name`` of ``set``.
 
-    With a ``shard``, of that part of the tensor, flattened.
+    ``start``: the first of them. With a ``shard`` they are elements of that part of the tensor, flattened.
     """
 
     set: str
@@ -48,22 +48,22 @@ class Read:
 
     @property
     def span(self) -> tuple[int, int]:
-        """The (begin, end) in the flattened whole tensor that encloses the elements."""
+        """The range (begin, end) of the flattened whole tensor that encloses the elements."""
         numel = self.out.numel()
         return (self.start, self.start + numel) if self.shard is None else span(self.shard, self.start, numel)
 
 
 class Reader:
-    """A stored model: a checkpoint with its ``manifest``, or (None) any directory of safetensors weights.
+    """A stored model: a checkpoint with its ``manifest``, or without one (None), any directory of safetensors weights.
 
-    ``missing``: files that are not on this rank, and the first rank that has each.
+    ``missing``: file -> the first rank that has it, of the files that this rank does not see.
     """
 
     def __init__(self, path: Path, manifest: Manifest | None, missing: dict[str, int] | None = None) -> None:
         self.path, self.manifest, self.missing = path, manifest, missing or {}
         self._files: dict[str, TensorFile] = {}
-        self._elsewhere: dict[str, dict[str, Located]] = {}  # headers of missing files of tensors
-        self._small: dict[str, bytes] = {}  # missing files that are not of tensors
+        self._elsewhere: dict[str, dict[str, Located]] = {}  # headers of missing tensor files
+        self._small: dict[str, bytes] = {}  # contents of missing files that are not tensor files
         self._places: dict[str, dict[str, str]] = {}  # set -> tensor -> file
 
     def __enter__(self) -> Reader:
@@ -84,7 +84,7 @@ class Reader:
         return [kind for kind in self.manifest.sets if kind != STATE] if self.manifest else [MODEL]
 
     def places(self, kind: str) -> dict[str, str]:
-        """tensor -> file, of one set. Raises CheckpointError."""
+        """Return tensor -> file, for one set. Raises CheckpointError."""
         if kind not in self._places:
             self._places[kind] = self._find_places(kind)
         return self._places[kind]
@@ -103,7 +103,10 @@ class Reader:
         )
 
     def _index(self, kind: str, index: str) -> dict[str, str]:
-        """tensor -> file, as ``index`` says. All are files of the set, or without a manifest, files in the directory."""
+        """Return tensor -> file, as ``index`` says.
+
+        Raises DamagedError if a file is not in the directory itself or, with a manifest, is not a file of the set.
+        """
         try:
             places: dict[str, str] = json.loads(self.small_file(index))["weight_map"]
             for file in set(places.values()):
@@ -114,7 +117,7 @@ class Reader:
         return places
 
     def small_file(self, name: str) -> bytes:
-        """All of a small file, checked."""
+        """The content of a small file, checked against the manifest if there is one."""
         if name in self._small:
             return self._small[name]
         path, record = self.path / name, self._record(name)
@@ -127,7 +130,7 @@ class Reader:
         return data
 
     def _record(self, name: str) -> FileRecord | None:
-        """What the manifest says of a file, which it must know; None without a manifest."""
+        """What the manifest says of a file; None without a manifest. Raises DamagedError if the manifest lacks it."""
         if self.manifest is None:
             return None
         if name not in self.manifest.files:
@@ -136,7 +139,7 @@ class Reader:
 
     @property
     def _home(self) -> Path | None:
-        """Where the files of a checkpoint must be. Weights alone may be links that somebody has brought together."""
+        """The directory in which a checkpoint's files must be; None for weights alone, which may be links to elsewhere."""
         return self.path if self.manifest is not None else None
 
     def tensor(self, kind: str, name: str) -> Described:
@@ -148,7 +151,7 @@ class Reader:
         return header[name]
 
     def state_tensors(self, ranks: Ranks) -> dict[str, torch.Tensor]:
-        """The tensors that the manifest refers to. Collective: ranks that lack the file are given them."""
+        """The tensors that the manifest refers to. Collective: ranks that lack the file get them from another rank."""
         assert self.manifest is not None
         lacking = ranks.gather(any(file in self.missing for file in self.manifest.sets.get(STATE, [])))
         found, problem = (None, None) if lacking[ranks.rank] else attempt(self._state_tensors)
@@ -177,7 +180,10 @@ class Reader:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(self, request: Read) -> None:
-        """Fill ``request.out`` from a file that is here. Casts, and copies to a device, through a tensor of its size."""
+        """Fill ``request.out`` from a file that this rank sees.
+
+        To cast, or to copy to a device, takes a temporary CPU tensor of as many elements.
+        """
         file, out = self.places(request.set)[request.name], request.out
         dtype = dtype_of(self.tensor(request.set, request.name).dtype)
         in_place = out.dtype == dtype and on_host(out) and out.is_contiguous()
@@ -190,14 +196,14 @@ class Reader:
             out.copy_(found)
 
     def fetch(self, requests: Sequence[Read], ranks: Ranks) -> None:
-        """Do all reads. Collective. Raises CheckpointError."""
+        """Do all reads, with the help of other ranks where files are missing. Collective. Raises CheckpointError."""
         here = [r for r in requests if self.places(r.set)[r.name] not in self.missing]
         away = [r for r in requests if self.places(r.set)[r.name] in self.missing]
         ranks.agree(attempt(lambda: self._read_all(here))[1])
         self._fetch_away(away, ranks)
 
     def _read_all(self, requests: list[Read]) -> None:
-        """In the order of the files, with the disk some way ahead."""
+        """Do the reads in the order of the files, with the disk some way ahead."""
         ordered = sorted(requests, key=self._position)
         asked = ahead = 0
         for request in ordered:
@@ -215,14 +221,14 @@ class Reader:
         return dtype_of(self.tensor(request.set, request.name).dtype)
 
     def _expect(self, request: Read) -> int:
-        """Let the system begin to read; the number of bytes."""
+        """Let the system begin to read in the background. Return the number of bytes."""
         size = self._size(request)
         file = self._open(self.places(request.set)[request.name])
         file.expect(request.name, request.span[0], size)
         return size
 
     def _position(self, request: Read) -> tuple[str, int]:
-        """In the order of the files: neighbours share blocks."""
+        """Where a request is in the files, to sort by: neighbouring requests share blocks."""
         file = self.places(request.set)[request.name]
         tensor = self._open(file).tensors[request.name]
         return file, tensor.begin + request.span[0] * dtype_of(tensor.dtype).itemsize
@@ -257,12 +263,12 @@ class Reader:
         ranks.agree(problems[0] if problems else None)
 
     def share(self, ranks: Ranks) -> None:
-        """Let ranks know what is in files that they do not see. Collective. Raises CheckpointError on all of them alike."""
+        """Tell ranks what is in files that they do not see. Collective. Raises the same CheckpointError on all ranks."""
         needed = set().union(*ranks.gather(set(self.missing.items())))
         mine = sorted(file for file, provider in needed if provider == ranks.rank)
 
         def contents() -> tuple[dict[str, dict[str, Located]], dict[str, bytes]]:
-            """(headers of files of tensors, all of the other files)"""
+            """(headers of the tensor files, contents of the other files)"""
             headers = {file: self._open(file).tensors for file in mine if file.endswith(".safetensors")}
             return headers, {file: self.small_file(file) for file in mine if file not in headers}
 
@@ -273,7 +279,7 @@ class Reader:
             self._small.update(small)
 
     def check_small_files(self) -> None:
-        """Raise DamagedError for a file that is here and not as it was written, of those that nobody may need to read."""
+        """Raise DamagedError if a small file that this rank sees is not as it was written: some are not read otherwise."""
         assert self.manifest is not None
         for file in self.manifest.files:
             if not file.endswith(".safetensors") and file not in self.missing:
@@ -293,15 +299,15 @@ def candidates(ranks: Ranks, directory: Path) -> list[str]:
 def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
     """Open a checkpoint on every rank. Collective. Raises CheckpointError if it is damaged, or a file is on no rank.
 
-    A save of a tag that was there before may have been killed between its steps, on some disks earlier than on others:
-    then versions of it lie under two names. The newest of which everything is there is opened.
+    A save that was to replace an older checkpoint of the tag may have been killed between its steps, on some disks earlier
+    than on others. Then there are versions of it under two names. The newest complete one is opened.
     """
     here: dict[str, tuple[Path, Manifest]] = {}  # time of saving -> version
     problems = []
     for name in (tag, f"{folder.REPLACED}{tag}", f"{tag}{folder.OLD}"):
         path = directory / name
         manifest, problem = attempt(partial(read_manifest, path))
-        if manifest is not None and (name == tag or manifest.tag == tag):  # else somebody has given it this name
+        if manifest is not None and (name == tag or manifest.tag == tag):  # otherwise somebody has given it this name
             here.setdefault(manifest.saved_at, (path, manifest))
         elif problem is not None and os.path.exists(path / MANIFEST):
             problems.append(problem)
@@ -324,9 +330,9 @@ def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
 
 
 def _open_version(ranks: Ranks, path: Path, manifest: Manifest | None) -> Reader:
-    """``manifest``: None on ranks that do not see the checkpoint."""
+    """Open one version on every rank. Collective. ``manifest``: None on ranks that do not see this version."""
     known = ranks.gather(manifest is not None)
-    sees = manifest is not None  # another version may lie there, with files of the same names and sizes
+    sees = manifest is not None  # if not, another version may be there, whose files have the same names and sizes
     if not all(known):
         first = known.index(True)
         given = ranks.gather(manifest if ranks.rank == first else None)[first]

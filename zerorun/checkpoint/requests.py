@@ -1,4 +1,4 @@
-"""Given: what a loop passes to save, load and export, looked at before any rank does anything. No I/O."""
+"""Requests: check what a training loop passes to save, load and export, before any rank does anything. No I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .directory import check_tag
 
 
 def translate(given: dict[str, Any], names: dict[str, str], function: str) -> dict[str, Any]:
-    """DeepSpeed's keywords by the names here. Raises TypeError for what neither knows."""
+    """Rename the keywords in ``given`` by ``names``, which has DeepSpeed's. Raises TypeError for one that is not in it."""
     for key in given:
         if key not in names:
             raise TypeError(f"{function}() got an unexpected keyword argument {key!r}")
@@ -22,7 +22,7 @@ def translate(given: dict[str, Any], names: dict[str, str], function: str) -> di
 
 
 def directory_of(directory: str | Path) -> Path:
-    """Raises CheckpointError for what names none."""
+    """Return ``directory`` as a Path. Raises CheckpointError if it names no directory."""
     if not isinstance(directory, (str, os.PathLike)) or not str(directory):
         raise CheckpointError(
             f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
@@ -32,7 +32,10 @@ def directory_of(directory: str | Path) -> Path:
 
 
 def tag_of(tag: Any) -> str | None:
-    """None if none is given. DeepSpeed's loops also pass numbers. Raises CheckpointError for what names no directory."""
+    """Return ``tag`` as a str; None if none is given. Loops written for DeepSpeed also pass numbers.
+
+    Raises CheckpointError if it cannot name a checkpoint's directory.
+    """
     if tag is None:
         return None
     if not isinstance(tag, (str, int)) or isinstance(tag, bool):
@@ -44,7 +47,7 @@ def tag_of(tag: Any) -> str | None:
 
 
 def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """Raises CheckpointError for what weights cannot be written in."""
+    """Return the dtype that ``asked`` names; None if it is None. Raises CheckpointError if it is not floating-point."""
     dtype = DTYPES.get(asked) if isinstance(asked, str) else asked
     if asked is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError(

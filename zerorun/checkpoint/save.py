@@ -1,10 +1,11 @@
-"""Save: what is captured of a training run at one instant, and its way to the disk, at once or in the background.
+"""Save: take what was captured of a training run at one instant, and write it to disk, at once or in the background.
 
 [Note: an instant]
-Between two steps nothing that a checkpoint holds changes. So an ordinary save writes from where things lie. An asynchronous
-one copies this rank's part into host memory, which is kept for the next time, and lets the training go on; a thread then
-does exactly what the ordinary save does, from the copies. One save at a time: the next one waits. What goes wrong in the
-thread is raised by the next call that saves, loads or waits; if none comes, the process ends with exit code 1.
+Nothing that a checkpoint holds changes between two steps, so an ordinary save writes tensors from where they are in host
+memory. An asynchronous save first copies this rank's part into host memory of its own, which is kept for the next save, and
+lets training go on; a thread then does exactly what an ordinary save does, but from the copies. Only one save runs at a
+time: the next one waits. An error in the thread is raised by the next call that saves, loads or waits. If there is no such
+call, the process ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ Scalar = tuple[Any, str | None]  # (plain value, dtype if it was a 0-dim tensor)
 
 @dataclass
 class Captured:
-    """One rank's share of a checkpoint. All but ``parts`` and ``frozen`` are copies already."""
+    """One rank's share of a checkpoint. Everything but ``parts`` and ``frozen`` has been copied already."""
 
     parts: list[TensorPart]
-    order: list[str]  # names of the module
-    scalars: dict[str, dict[str, Scalar]]  # of the optimizer: key -> name -> value
-    groups: dict[str, int]  # of the parameters that this rank updates
-    manifest: Manifest  # what rank 0 knows of it, and of its model each stage's first rank; no files and sets
+    order: list[str]  # tensor names, in the module's order
+    scalars: dict[str, dict[str, Scalar]]  # of the optimizer's state: key -> parameter name -> value
+    groups: dict[str, int]  # parameter name -> optimizer group, for the parameters that this rank updates
+    manifest: Manifest  # rank 0's lacks files and sets; that of another pipeline stage has only its part of the model
     rng: Any = None  # plain values
     data: Any = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # that plain values refer to
-    frozen: list[TensorPart] = field(default_factory=list)  # whose sums are kept, but not they themselves
-    small: dict[str, bytes] = field(default_factory=dict)  # files as they stand, such as config.json
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors that plain values refer to
+    frozen: list[TensorPart] = field(default_factory=list)  # left out of the checkpoint, which has their checksums only
+    small: dict[str, bytes] = field(default_factory=dict)  # name -> content of small files, such as config.json
     weights_only: bool = False
 
 
@@ -64,12 +65,12 @@ def now() -> str:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of what wrote the checkpoint."""
+    """The versions of what writes the checkpoint."""
     return {"zerorun": version("zerorun"), "torch": torch.__version__, "python": platform.python_version()}
 
 
 class Saver:
-    """Writes checkpoints of one engine. ``read_peer``: how to read other ranks' memory, if that is possible."""
+    """Writes checkpoints of one engine. ``read_peer`` reads other ranks' memory; None if that is not possible."""
 
     def __init__(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
         self.ranks, self._read_peer = ranks, read_peer
@@ -79,7 +80,10 @@ class Saver:
         self._watches_exit = False
 
     def save(self, captured: Captured, target: Destination, *, asynchronous: bool) -> Path:
-        """Write a checkpoint. Collective. Raises CheckpointError, also for the asynchronous save before this one."""
+        """Write a checkpoint, and return its path. Collective.
+
+        Raises CheckpointError, also that of the preceding asynchronous save.
+        """
         self.wait()
         if not asynchronous:
             captured.parts, captured.frozen = host_copies(captured.parts), host_copies(captured.frozen)
@@ -94,7 +98,7 @@ class Saver:
         return target.directory / target.tag
 
     def wait(self) -> None:
-        """Return when no asynchronous save is going on. Raises the CheckpointError of the last one, once."""
+        """Wait until no asynchronous save is running. If the last one failed, raise its CheckpointError, but only once."""
         if self._thread is not None:
             with waiting("checkpoint: the asynchronous save before"):
                 self._thread.join()
@@ -104,7 +108,7 @@ class Saver:
             raise failure
 
     def close(self) -> None:
-        """Wait as ``wait`` does, and give back the process group."""
+        """Wait as ``wait`` does, then release the process group."""
         try:
             self.wait()
         finally:
@@ -112,13 +116,13 @@ class Saver:
             self.ranks.close()
 
     def _tell_by_exit_code(self) -> None:
-        """The process ends, and no call came that the failure of the last save could have been raised by."""
+        """Wait for the last save, and end the process with exit code 1 if it failed and no later call raised its error."""
         if self._thread is not None:
             with waiting("checkpoint: the last asynchronous save"):
                 self._thread.join()
         if self._failure is not None:
             atexit.unregister(self._tell_by_exit_code)
-            atexit._run_exitfuncs()  # what others have to do at the end
+            atexit._run_exitfuncs()  # os._exit would skip the other exit handlers
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -131,11 +135,11 @@ class Saver:
         except Exception as error:
             self._failure = CheckpointError(f"an asynchronous save failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
-        if self._failure is not None:  # there may be no next call
+        if self._failure is not None:  # there may be no next call to raise it
             logger.error("the checkpoint %s was not saved: %s", target.directory / target.tag, self._failure)
 
     def _stage(self, parts: list[TensorPart]) -> list[TensorPart]:
-        """Copies of ``parts`` in host memory, pinned if they come from a GPU. The memory is kept for the next save."""
+        """Copy ``parts`` into host memory, which is pinned if they are on a GPU, and which is kept for the next save."""
         staged, sources, places = [], [], []
         for part in parts:
             key = part.set, part.name
@@ -172,12 +176,15 @@ class Saver:
 
 
 def host_copies(parts: list[TensorPart]) -> list[TensorPart]:
-    """The same parts with their elements in host memory."""
+    """The same parts with their elements in host memory. Those that are there already are not copied."""
     return [part if on_host(part.tensor) else replace(part, tensor=part.tensor.cpu()) for part in parts]
 
 
 def _plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> WritePlan:
-    """The plan for all ranks' parts. ``order``: names of this rank's module; stages follow one another. Collective."""
+    """Plan how to write the parts of all ranks. Collective.
+
+    ``order``: the tensor names of this rank's module, in order. In the plan, pipeline stages follow one another.
+    """
     tables = ranks.gather([part.row() for part in parts])
     stages = ranks.gather(order if leads_stage(ranks.topology) else [])
     return make_plan(tables, ranks.topology, dict.fromkeys(name for names in stages for name in names))
@@ -186,7 +193,10 @@ def _plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> W
 def frozen_sums(
     parts: list[TensorPart], order: list[str], ranks: Ranks, read_peer: PeerReader | None
 ) -> dict[str, dict[str, Any]]:
-    """name -> dtype and CRC-32 of the whole tensors that ranks hold parts of. ``order``: as they are. Collective."""
+    """Return name -> dtype and CRC-32 of each whole tensor of which ranks have ``parts``. Collective.
+
+    ``order``: the tensor names of this rank's module, in order.
+    """
     parts = host_copies(parts)
     plan = _plan_together(parts, order, ranks)
     collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
@@ -203,14 +213,14 @@ def frozen_sums(
 
 @dataclass
 class _Facts:
-    """What single ranks know, brought together."""
+    """What each rank knows on its own, merged over all ranks."""
 
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     rng: list[Any] = field(default_factory=list)  # by rank
     data: list[Any] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    stages: list[Manifest] = field(default_factory=list)  # one of each pipeline stage
+    stages: list[Manifest] = field(default_factory=list)  # one manifest for each pipeline stage
 
 
 def _merge_facts(ranks: Ranks, captured: Captured) -> _Facts:
@@ -231,7 +241,7 @@ def _merge_facts(ranks: Ranks, captured: Captured) -> _Facts:
 def _finish(
     captured: Captured, plan: WritePlan, records: dict[str, FileRecord], facts: _Facts
 ) -> tuple[dict[str, bytes], Manifest | None]:
-    """On rank 0: (small files, manifest)."""
+    """On rank 0: the small files by name, and the manifest (None for an export)."""
     small = {**captured.small, **index_files(plan)}
     if captured.weights_only:
         return small, None
@@ -257,14 +267,17 @@ def _finish(
 
 
 def scalar(value: Any, where: str) -> Scalar:
-    """A scalar of an optimizer's state as a plain value. Raises CheckpointError for what is none."""
+    """Turn a scalar of an optimizer's state into a plain value. Raises CheckpointError if it cannot be stored as one."""
     if isinstance(value, torch.Tensor):
         return encode(value.item(), {}, where), str(value.dtype).removeprefix("torch.")
     return encode(value, {}, where), None
 
 
 def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[str, Any]]]:
-    """key -> entries of {value, dtype, names}: nearly always one, since all parameters have taken the same steps."""
+    """Turn key -> name -> scalar into key -> list of {value, dtype, names}, with one entry for each distinct value.
+
+    There is nearly always only one, since all parameters have taken the same steps.
+    """
     packed: dict[str, list[dict[str, Any]]] = {}
     for key, values in scalars.items():
         found: dict[str, dict[str, Any]] = {}
@@ -276,7 +289,10 @@ def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[s
 
 
 def unpack_scalars(packed: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """name -> key -> value, as it was in the optimizer's state. Raises CheckpointError for values that are none."""
+    """Undo ``pack_scalars``: return name -> key -> value as in the optimizer's state.
+
+    Raises CheckpointError if a value cannot be decoded.
+    """
     found: dict[str, dict[str, Any]] = {}
     for key, entries in packed.items():
         for entry in entries:

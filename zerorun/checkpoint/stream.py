@@ -1,11 +1,11 @@
-"""Stream: new files, written from beginning to end, past the page cache where there is a disk, summed as they pass.
+"""Stream: write new files from beginning to end, past the page cache if they are on a disk, with checksums on the way.
 
 [Note: past the page cache]
-Written the ordinary way, a checkpoint is copied into the page cache, pushes out what others keep there, and reaches the
-disk only when fsync waits for it; a few GB take several times as long as the disk needs. So whole buffers go from aligned
-memory straight to the disk (O_DIRECT), a few at a time, by threads, while the next buffer is filled. The rest of a file,
-files that are smaller than a buffer, and file systems without a block device below (memory, network, overlays, which
-gather writes better than we could) take the ordinary way.
+Written the ordinary way, a checkpoint is copied into the page cache, evicts what others keep there, and reaches the disk
+only when fsync waits for it: a few GB take several times as long as the disk needs. So threads write full buffers from
+aligned memory straight to the disk (O_DIRECT), a few at a time, while the next buffer is filled. Three things are written
+the ordinary way: the rest of a file, files that are smaller than a buffer, and files on a file system without a block
+device below it (memory, network, overlays, which gather writes better than we could).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .files import create
 from .tensorfile import BLOCK_BYTES, FileRecord
 
 BUFFER_BYTES = 4 << 20  # a multiple of BLOCK_BYTES and of what disks ask direct writes to be aligned to
-_DEPTH = 2  # buffers on their way at a time, per rank
+_DEPTH = 2  # buffers that are being written at a time, per rank
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 if _DIRECT:
@@ -37,10 +37,10 @@ _Job = tuple["Future[list[int]]", Callable[[mmap.mmap], list[int]], mmap.mmap]
 
 
 class WriteQueue:
-    """Writes full buffers in the background for the files of one rank. At most ``_DEPTH`` are under way.
+    """Writes full buffers in the background for the files of one rank, at most ``_DEPTH`` at a time.
 
-    Its threads are its own: an executor of the library takes no work any more once the main thread has ended, and the last
-    save of a program may go on after that.
+    It has threads of its own: an executor of the standard library accepts no more work once the main thread has ended, but
+    the last save of a program may go on after that.
     """
 
     def __init__(self) -> None:
@@ -50,16 +50,16 @@ class WriteQueue:
         self._flying: deque[tuple[Future[list[int]], mmap.mmap]] = deque()
 
     def buffer(self) -> mmap.mmap:
-        """``BUFFER_BYTES`` of page-aligned memory, for the caller to fill. Waits while too many are under way.
+        """Return ``BUFFER_BYTES`` of page-aligned memory for the caller to fill. Waits while too many writes are under way.
 
-        What a write raised is raised by ``FileWriter.close`` of its file.
+        An error of one of those writes is raised by the ``FileWriter`` of its file, not here.
         """
         while len(self._flying) >= _DEPTH:
             self._land()
         return self._free.pop() if self._free else mmap.mmap(-1, BUFFER_BYTES)
 
     def submit(self, write: Callable[[mmap.mmap], list[int]], buffer: mmap.mmap) -> Future[list[int]]:
-        """Begin ``write(buffer)``, which returns the sums of its blocks. The buffer is the queue's again."""
+        """Begin ``write(buffer)``, which returns the checksums of its blocks. The buffer belongs to the queue again."""
         while len(self._threads) < _DEPTH:
             self._threads.append(threading.Thread(target=_work, args=(self._jobs,), name="zerorun disk", daemon=True))
             self._threads[-1].start()
@@ -69,11 +69,11 @@ class WriteQueue:
         return future
 
     def give_back(self, buffer: mmap.mmap) -> None:
-        """The caller needs ``buffer`` no more."""
+        """Take back ``buffer``, which the caller does not need any more."""
         self._free.append(buffer)
 
     def close(self) -> None:
-        """Wait for what is under way, and let go of the threads and the memory."""
+        """Wait for the writes under way, then end the threads and release the memory."""
         while self._flying:
             self._land()
         for _ in self._threads:
@@ -93,7 +93,7 @@ def _work(jobs: queue.SimpleQueue[_Job | None]) -> None:
         future, write, buffer = job
         try:
             future.set_result(write(buffer))
-        except BaseException as error:  # whoever waits for it gets it
+        except BaseException as error:  # whoever waits for the future gets it
             future.set_exception(error)
 
 
@@ -137,12 +137,12 @@ class FileWriter:
         self._buffer, self._filled = None, 0
 
     def _write_at(self, position: int, data: memoryview) -> list[int]:
-        """Write ``data``; the sum of each of its blocks."""
+        """Write ``data`` at the byte ``position``, and return the checksum of each of its blocks."""
         crcs = [zlib.crc32(data[begin : begin + BLOCK_BYTES]) for begin in range(0, data.nbytes, BLOCK_BYTES)]
         done = 0
         with _naming(self._path):
             while done < data.nbytes:
-                # Asked before the write: while this one fails, another thread's may have failed and changed the file.
+                # Asked before the write: while this one fails, another thread's may have failed and changed the flag.
                 direct = _goes_past_cache(self._file)
                 try:
                     done += os.pwrite(self._file, data[done:], position + done)
@@ -151,12 +151,12 @@ class FileWriter:
                         raise
                     _go_through_cache(self._file)
                 else:
-                    if done < data.nbytes:  # a disk that gets full: what is left may not be aligned
+                    if done < data.nbytes:  # the disk is getting full: the rest may not be aligned
                         _go_through_cache(self._file)
         return crcs
 
     def close(self) -> FileRecord:
-        """Make the file durable."""
+        """Write the rest of the file, make it durable, and return its record."""
         try:
             while self._flying:
                 self._crcs += self._flying.popleft().result()
@@ -170,7 +170,7 @@ class FileWriter:
         return FileRecord(self._position + self._filled, tuple(self._crcs))
 
     def abandon(self) -> None:
-        """Close without making durable, when nothing is under way any more. A second call does nothing."""
+        """Wait for the writes under way, and close the file without making it durable. A second call does nothing."""
         for future in self._flying:
             future.exception()
         if self._buffer is not None:
@@ -183,7 +183,7 @@ class FileWriter:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an OSError, which knows of no file, have the file's name."""
+    """Add the name of the file to an OSError, which otherwise has none."""
     try:
         yield
     except OSError as error:
@@ -192,7 +192,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _go_past_cache(file: int) -> None:
-    """Let writes to ``file`` go to the disk directly, if a disk is what is below."""
+    """Make writes to ``file`` bypass the page cache, if the file is on a disk."""
     if _DIRECT and os.major(os.fstat(file).st_dev) != 0:
         try:
             fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | _DIRECT)
@@ -201,7 +201,7 @@ def _go_past_cache(file: int) -> None:
 
 
 def _go_through_cache(file: int) -> None:
-    """The opposite."""
+    """Make writes to ``file`` go through the page cache again."""
     if _goes_past_cache(file):
         fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~_DIRECT)
 

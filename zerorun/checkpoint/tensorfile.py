@@ -8,7 +8,7 @@ it needs into the place where it needs them.
 
 [Note: blocks]
 The manifest has one CRC-32 (as in zlib, ISO 3309) for every ``BLOCK_BYTES`` of a file, counted from its beginning. So a
-rank that reads a slice can check it without reading the file: the blocks around the slice are enough.
+rank that reads a slice can check it without reading the whole file: the blocks around the slice are enough.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def dtype_code(dtype: torch.dtype, name: str) -> str:
 
 
 def dtype_of(code: str) -> torch.dtype:
-    """The dtype behind the format's name."""
+    """The dtype that the format calls ``code``. Raises CheckpointError if there is none."""
     if code not in _DTYPES:
         raise CheckpointError(f"dtype {code!r} in a safetensors file is not known to this version.")
     return _DTYPES[code]
@@ -80,7 +80,7 @@ class Described:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -116,7 +116,7 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
-        """Raises ValueError, KeyError or TypeError for what ``to_json`` has not made."""
+        """Undo ``to_json``. Raises ValueError, KeyError or TypeError for what ``to_json`` cannot have made."""
         nbytes, text = value["bytes"], value["crc32"]
         if type(nbytes) is not int or nbytes < 0 or type(text) is not str or not _HEXADECIMAL.fullmatch(text):
             raise ValueError(f"a file of {nbytes!r} bytes")
@@ -177,15 +177,15 @@ class Located(Described):
 
 
 class TensorFile:
-    """One safetensors file to read from. ``record``: check what is read against it; None: there is nothing to check by.
+    """One safetensors file to read from. What is read is checked against ``record``, unless that is None.
 
-    With ``home``, the directory that it is in, a link must not lead out of it. Raises CheckpointError naming the file if it
-    is short, damaged or no safetensors file.
+    With ``home``, the directory that the file is in, a link must not lead out of that directory. Raises CheckpointError,
+    which names the file, if it is short, damaged or no safetensors file.
     """
 
     def __init__(self, path: Path, record: FileRecord | None = None, home: Path | None = None) -> None:
         self.path, self._record = path, record
-        self._kept: tuple[int, bytes] = (-1, b"")  # the last block that was read for a part of it
+        self._kept: tuple[int, bytes] = (-1, b"")  # number and content of the last block that was read for a part of it
         try:
             self._file = open_regular(path, home)
         except OSError as error:

@@ -1,10 +1,10 @@
-"""Write: the files of a checkpoint from a plan, and the commit that lets all ranks' files appear as one checkpoint.
+"""Write: make the files of a checkpoint from a plan, and commit them, so that all ranks' files appear as one checkpoint.
 
 [Note: who does what]
-Every rank writes the files that the plan gives it. Ranks that see the same directory form a *volume*: all of them on a
-shared file system, those of one host on its own disk. The first rank of a volume, its leader, makes the temporary
-directory, writes the small files and the manifest, which are the same on every volume, and does the steps of directory.py.
-Which ranks see the same directory is found out by looking, not configured.
+Every rank writes the files that the plan assigns to it. Ranks that see the same directory form a *volume*: all ranks if it
+is on a shared file system, the ranks of one host if it is on a local disk. The first rank of a volume is its leader. It
+makes the temporary directory, writes the small files and the manifest, which are the same on every volume, and carries out
+the steps of directory.py. Which ranks see the same directory is not configured: the ranks find out by looking.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .write_plan import WritePlan, is_single
 
 @dataclass
 class Destination:
-    """Where a checkpoint goes, and what becomes of older ones."""
+    """Where a checkpoint goes, and what happens to older ones."""
 
     directory: Path
     tag: str
     latest: bool = True
     keep: int | None = None
-    prune: bool = True  # False: this is no directory of checkpoints
-    check: Callable[[str], None] = field(default=lambda point: None)  # tests interrupt here, with the name of the point
+    prune: bool = True  # False for an export: the directory is not one of checkpoints
+    check: Callable[[str], None] = field(default=lambda point: None)  # called with the name of a point for tests to act at
 
     @property
     def temporary(self) -> Path:
@@ -46,7 +46,7 @@ class Destination:
 
 
 def place(target: Destination, name: str) -> Path:
-    """Where the file ``name`` is written. An adapter's may be in a folder of its own, which is made."""
+    """The path at which to write the file ``name``. An adapter's file may be in a folder of its own: make that folder."""
     path = target.temporary / name
     path.parent.mkdir(exist_ok=True)
     return path
@@ -60,22 +60,22 @@ def sync_folders(target: Destination) -> None:
 
 
 def write_tensors(plan: WritePlan, collector: Collector, rank: int, target: Destination) -> dict[str, FileRecord]:
-    """Write the files of this rank, durably. What goes wrong is raised when nobody waits for this rank any more."""
+    """Write the files of this rank, durably. What fails is raised only when no rank is waiting for this one any more."""
     output = _Output(plan, target)
-    problem: OSError | None = None
+    problem: Exception | None = None
     try:
         for task in plan.tasks:
             if task.writer != rank:
                 continue
             for stretch in collector.stretches(task):
                 if problem is not None:
-                    continue  # others may be sending it: take it all the same
+                    continue  # another rank may be sending it: receive it all the same
                 try:
                     if task.file:
                         output.write(task.file, stretch)
                     if task.rounded is not None:
                         output.write(task.rounded_file, stretch.to(dtype_of(task.rounded.dtype)))
-                except OSError as error:
+                except Exception as error:  # not of a disk only: memory may run out, too
                     problem = error
         collector.finish()
         if problem is not None:
@@ -103,7 +103,7 @@ class _Output:
 
     def close(self, expected: list[str]) -> dict[str, FileRecord]:
         empty = torch.empty(0)
-        for name in expected:  # tensors without elements have no stretch, their file no writer
+        for name in expected:  # empty tensors have no stretch: their file may not be open yet
             self.write(name, empty)
         records = {}
         for name, writer in self._open.items():
@@ -118,7 +118,7 @@ class _Output:
 
 
 def index_files(plan: WritePlan) -> dict[str, bytes]:
-    """For each set the index that Hugging Face's loaders know: which file holds which tensor."""
+    """For each set, the index that Hugging Face's loaders know: it says which file holds which tensor."""
     made = {}
     for kind, files in plan.sets.items():
         if is_single(kind):
@@ -131,7 +131,7 @@ def index_files(plan: WritePlan) -> dict[str, bytes]:
 
 
 def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
-    """A whole tensor file in memory."""
+    """The bytes of a tensor file that holds ``tensors``."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = [Described.of(name, tensor) for name, tensor in kept.items()]
     return b"".join([header_bytes(described, {}), *(bytes(memory_of(tensor)) for tensor in kept.values())])
@@ -141,7 +141,7 @@ def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def find_volumes(ranks: Ranks, target: Destination) -> list[int]:
-    """For each rank the leader of its volume. Raises CheckpointError on all ranks if one cannot write there."""
+    """For each rank, the leader of its volume. Raises CheckpointError on all ranks if one cannot write to the directory."""
     places = ranks.volumes(target.directory)
     probe = target.directory / f"{folder.TEMPORARY}{target.tag}.rank"
     leads = places[ranks.rank] == ranks.rank
@@ -168,11 +168,11 @@ def commit(
     write: Callable[[], dict[str, FileRecord]],
     finish: Callable[[dict[str, FileRecord]], tuple[dict[str, bytes], Manifest | None]],
 ) -> Path:
-    """Write a checkpoint on all ranks: all of it, or on any rank's problem nothing. Collective.
+    """Write a checkpoint on all ranks: all of it, or nothing if any rank has a problem. Collective.
 
-    ``write`` writes this rank's files into the temporary directory. ``finish`` is called on rank 0 with the records of all
-    files, and gives the small files and the manifest (None: there is none, as in an export).
-    Raises CheckpointError, the same on all ranks, naming the first that had a problem.
+    ``write`` writes this rank's files into the temporary directory, and returns their records. ``finish`` is called on
+    rank 0 with the records of all files, and returns the small files and the manifest (None for an export, which has none).
+    Raises the same CheckpointError on all ranks. It names the first rank that had a problem.
     """
     leaders = find_volumes(ranks, target)
     leads = leaders[ranks.rank] == ranks.rank
@@ -200,7 +200,10 @@ def commit(
 
 
 def _drop_replaced(ranks: Ranks, directory: Path, leads: bool) -> None:
-    """Delete what killed saves of any tag had replaced, if every volume has the same new version. Collective."""
+    """Delete the versions that killed saves, of any tag, had replaced. Collective.
+
+    A replaced version stays unless every volume has the same new version of its tag.
+    """
     found = attempt(lambda: folder.replaced(directory))[0] if leads else None
     tags = sorted({tag for tags in ranks.gather(found) for tag in tags or ()})
     if not tags:
@@ -214,7 +217,7 @@ def _drop_replaced(ranks: Ranks, directory: Path, leads: bool) -> None:
 def _complete(
     target: Destination, written: dict[str, FileRecord], small: dict[str, bytes], manifest: Manifest | None
 ) -> None:
-    """Check that the files of the volume's ranks are there, write the small files and, last, the manifest."""
+    """Check that the files of the volume's ranks are there in full; write the small files and, last, the manifest."""
     wrong = folder.missing_files(target.temporary, written)
     if wrong:
         name, what = next(iter(wrong.items()))

@@ -1,13 +1,15 @@
-"""Plan: which rank writes which tensor into which file, and from which ranks its elements come. Pure arithmetic.
+"""Write plan: which rank writes which tensor into which file, and from which ranks its elements come. Pure arithmetic.
 
-Every rank lists the *parts* it holds. All ranks then make the same plan from the lists of all. Each tensor has one writer,
-and each file too. Writers take neighbouring tensors of the model, about the same number of bytes each; all sets of one
-parameter go to the same writer, so that weights in 16 bits are written from the fp32 values that it has anyway.
+Every rank lists the *parts* that it holds. All ranks then make the same plan from the lists of all ranks. Each tensor has
+one writer, and so has each file. A writer takes neighbouring tensors of the model, and all writers take about the same
+number of bytes. All sets of one parameter go to the same writer, so that 16-bit weights are written from the fp32 values
+that it has anyway.
 
 [Note: columns]
-The ranks at one place of the pipe and tensor axes are a *column* of a replica: they share out whatever that place has of
-the model. A tensor comes whole from one column, or from several of which each has a part (a ``TensorShard``). What several
-columns have alike, such as norms, or a table that two stages use, comes from one of them: the writer's own, or the first.
+The ranks at one place of the pipe and tensor axes are a *column* of a replica: what that place has of the model is divided
+among them. A tensor comes whole from one column, or in parts from several, each of which has a ``TensorShard`` of it. What
+several columns have in common, such as norms, or an embedding table that two pipeline stages use, comes from one of them:
+from the writer's own, otherwise from the first.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from .tensorfile import Described, dtype_of
 
 MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
 STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
-CAST = "cast."  # no set: tensors that are only written in the dtype ``rounded``, into the set named behind it, or model
-ADAPTER = "adapter_model"  # PEFT's name for the one file of an adapter: a set of that name, maybe in a folder of its own
-# Bytes of a file, as far as tensors allow: what the Hugging Face hub's tools make.
+CAST = "cast."  # prefix of tensors that are only written in the dtype ``rounded``: into the set that follows it, or model
+ADAPTER = "adapter_model"  # PEFT's name for an adapter's only file; also the name of its set, maybe with a folder in front
+# The most bytes in a file, unless a single tensor has more: what the Hugging Face hub's tools make.
 MAX_FILE_BYTES = 5_000_000_000
 
 
@@ -34,9 +36,9 @@ MAX_FILE_BYTES = 5_000_000_000
 class Row:
     """One part that a rank holds: ``numel`` elements from ``start`` of the flattened tensor ``name`` of ``set``.
 
-    ``dtype`` and ``shape`` are the whole tensor's. ``address``: where the part lies in the rank's memory.
-    ``rounded``: the dtype in which the set ``model`` has the same tensor; empty if it has it on its own.
-    ``shard``: what of the tensor the rank's column has, if not all; ``start`` counts in that, flattened.
+    ``dtype`` and ``shape`` are those of the whole tensor. ``address``: where the part is in the rank's memory.
+    ``rounded``: the dtype of a copy of the tensor, in the set ``model`` or the one after ``CAST``; empty if there is none.
+    ``shard``: the part of the tensor that the rank's column has, if not all; ``start`` then counts in that, flattened.
     """
 
     set: str
@@ -51,18 +53,18 @@ class Row:
 
     @property
     def whole_numel(self) -> int:
-        """Of what the rank's column has of the tensor."""
+        """The number of elements that the rank's column has of the tensor."""
         return prod(self.shape if self.shard is None else self.shard.local_shape)
 
 
-_Rows = dict[int, list[Row]]  # of one tensor of one set, by rank
+_Rows = dict[int, list[Row]]  # the parts of one tensor of one set, by rank
 
 
 @dataclass(frozen=True)
 class Source:
-    """Elements ``start .. start + numel`` lie at ``address`` of ``rank``, where its part begins ``offset`` before.
+    """Elements ``start .. start + numel`` of a tensor, at ``address`` of ``rank``: ``offset`` elements into its part.
 
-    With a ``shard``, ``start`` counts in that, and the elements lie apart in the whole tensor.
+    With a ``shard``, ``start`` counts in that, and the elements need not be contiguous in the whole tensor.
     """
 
     rank: int
@@ -75,15 +77,15 @@ class Source:
 
 @dataclass
 class Task:
-    """One tensor to be brought together by its writer, and written into one file, or two."""
+    """One tensor that its writer collects, and writes into one file, or into two."""
 
     number: int  # the same on all ranks
     set: str
     tensor: Described
     writer: int
-    sources: list[Source]  # one, if the writer holds all of it; in the tensor's order, unless they have shares
-    file: str = ""  # none for what is only cast
-    rounded: Described | None = None  # the same tensor for the set ``model``, or the one that it is cast for
+    sources: list[Source]  # one, if the writer has all of it; in the tensor's order, unless they have shards
+    file: str = ""  # empty for a tensor that is only written in another dtype
+    rounded: Described | None = None  # the same tensor for the set ``model``, or for the set that it is cast for
     rounded_file: str = ""
 
 
@@ -100,16 +102,17 @@ class WritePlan:
 
 
 def is_single(kind: str) -> bool:
-    """True for a set that is one file without an index, as PEFT reads it: an adapter."""
+    """True for the set of an adapter, which is a single file without an index, as PEFT reads it."""
     return kind.rpartition("/")[2] == ADAPTER
 
 
 def make_plan(
     tables: Sequence[Sequence[Row]], topology: Topology, order: Iterable[str], max_file: int = MAX_FILE_BYTES
 ) -> WritePlan:
-    """The plan for what the ranks of ``topology`` hold. ``order``: names of the model.
+    """Make the plan for what the ranks of ``topology`` hold. ``tables``: their rows, by rank.
 
-    Raises CheckpointError if elements of a tensor are nowhere: then a rank lost something.
+    ``order``: the tensor names of the model, in order. ``max_file``: bytes.
+    Raises CheckpointError if no rank holds some of a tensor's elements: then a rank lost something.
     """
     place = {name: index for index, name in enumerate(order)}
     held: dict[tuple[str, str], _Rows] = {}
@@ -134,7 +137,10 @@ def make_plan(
 
 
 def _writers(keys: list[tuple[str, str]], held: dict[tuple[str, str], _Rows], places: list[Coordinate]) -> dict[str, int]:
-    """name -> rank of the first pipeline stage that has it. A stage's are in contiguous stretches of about equal bytes."""
+    """Return name -> the rank that writes it, which is one of the first pipeline stage that has the tensor.
+
+    Each rank of a stage gets neighbouring tensors of the stage, all ranks about the same number of bytes.
+    """
     sizes: dict[int, dict[str, int]] = {}  # stage -> name -> bytes
     stages: dict[str, int] = {}
     for key in keys:
@@ -154,13 +160,16 @@ def _writers(keys: list[tuple[str, str]], held: dict[tuple[str, str], _Rows], pl
 
 
 def _near(rows: _Rows, writer: int, places: list[Coordinate]) -> int:
-    """``writer``, or if its replica has nothing of the tensor, the first rank that has: replicas do not read each other."""
+    """``writer``, or the first rank that has any of the tensor if the replica of ``writer`` has none of it.
+
+    Replicas do not read from each other.
+    """
     replica = places[writer].replicate
     return writer if any(places[rank].replicate == replica for rank in rows) else min(rows)
 
 
 def _sources(rows: _Rows, tensor: Described, writer: int, places: list[Coordinate]) -> list[Source]:
-    """Where the writer gets the tensor from: from itself if it has all, else from ranks of its own replica."""
+    """Where the writer gets the tensor: from itself if it has all of it, otherwise from ranks of its own replica."""
     columns: dict[TensorShard | None, dict[tuple[int, int], _Rows]] = {}
     own = places[writer].pipe, places[writer].tensor
     for rank, found in rows.items():
@@ -181,7 +190,7 @@ def _sources(rows: _Rows, tensor: Described, writer: int, places: list[Coordinat
 
 
 def _of_column(rows: _Rows, tensor: Described, writer: int) -> Iterator[Source]:
-    """What a column has of the tensor: from one rank if one has all of it, the writer before others, else from several."""
+    """The sources of what a column has of the tensor: one rank if one has it all, preferably the writer; else several."""
     for rank in sorted(rows, key=lambda rank: (rank != writer, rank)):
         for row in rows[rank]:
             if row.start == 0 and row.numel == row.whole_numel:
@@ -202,7 +211,7 @@ def _of_column(rows: _Rows, tensor: Described, writer: int) -> Iterator[Source]:
 
 
 def _of_row(rank: int, row: Row) -> Iterator[Source]:
-    """One part; in stretches of the whole tensor if they are few."""
+    """The sources of one part: the part itself, or its stretches of the whole tensor if they are few."""
     if row.shard is None or not in_stretches(row.shard):
         yield Source(rank, row.start, row.numel, row.address, 0, row.shard)
         return
@@ -213,7 +222,7 @@ def _of_row(rank: int, row: Row) -> Iterator[Source]:
 
 
 def _check_shards(shards: Sequence[TensorShard], tensor: Described) -> None:
-    """Raise CheckpointError unless every element of the tensor is in one of ``shards``, and in one only."""
+    """Raise CheckpointError unless every element of the tensor is in exactly one of ``shards``."""
     dims, end = {shard.dim for shard in shards}, 0
     for low, high in sorted(pair for shard in shards for pair in shard.ranges if pair[0] < pair[1]):
         if low != end:
@@ -222,12 +231,12 @@ def _check_shards(shards: Sequence[TensorShard], tensor: Described) -> None:
     if len(dims) > 1 or end != tensor.shape[shards[0].dim]:
         raise CheckpointError(
             f"{tensor.name!r} of shape {list(tensor.shape)} is divided into {[(s.dim, s.ranges) for s in shards]}, which "
-            "do not make it up. This is an error in zerorun."
+            "do not cover it exactly. This is an error in zerorun."
         )
 
 
 def _name_files(plan: WritePlan, max_file: int) -> None:
-    """Give every task its file: ``SET-00001-of-0000N.safetensors``, a new one for another writer or when one is full."""
+    """Give every task its file, ``SET-00001-of-0000N.safetensors``. Another writer, or a full file, begins a new one."""
     chunks: dict[str, list[list[tuple[Task, Described, bool]]]] = {}
     last: dict[str, tuple[int, int]] = {}  # set -> (writer, bytes so far)
     for task in plan.tasks:

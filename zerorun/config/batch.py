@@ -38,7 +38,7 @@ def resolve_batch(
 ) -> Batch:
     """Fill in the sizes that are None, or raise :class:`ConfigError` with the nearest choices that would fit.
 
-    ``origins`` says for a config key where its value came from, for the message; a value not named there is "given".
+    ``origins`` maps a config key to the origin of its value, for the message; a key that is not in it is "given".
     """
     given = {_TRAIN: train, _MICRO: micro, _ACCUMULATION: accumulation}
     problems = _not_positive({**given, "data_parallel_size": data_parallel_size})
@@ -64,7 +64,7 @@ def _not_positive(values: dict[str, int | None]) -> list[ConfigProblem]:
 
 
 def _nothing_given(auto: list[str]) -> ConfigProblem:
-    """``auto``: the keys that say "auto"."""
+    """Make the problem that no size is given. ``auto``: the keys that say "auto"."""
     remedy = f"Give {_MICRO}, the number of samples that one rank takes at a time; the other sizes follow."
     if not auto:
         reason = f"{_TRAIN} or {_MICRO} must be given: {_EQUATION} cannot be solved without one of them."
@@ -76,7 +76,7 @@ def _nothing_given(auto: list[str]) -> ConfigProblem:
 
 
 def _fill(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> tuple[int, int, int] | None:
-    """(train, micro, accumulation), or None if no whole numbers fit what is given."""
+    """Return (train, micro, accumulation), or None if no whole numbers fit the given values."""
     if train is None:
         assert micro is not None
         accumulation = accumulation or 1
@@ -90,7 +90,7 @@ def _fill(train: int | None, micro: int | None, accumulation: int | None, ranks:
 
 
 def _inconsistent(given: dict[str, int | None], ranks: int, origins: Mapping[str, str]) -> ConfigProblem:
-    """The equation with its four values and their origins, and the nearest values that make it true."""
+    """Make the problem: the equation with its four values and their origins, and the nearest values that make it true."""
     parts = []
     for key, value in given.items():
         origin = "not given" if value is None else origins.get(key, "given")
@@ -102,7 +102,7 @@ def _inconsistent(given: dict[str, int | None], ranks: int, origins: Mapping[str
 
 
 def _choices(train: int, micro: int | None, accumulation: int | None, ranks: int) -> list[str]:
-    """Changes of one value that make the equation solvable, the one that keeps most of what was asked first."""
+    """Return changes of one value that make the equation solvable. The change that keeps most of the request is first."""
     choices = []
     if micro is not None and accumulation is not None:
         if train % (micro * ranks) == 0:
@@ -123,7 +123,7 @@ def _choices(train: int, micro: int | None, accumulation: int | None, ranks: int
 
 
 def _nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of ``number`` just below and just above ``near``, not looking further than 10,000 away."""
+    """Return the divisors of ``number`` just below and just above ``near``, searching no further than 10,000 away."""
     top = min(near, number)
     below = next((size for size in range(top, max(0, top - 10_000), -1) if number % size == 0), 1)
     above = next((size for size in range(near, min(number, near + 10_000) + 1) if number % size == 0), below)

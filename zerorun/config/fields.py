@@ -1,4 +1,4 @@
-"""What the configuration's models are made of: value types, marks on keys, and the base class of every section."""
+"""The building blocks of the configuration: value types, marks on keys, and the base class of every section."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOT_ENABLED = '"enabled" is not given, so the section is off.'
 
 @dataclass(frozen=True)
 class Inert:
-    """The key is understood but changes nothing here: a note says why, unless it says ``unless``."""
+    """The key is understood but has no effect. A note says why, unless the key's value is ``unless``."""
 
     reason: str
     unless: object = _ANY
@@ -36,7 +36,7 @@ class Inert:
 
 @dataclass(frozen=True)
 class Refused:
-    """Only ``allowed`` can be honoured. The remedy is to write that value."""
+    """Only ``allowed``, a value or a tuple of values, can be honoured. The default remedy is to write that value."""
 
     reason: str
     allowed: object = False
@@ -45,24 +45,24 @@ class Refused:
 
 @dataclass(frozen=True)
 class OnlyStages:
-    """The key has something to do at these ZeRO stages only; elsewhere it is noted."""
+    """The key has an effect only at these ZeRO stages; at other stages it is noted."""
 
     stages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A section that zerorun does not carry out: fine while switched off, refused with this reason when on."""
+    """A section that zerorun does not implement: accepted while it is off, and refused for ``reason`` while it is on."""
 
     reason: str
-    keys: tuple[str, ...] | None = None  # None: nested content that is not looked into
-    on_when_present: bool = False  # there is no switch: having the section turns it on
+    keys: tuple[str, ...] | None = None  # None: the section's content is not checked
+    on_when_present: bool = False  # there is no switch: the section is on if it is present
     remedy: str = ""
 
 
 @dataclass(frozen=True)
 class ConfigNote:
-    """A key that has nothing to do in this run, and why."""
+    """A remark on a key: mostly why it has no effect in this run."""
 
     key: str
     reason: str
@@ -73,7 +73,7 @@ class ConfigNote:
 
 @dataclass(frozen=True)
 class EffectiveValue:
-    """What is in force for a key, where it comes from (see Config.sources), and what is to be said of it, if anything."""
+    """The value in force for a key, its source (see Config.sources), and a note, if there is one."""
 
     value: Any
     source: str
@@ -88,28 +88,28 @@ class Section(BaseModel):
     features: ClassVar[dict[str, Feature]] = {}
 
     def is_off(self) -> bool:
-        """True if the section is switched off, so that its other keys rightly do nothing."""
+        """True if the section is switched off, so that its other keys have no effect on purpose."""
         return getattr(self, "enabled", True) is False
 
     @classmethod
     def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
-        """Turn old forms into today's keys before they are looked at. ``path`` ends with a dot, or is empty."""
+        """Turn old forms into today's keys before keys are checked. ``path`` ends with a dot, or is empty."""
         return raw
 
     @classmethod
     def fields_by_key(cls) -> dict[str, FieldInfo]:
-        """The fields under the spelling that messages use."""
+        """Return the fields by the spelling that messages use."""
         return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     @classmethod
     def spellings(cls) -> dict[str, str]:
-        """Every accepted spelling -> the key."""
+        """Return every accepted spelling -> its key."""
         own = {name: field.alias or name for name, field in cls.model_fields.items()}
         return {**cls.other_names, **own, **{key: key for key in own.values()}}
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section class that a field holds, also when it is optional."""
+    """Return the section class that a field holds, also if the field is optional; None for other fields."""
     options = typing.get_args(field.annotation) if _is_union(field.annotation) else (field.annotation,)
     return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None)
 
@@ -196,7 +196,7 @@ def _unit_policy(value: object) -> str | tuple[str, ...]:
 
 
 def _per_group(value: object) -> Any:
-    """A number, or a list with one number for each parameter group."""
+    """Check a number, or a list with one number for each parameter group."""
     if isinstance(value, (list, tuple)):
         if not value:
             fail("is an empty list.", "Write one number, or one for each parameter group.")
@@ -235,5 +235,5 @@ LowerCase = BeforeValidator(_lower)
 
 
 def quoted_words(text: str) -> list[str]:
-    """The words in single quotes that pydantic lists as allowed values."""
+    """Return the words in single quotes, which is how pydantic lists allowed values."""
     return re.findall(r"'([^']*)'", text)

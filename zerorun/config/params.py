@@ -1,8 +1,9 @@
 """The optimizers and schedules that a configuration can name, and their keywords.
 
-Types and ranges only. Defaults are in optim.py, schedules.py and torch: a keyword that was not given is not passed on, so
-every field here is None. Learning rates are per optimizer step; lengths count optimizer steps. What torch has is listed
-here, and not asked of it: a file is checked without importing torch. A test compares the two.
+This file has only types and ranges. Defaults are in optim/optimizers.py, optim/lr_schedules.py and torch: a keyword that
+was not given is not passed on, so the default of every field here is None. Learning rates are per optimizer step; lengths
+count optimizer steps. Torch's classes and keywords are listed here instead of being looked up, so that a file is checked
+without importing torch. A test compares the two.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ WarmupType = Annotated[Literal["log", "linear"], LowerCase]
 
 
 class TorchParams(Section):
-    """What all of torch's optimizers here take."""
+    """Keywords of all of torch's optimizers that are listed here."""
 
     lr: NonNegative | None = None
     maximize: Flag | None = None
@@ -59,14 +60,14 @@ class TorchParams(Section):
 
 
 class OptimizerParams(TorchParams):
-    """What nearly all of them take as well."""
+    """Further keywords, which nearly all of torch's optimizers take."""
 
     weight_decay: NonNegative | None = None
     differentiable: Flag | None = None
 
 
 class AdamParams(OptimizerParams):
-    """``Adam`` decays weights apart from the gradient (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false."""
+    """``Adam`` has decoupled weight decay (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false."""
 
     betas: Betas | None = None
     eps: NonNegative | None = None
@@ -170,7 +171,7 @@ class AdafactorParams(TorchParams):
 
 
 class LionParams(Section):
-    """Lion: the sign of an interpolated momentum."""
+    """Lion, which updates by the sign of an interpolated momentum."""
 
     lr: NonNegative | None = None
     weight_decay: NonNegative | None = None
@@ -182,13 +183,13 @@ class LionParams(Section):
 
 
 class ScheduleParams(Section):
-    """Keywords of a schedule. Of those that are ``required``, each is to be given."""
+    """Keywords of a schedule. All those in ``required`` must be given."""
 
     required: ClassVar[tuple[str, ...]] = ()
 
 
 class FormulaParams(ScheduleParams):
-    """``last_batch_iteration`` is the number of completed optimizer steps less one."""
+    """``last_batch_iteration`` is the number of completed optimizer steps minus one."""
 
     last_batch_iteration: Annotated[Int, Field(ge=-1)] | None = None
 
@@ -210,7 +211,7 @@ class WarmupDecayLRParams(WarmupLRParams):
 
 
 class WarmupCosineLRParams(FormulaParams):
-    """Warm up, then fall along a cosine, as shares of the optimizer's own lr."""
+    """Warm up, then fall along a cosine. Ratios are relative to the optimizer's own lr."""
 
     required: ClassVar[tuple[str, ...]] = ("total_num_steps",)
     total_num_steps: SomeSteps | None = None
@@ -221,7 +222,7 @@ class WarmupCosineLRParams(FormulaParams):
 
 
 class OneCycleParams(FormulaParams):
-    """Up, down, then a slow decay, with momentum going the other way."""
+    """The lr rises, falls, and then decays slowly; momentum goes the other way."""
 
     required: ClassVar[tuple[str, ...]] = ("cycle_min_lr", "cycle_max_lr")
     cycle_min_lr: PerGroup = None
@@ -248,7 +249,7 @@ class LRRangeTestParams(FormulaParams):
 
 
 def _torch_schedule(required: str, others: str) -> type[ScheduleParams]:
-    """The keywords of a class of torch.optim.lr_scheduler, which checks their values itself."""
+    """Make the keywords of a class of torch.optim.lr_scheduler, which checks their values itself."""
     keywords: dict[str, Any] = dict.fromkeys([*required.split(), *others.split(), "last_epoch"], (Any, None))
     made = create_model("TorchScheduleParams", __base__=ScheduleParams, **keywords)
     made.required = tuple(required.split())
@@ -296,7 +297,7 @@ TORCH_SCHEDULERS: dict[str, type[ScheduleParams]] = {
         f"total_steps epochs steps_per_epoch pct_start anneal_strategy {_MOMENTUM} div_factor final_div_factor three_phase",
     ),
 }
-# Lower-case name -> what to use instead, and why.
+# Lower-case name -> (what to use instead, why).
 _REFUSED_OPTIMIZERS = {
     "muon": ("AdamW", "Muon needs whole matrices on one rank, which is not built yet"),
     "lamb": ("AdamW", "LAMB is not built"),
@@ -330,7 +331,7 @@ class KnownType:
 
 
 def find_kind(section: str, name: object) -> KnownType | None:
-    """``section`` is "optimizer" or "scheduler". None if it has nothing of this name."""
+    """Look up a ``type``. ``section`` is "optimizer" or "scheduler". None if it has no such name."""
     for known, params in _kinds(section).items():
         if isinstance(name, str) and name.lower() == known.lower():
             return KnownType(known, params)
@@ -342,7 +343,7 @@ def _kinds(section: str) -> Mapping[str, type[Section]]:
 
 
 def wrong_name(section: str, name: str, params: dict[str, Any]) -> ConfigProblem | None:
-    """The problem with a ``type``, if it has one."""
+    """Return the problem with a ``type``, or None."""
     if find_kind(section, name) is not None:
         return None
     refused = refused_optimizer(name, params) if section == "optimizer" else _refused_scheduler(name)
@@ -362,7 +363,7 @@ def _refused_scheduler(name: str) -> ConfigProblem | None:
 
 
 def refused_optimizer(name: str, params: dict[str, Any]) -> ConfigProblem | None:
-    """The problem with an optimizer that zerorun cannot offer. Its remedy is one edit that gives a valid section."""
+    """Return the problem with an optimizer that zerorun cannot offer. Its remedy is one edit that gives a valid section."""
     if name.lower() not in _REFUSED_OPTIMIZERS:
         return None
     instead, reason = _REFUSED_OPTIMIZERS[name.lower()]

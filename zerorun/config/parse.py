@@ -45,7 +45,7 @@ _NO_OPTIMIZER = "there is no optimizer section, and no optimizer was passed to i
 
 _OPTIMIZER = "or pass optimizer= to initialize(). The command python -m zerorun.config takes {}."
 _SCHEDULE = "or pass lr_scheduler= to initialize(). The command python -m zerorun.config takes {}."
-# Dotted key -> what is missing, for each "auto" that only the caller can decide.
+# Dotted key -> what to do, for each "auto" that only the caller can decide.
 _UNDECIDABLE = {
     "optimizer.params.lr": f"Write a number, {_OPTIMIZER.format('--lr')}",
     "optimizer.params.weight_decay": f"Write a number, {_OPTIMIZER.format('--weight-decay')}",
@@ -57,9 +57,9 @@ _UNDECIDABLE = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is to be known of the model. ``hidden_size``: width of its residual stream, in elements, for "auto".
+    """Facts about the model. ``hidden_size``: width of its residual stream, in elements, for "auto".
 
-    ``pipelined``: it is made for a pipeline, and goes through its schedule even with one stage.
+    ``pipelined``: it is made for a pipeline, and follows a pipeline schedule even with one stage.
     """
 
     hidden_size: int | None = None
@@ -74,11 +74,12 @@ def load_config(
     world_size: int | None = None,
     micro_batch_hint: int | None = None,
 ) -> Config:
-    """The checked configuration from a path, a dict (copied) or base64 text. Values may still be "auto".
+    """Return the checked configuration from a path, a dict (copied) or base64 text. Values may still be "auto".
 
-    Raises :class:`ConfigError`, and nothing else, with all problems at once: with ``world_size`` (ranks) those of the batch
-    sizes among them. A Config is returned as it is. A section that the caller has an optimizer or a schedule in place of
-    may name one that only the caller's program knows. ``micro_batch_hint``: as for ``resolve``.
+    Raises only :class:`ConfigError`, with all problems at once; with ``world_size`` (ranks), these include problems with
+    the batch sizes. A Config is returned as it is. If the caller passes an optimizer or a schedule, the section that it
+    replaces is not checked: it may name a type that only the caller's program knows. ``micro_batch_hint``: as for
+    ``resolve``.
     """
     if isinstance(source, Config):
         return source
@@ -88,7 +89,8 @@ def load_config(
     written = dict.fromkeys(flatten(config.model_dump(by_alias=True, exclude_unset=True)), "file")
     sources = written | dict.fromkeys(reader.auto, "auto")
     config = config.stating(Provenance(name, sources, off=tuple(reader.notes)))
-    # What is not used is not checked, but noted: a section that cannot be read at all could not be.
+    # A section that is not used is not checked, only noted. A section that cannot be read cannot be noted, so its problems
+    # stay.
     given = {"optimizer": optimizer_given, "scheduler": scheduler_given}
     unused = tuple(
         f"{section}." for section, is_given in given.items() if is_given and getattr(config, section) is not None
@@ -103,7 +105,7 @@ def load_config(
 
 
 def _batch_problems(config: Config, wrong: set[str], world_size: int, hint: int | None) -> list[ConfigProblem]:
-    """What ``resolve`` would find in the batch sizes, where nothing that they follow from is among the ``wrong`` keys."""
+    """Return the problems that ``resolve`` would find in the batch sizes; none if they depend on a ``wrong`` key."""
     tensor = max(tensor_sizes(config).values())
     follows = {_TRAIN, _MICRO, _ACCUMULATION, "pipeline", "pipeline.stages", *tensor_sizes(config)}
     if wrong & follows or any(key.startswith("tensor_parallel") for key in wrong):
@@ -117,13 +119,16 @@ def _batch_problems(config: Config, wrong: set[str], world_size: int, hint: int 
 
 
 def _tensor_size(config: Config) -> dict[str, Any]:
-    """DeepSpeed has three more names for ``tensor_parallel.size``."""
+    """Return the tensor-parallel degree, for which DeepSpeed has three more keys."""
     size = max(tensor_sizes(config).values())
     return {"tensor_parallel.size": size} if size > 1 else {}
 
 
 def data_parallel_degree(config: Config, world_size: int) -> int:
-    """Ranks that see different data: ``world_size`` over the tensor and pipeline degrees. Raises ConfigError."""
+    """Return the number of ranks with different data: ``world_size`` over the tensor and pipeline degrees.
+
+    Raises ConfigError if the degrees do not divide ``world_size``.
+    """
     tensor, stages = config.tensor_parallel.size, config.pipeline.stages
     if world_size % (tensor * stages):
         key, value = ("pipeline.stages", stages) if stages > 1 else ("tensor_parallel.size", tensor)
@@ -134,7 +139,7 @@ def data_parallel_degree(config: Config, world_size: int) -> int:
 
 
 def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
-    """HYBRID_SHARD, MiCS and ZeRO++'s secondary partition are all sharding within groups of ranks."""
+    """Return the values for HYBRID_SHARD, MiCS and ZeRO++'s secondary partition: all shard within groups of ranks."""
     zero = config.zero_optimization
     written = raw["zero_optimization"].get("stage") if isinstance(raw.get("zero_optimization"), dict) else None
     values: dict[str, Any] = {}
@@ -147,7 +152,7 @@ def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _raise(problems: list[ConfigProblem], source: str) -> None:
-    """Raise if there are problems: one for each key and reason, in order."""
+    """Raise ConfigError if there are problems. It lists one for each key and reason, in order."""
     if problems:
         raise ConfigError(list({(problem.key, problem.reason): problem for problem in problems}.values()), source)
 
@@ -159,7 +164,7 @@ def _with(
     auto: tuple[str, ...],
     notes: Iterable[ConfigNote] = (),
 ) -> Config:
-    """A copy with ``values`` (dotted key -> value) put in; their source is "derived" unless ``sources`` names one."""
+    """Return a copy with ``values`` (dotted key -> value). Their source is "derived" unless ``sources`` names another."""
     content = config.model_dump(by_alias=True, exclude_unset=True)
     for key, value in values.items():
         *parents, name = key.split(".")
@@ -176,7 +181,7 @@ def _with(
 
 
 def with_values(config: Config, values: dict[str, Any]) -> Config:
-    """A copy with other ``values`` (dotted key -> value)."""
+    """Return a copy with other ``values`` (dotted key -> value), or ``config`` itself if nothing changes."""
     changed = {key: value for key, value in values.items() if value != flatten(config.as_dict()).get(key)}
     kept = {key: source for key, source in config.sources.items() if source != "default" and key not in changed}
     return _with(config, changed, kept, config.auto) if changed else config
@@ -195,11 +200,11 @@ def resolve(
     total_num_steps: int | None = None,
     bf16_available: bool = True,
 ) -> Config:
-    """A configuration in which nothing is "auto" and the batch sizes are numbers, or ConfigError with all problems.
+    """Return a configuration in which nothing is "auto" and the batch sizes are numbers.
 
     ``data_parallel_size`` counts ranks that see different data. ``micro_batch_hint`` is the batch size of the caller's
     data. With ``optimizer_given`` the optimizer section is not used; ``learning_rate`` should then be that optimizer's.
-    With ``scheduler_given`` the scheduler section is not used.
+    With ``scheduler_given`` the scheduler section is not used. Raises ConfigError with all problems at once.
     """
     work = _Resolution(config, set(config.auto))
     work.batch(data_parallel_size, micro_batch_hint)
@@ -223,7 +228,7 @@ def resolve(
 
 
 def _required_keywords(config: Config) -> dict[str, str]:
-    """Dotted key -> what to do if it says "auto", for what the schedule cannot be without."""
+    """Return dotted key -> what to do if it says "auto", for the keywords that the schedule requires."""
     kind = find_kind("scheduler", config.scheduler.type) if config.scheduler is not None else None
     words = kind.params.required if kind is not None and issubclass(kind.params, ScheduleParams) else ()
     return {f"scheduler.params.{word}": "Write a value, or pass lr_scheduler= to initialize()." for word in words}
@@ -234,7 +239,7 @@ class _Resolution:
     """The values that replace "auto", and what is wrong. Each method decides one group of keys."""
 
     config: Config
-    open: set[str]  # keys that say "auto" and are not decided; those left at the end keep their defaults
+    open: set[str]  # keys that say "auto" and are not decided yet; those left at the end keep their defaults
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[ConfigProblem] = field(default_factory=list)
     notes: list[ConfigNote] = field(default_factory=list)
@@ -247,7 +252,7 @@ class _Resolution:
 
     def batch(self, ranks: int, hint: int | None) -> None:
         train, micro, accumulation = (getattr(self.config, key) or None for key in (_TRAIN, _MICRO, _ACCUMULATION))
-        # A size that the file leaves to be derived from the other two is not overruled by the data loader's.
+        # If the file leaves the micro-batch size to be derived from the other two, the data loader's does not override it.
         if micro is None and (train is None or _MICRO in self.open):
             micro = hint
         origins = {key: self.config.sources.get(key, "given") for key in (_TRAIN, _MICRO, _ACCUMULATION)}
@@ -268,7 +273,7 @@ class _Resolution:
         return bool(self.config.train_micro_batch_size_per_gpu)
 
     def precision(self, bf16_available: bool) -> None:
-        """bf16 where the device has it, else fp32. Never fp16, which needs a loss scale and may diverge."""
+        """Choose bf16 if the device has it, else fp32. Never choose fp16, which needs a loss scale and may diverge."""
         config, asked = self.config, "fp16.enabled" in self.open
         free = not config.fp16.enabled and not config.torch_autocast.enabled
         self.decide("fp16.enabled", False)
@@ -296,7 +301,7 @@ class _Resolution:
             self.problems.append(ConfigProblem("data_types.param_dtype", wanted, reason, remedy))
 
     def sizes(self, hidden: int | None) -> None:
-        """Elements: what one square weight of the model holds, and the small parameters of a few layers."""
+        """Decide sizes, in elements: those of one square weight of the model, and of a few layers' small parameters."""
         if hidden is None:
             return
         self.decide(_ZERO + "reduce_bucket_size", hidden * hidden)
@@ -311,7 +316,7 @@ class _Resolution:
         self.notes += [ConfigNote(key, reason) for key in keys]
 
     def data(self, pipelined: bool) -> None:
-        """Pipelines read their data in its own order, as scripts for DeepSpeed expect."""
+        """Decide shuffling. Pipelines read data in its own order by default, as scripts for DeepSpeed expect."""
         in_stages = pipelined or self.config.pipeline.stages > 1
         self.decide("dataloader.shuffle", not in_stages)
         if in_stages and self.config.sources.get("dataloader.shuffle", "default") == "default":
@@ -359,7 +364,7 @@ class _Resolution:
         self.decide("scheduler.params.warmup_max_lr", learning_rate if own is None else own)
         scheduler = self.config.scheduler
         follows = scheduler is not None and scheduler.type.lower() == "warmuplr"
-        # WarmupLR without a highest lr takes the optimizer's own; and one missing learning rate is reported once.
+        # WarmupLR without a highest lr takes the optimizer's own. And a missing learning rate is reported only once.
         if follows or "optimizer.params.lr" in self.open:
             self.open.discard("scheduler.params.warmup_max_lr")
 
@@ -407,6 +412,6 @@ def _report(config: Config) -> dict[str, Any]:
 
 
 def _print(text: str) -> None:
-    """Print what any terminal can show: a configuration may hold half a surrogate pair."""
+    """Print ``text`` so that any terminal can show it: a configuration may contain half a surrogate pair."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))

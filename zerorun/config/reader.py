@@ -1,4 +1,4 @@
-"""From plain data to checked models: known keys at every level, old spellings, "auto", and errors as ConfigProblems."""
+"""From plain data to checked models: known keys at every level, old spellings, "auto", and problems instead of errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUTO = "auto"
 _LEFT_OFF = '"auto" leaves it off.'
 _S = TypeVar("_S", bound=Section)
 
-# Keys that real configurations hold, that no section knows, and whose purpose is plain.
+# Keys that occur in real configurations, that no section knows, and whose purpose is plain.
 _KNOWN_MISTAKES = {
     "comms_config": 'DeepSpeed reads it as "comms_logger" only; remove it, and use engine.communication_report().',
     "monitor_config": 'DeepSpeed reads "tensorboard", "wandb", "csv_monitor" and "comet" at the top level instead. Remove '
@@ -27,7 +27,8 @@ _KNOWN_MISTAKES = {
     "allgather_size": 'Use "allgather_bucket_size" inside "zero_optimization".',
 }
 
-# Keys that real configurations hold, that no section knows, and that DeepSpeed has never read: nothing can depend on them.
+# Keys that occur in real configurations, that no section knows, and that DeepSpeed has never read, so that nothing can
+# depend on them.
 _NEVER_READ = {
     "log": "DeepSpeed does not read it either; steps_per_print, for one, belongs to the top level.",
     "cuda_visible_devices": "DeepSpeed does not read it either; the launcher or CUDA_VISIBLE_DEVICES chooses devices.",
@@ -35,22 +36,22 @@ _NEVER_READ = {
 
 
 def is_comment(key: str) -> bool:
-    """Keys that people use for remarks, and to switch an entry off."""
+    """True for keys that people use for remarks, or to switch an entry off."""
     return key.startswith(("_", "//")) or key == "comment"
 
 
 class ConfigReader:
-    """One pass over a configuration. Collects problems and the dotted keys that say "auto"."""
+    """One pass over a configuration, which collects problems, notes and the dotted keys that say "auto"."""
 
     def __init__(self) -> None:
         self.problems: list[ConfigProblem] = []
         self.auto: list[str] = []
         self.params: list[tuple[str, Section]] = []  # checked keywords of optimizer and scheduler, for the rules
-        self.notes: list[ConfigNote] = []  # on sections that no model holds
+        self.notes: list[ConfigNote] = []  # on keys and sections that no model holds
         self.invalid: set[str] = set()  # keys with a problem of their own, so that no rule blames them again
 
     def build(self, model: type[_S], raw: dict[str, Any], path: str = "") -> _S:
-        """The model from ``raw``. Invalid entries become problems and are left out, so that the rest is checked too."""
+        """Build the model from ``raw``. Invalid entries become problems and are left out, so that the rest is checked."""
         return self._validate(model, self._clean(model, raw, path), path)
 
     def _add(self, key: str, value: object, reason: str, remedy: str) -> None:
@@ -58,7 +59,7 @@ class ConfigReader:
         self.problems.append(ConfigProblem(key, value, reason, remedy))
 
     def _clean(self, model: type[Section], raw: dict[str, Any], path: str) -> dict[str, Any]:
-        """``raw`` with today's spellings; without comments, nulls, "auto" and whatever is not known."""
+        """Return ``raw`` with today's spellings, and without comments, nulls, "auto" and unknown keys."""
         written: dict[str, tuple[str, Any]] = {}  # key -> the spelling and value that were found
         spellings, fields = model.spellings(), model.fields_by_key()
         for spelling, value in model.rewrite(raw, path, self.problems).items():
@@ -107,12 +108,15 @@ class ConfigReader:
             self._add(path + key, value, "must be an object, { ... }.", f"Write for example {_example(section, key)}.")
 
     def _auto(self, key: str, section: type[Section] | None) -> None:
-        """A section that is "auto" as a whole leaves its switch to be decided."""
+        """Note a key that says "auto". If a whole section does, it is the section's switch that is to be decided."""
         switch = next((name for name in ("enabled", "stage") if section and name in section.model_fields), None)
         self.auto.append(f"{key}.{switch}" if switch else key)
 
     def _keywords(self, path: str, name: object, value: Any) -> dict[str, Any]:
-        """Keywords of an optimizer or schedule: checked if its name is known; if not, the name is the problem."""
+        """Return the keywords of an optimizer or schedule. They are checked only if its name is known.
+
+        An unknown name is a problem of its own.
+        """
         key = f"{path}params"
         if not isinstance(value, dict):
             self._add(key, value, "must be an object, { ... }.", 'Write for example "params": {"lr": 1e-4}.')
@@ -133,7 +137,7 @@ class ConfigReader:
                 self._add(path + word, None, f"{name} needs it.", f'Add "{word}" to scheduler.params.')
 
     def _feature(self, path: str, value: Any, feature: Feature) -> None:
-        """A section that must be off: find out whether it is, and check the spelling of its keys."""
+        """Check that a section that must be off is off, and check the spelling of its keys."""
         if value is None or value is False or value == {}:
             return
         if value == AUTO:
@@ -174,7 +178,7 @@ class ConfigReader:
         self._add(path + word, value, f"is not a known key of {where}.", remedy or _one_of(word, known))
 
     def _validate(self, model: type[_S], cleaned: dict[str, Any], path: str) -> _S:
-        """Build the model; on errors, note them, drop what caused them and build it from the rest."""
+        """Build the model. On errors, note them, drop the entries that caused them, and build it from the rest."""
         for _ in range(4):  # an optional section that loses a required key is dropped in a later round
             try:
                 return model.model_validate(cleaned)
@@ -193,7 +197,7 @@ class ConfigReader:
         reason, remedy = _explain(entry)
         field = _field_at(model, loc)
         default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
-        # A default is named only where writing nothing is as good as writing it.
+        # The default is mentioned only if leaving the key out is a sensible remedy.
         if isinstance(default, (int, float, str)) and default not in (0, "") and value is not None:
             remedy += f" Without the key it is {default!r}."
         self._add(key, value, reason, remedy)
@@ -224,7 +228,7 @@ def _explain(entry: Any) -> tuple[str, str]:
 
 
 def _one_of(word: str, known: list[str]) -> str:
-    """What to do about a key that is not among the ``known`` ones."""
+    """Return the remedy for a key that is not among the ``known`` ones."""
     some = ", ".join(sorted(set(known))[:12]) + (", ..." if len(known) > 12 else "")
     return did_you_mean(word, known) or f"Remove it, or put _ in front to keep it as a comment. Known keys: {some}."
 
@@ -237,7 +241,7 @@ def _any_enabled(entries: Any) -> bool:
 
 
 def _says_enabled(entries: Any) -> bool:
-    """True if ``enabled`` is written anywhere, or nothing but remarks and nulls is."""
+    """True if ``enabled`` is written anywhere, or if only remarks and nulls are written."""
     if not isinstance(entries, dict):
         return False
     written = {word: item for word, item in entries.items() if item is not None and not is_comment(word)}
@@ -255,7 +259,7 @@ def _example(section: type[Section], key: str) -> str:
 
 @cache
 def _homes() -> dict[str, tuple[str, ...]]:
-    """Every key of every section -> the dotted paths where it may stand; common words like "enabled" left out."""
+    """Return every key of every section -> the dotted paths where it is allowed, without common words like "enabled"."""
     homes: dict[str, list[str]] = {}
     for path in _paths(Config, ""):
         homes.setdefault(path.rpartition(".")[2], []).append(path)
@@ -280,7 +284,7 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 
 
 def _field_at(model: type[Section], loc: tuple[int | str, ...]) -> FieldInfo | None:
-    """The field that an error location points at, if it points at one."""
+    """Return the field that an error location points at, or None."""
     current: type[Section] | None = model
     field: FieldInfo | None = None
     for part in loc:
@@ -290,7 +294,7 @@ def _field_at(model: type[Section], loc: tuple[int | str, ...]) -> FieldInfo | N
 
 
 def _drop(cleaned: dict[str, Any], loc: tuple[int | str, ...]) -> None:
-    """Remove the entry that an error is about; a section that lacks a required key goes as a whole."""
+    """Remove the entry that an error is about. A section that lacks a required key is removed as a whole."""
     parents: list[tuple[dict[str, Any], str]] = []
     here: Any = cleaned
     for part in loc:

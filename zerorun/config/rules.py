@@ -1,4 +1,4 @@
-"""What no single key can decide: contradictions, things that are not built, and notes on keys with nothing to do."""
+"""Rules over several keys: contradictions, features that are not built, and notes on keys that have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerorun.errors import ConfigProblem
 
 
 def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> list[ConfigProblem]:
-    """Everything that cannot be honoured, whatever the device and the number of ranks."""
+    """Return every setting that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
     for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
@@ -20,7 +20,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
 
 
 def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
-    """The section and all sections in it, each with its path, which ends with a dot or is empty."""
+    """Yield the section and all sections in it, each with its path, which ends with a dot or is empty."""
     yield path, section
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -77,12 +77,12 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
-    """Three keys set one thing: shard_degree, MiCS's shard size, and ZeRO++'s secondary partition size."""
+    """Three keys set the shard degree: shard_degree, MiCS's shard size, and ZeRO++'s secondary partition size."""
     zero = config.zero_optimization
     for key in ("mics_shard_size", "zero_hpz_partition_size"):
         wanted = getattr(zero, key)
         if wanted > 1 and zero.shard_degree not in (None, wanted):
-            reason = f"sets the shard degree, which is {zero.shard_degree} by another key."
+            reason = f"sets the shard degree, which another key sets to {zero.shard_degree}."
             yield ConfigProblem(f"zero_optimization.{key}", wanted, reason, f"Keep shard_degree and remove {key}.")
 
 
@@ -120,7 +120,7 @@ def _checkpoint(config: Config) -> Iterator[ConfigProblem]:
 
 
 def tensor_sizes(config: Config) -> dict[str, int]:
-    """Every name of the tensor degree, with what it says."""
+    """Return every key for the tensor-parallel degree, with its value."""
     section = config.tensor_parallel
     return {
         "tensor_parallel.size": section.size,
@@ -146,7 +146,7 @@ def _parallel(config: Config) -> Iterator[ConfigProblem]:
 
 
 def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
-    """One note for each key of the file that changes nothing in this run, with the reason."""
+    """Return a note with the reason for each key of the file that has no effect in this run, and some other remarks."""
     written = _written(config)
     notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
     rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes)
@@ -156,14 +156,14 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
 
 
 def _written(config: Config) -> frozenset[str]:
-    """The keys that the file gives a value other than "auto", and the objects that they stand in."""
+    """Return the keys to which the file gives a value other than "auto", and the objects that contain them."""
     keys = {key for key, source in config.sources.items() if source == "file"}.difference(config.auto)
     parts = [key.split(".") for key in keys]
     return frozenset(".".join(words[:depth]) for words in parts for depth in range(1, len(words) + 1))
 
 
 def written_in_vain(config: Config, path: str, names: tuple[str, ...]) -> list[str]:
-    """Those keys of a section that the file gives a value other than the default, so that one expects an effect."""
+    """Return those of ``names`` to which the file gives a value other than the default, so that one expects an effect."""
     section: Section = config
     for step in path.split("."):
         section = getattr(section, step)
@@ -191,7 +191,7 @@ def _section_notes(config: Config, section: Section, path: str, written: frozens
 
 
 def _waits_for_switch(config: Config, section: Section, path: str, written: frozenset[str]) -> bool:
-    """True if the file fills in a section whose switch it does not mention, and that is off for this reason."""
+    """True if the file fills in a section without mentioning its switch, so that the section is off."""
     if config.sources.get(path + "enabled") != "default":
         return False
     for name, field in type(section).model_fields.items():
@@ -234,7 +234,7 @@ def _tensor_notes(config: Config) -> Iterator[ConfigNote]:
 
 
 def _autocast_note(config: Config) -> Iterator[ConfigNote]:
-    """Of a section that does not say ``enabled``, the section is noted."""
+    """Note a dtype without effect. If the section does not say ``enabled``, the section itself is noted instead."""
     if config.torch_autocast.is_off() and config.sources.get("torch_autocast.enabled") != "default":
         for key in written_in_vain(config, "torch_autocast", ("dtype",)):
             yield ConfigNote(key, "torch_autocast.enabled is false.")
@@ -281,7 +281,7 @@ def _adam_note(config: Config) -> Iterator[ConfigNote]:
 
 
 def _params_notes(config: Config) -> Iterator[ConfigNote]:
-    """Marks on the keywords of an optimizer, which the configuration holds as a plain dict."""
+    """Note the optimizer's keywords that have no effect. The configuration holds them as a plain dict, without marks."""
     kind = find_kind("optimizer", config.optimizer.type) if config.optimizer else None
     if config.optimizer is None or kind is None:
         return

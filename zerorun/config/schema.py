@@ -1,4 +1,4 @@
-"""The whole configuration: the top-level keys, the features that zerorun does not carry out, and how it prints."""
+"""The whole configuration: the top-level keys, the features that zerorun does not implement, and how it is printed."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def _keys(names: str, reason: str, remedy: str = "", on_when_present: bool = Fal
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the values of a configuration come from, and what is to be said of them. Keys are dotted.
+    """Where the values of a configuration come from, and the notes on them. Keys are dotted.
 
-    ``sources``: of every key. ``auto``: the keys that say "auto". ``notes``: all notes. ``off``: of features that the file
-    describes and does not switch on. ``file``: its name, for messages.
+    ``sources``: the source of every key. ``auto``: the keys that say "auto". ``notes``: all notes. ``off``: the notes on
+    features that the file describes but does not switch on. ``file``: the name of the file, for messages.
     """
 
     file: str = "config"
@@ -73,34 +73,35 @@ class Provenance:
 
 
 class Config(Section):
-    """The whole configuration. Attributes hold defaults where the source says "auto", until ``resolve`` fills them in.
+    """The whole configuration. Where the source says "auto", attributes hold defaults until ``resolve`` fills them in.
 
     The three batch keys are 0 until resolved. Build it with ``load_config`` and ``resolve``, not directly.
     """
 
     train_batch_size: Count = 0
-    """Samples of one optimizer step, over all ranks. It is train_micro_batch_size_per_gpu x gradient_accumulation_steps x
-    data-parallel ranks; what is not given follows."""
+    """Samples per optimizer step, over all ranks: train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+    data-parallel ranks. Sizes that are not given follow from the others."""
     train_micro_batch_size_per_gpu: Count = 0
-    """Samples of one forward on one rank."""
+    """Samples per forward on one rank."""
     gradient_accumulation_steps: Count = 0
-    """Micro-batches of one optimizer step."""
+    """Micro-batches per optimizer step."""
     managed_gradient_accumulation: Flag = True
-    """true: `engine.step()` counts micro-batches. false: each call is a step, and the loop accumulates."""
+    """true: `engine.step()` counts micro-batches and updates the weights after the last one. false: every call updates the
+    weights, and the training loop accumulates."""
     steps_per_print: StepsPerPrint | None = None
-    """Optimizer steps between two lines of progress; not given: silent."""
+    """Optimizer steps between two progress lines; not given: none are printed."""
     dataloader_drop_last: Flag = False
-    """The last, smaller batch of an epoch is left out."""
+    """Leave out the last, smaller batch of an epoch."""
     dataloader: Dataloader = Dataloader()
     seed: Annotated[Int, Field(ge=0)] | None = None
-    """For the random numbers of the loader's order."""
+    """The seed of the data loader's random numbers."""
 
     gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0
-    """The largest global 2-norm of the gradients; 0: off."""
+    """Gradients are clipped to this global 2-norm; 0: no clipping."""
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
     """How the gradients of data-parallel ranks are combined: "mean" or "sum"."""
     communication_data_type: Dtype | None = None
-    """The dtype of gradients on the wire; not given: fp32, in which they accumulate."""
+    """The dtype of gradients on the wire; not given: fp32, in which gradients are accumulated."""
     prescale_gradients: Annotated[
         Flag, Inert("gradients are averaged in a way that cannot overflow; the result is the same.", unless=False)
     ] = False
@@ -129,7 +130,7 @@ class Config(Section):
     tensor_parallel: TensorParallel = TensorParallel()
     sequence_parallel_size: Annotated[Int, _SP_SIZE] = 1
     data_parallel_size: Count | None = None
-    """If it is given, it must be the actual one."""
+    """If given, it must equal the actual number of data-parallel ranks."""
     seq_parallel_communication_data_type: Annotated[Dtype, Inert("there is no sequence parallelism.")] = "fp32"
     use_data_before_expert_parallelism: Annotated[
         Flag, Inert("there is no expert parallelism to be ordered.", unless=False)
@@ -217,14 +218,14 @@ class Config(Section):
     _provenance: Provenance = PrivateAttr(default_factory=Provenance)
 
     def stating(self, provenance: Provenance) -> Config:
-        """A copy with another ``provenance``."""
+        """Return a copy with another ``provenance``."""
         copy = self.model_copy()
         copy._provenance = provenance
         return copy
 
     @property
     def provenance(self) -> Provenance:
-        """Where its values come from."""
+        """Where the values come from."""
         return self._provenance
 
     @property
@@ -239,12 +240,12 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[ConfigNote, ...]:
-        """The keys that were given and have nothing to do here, each with the reason."""
+        """Remarks on keys: mostly keys that were given and have no effect in this run, each with the reason."""
         return self._provenance.notes
 
     @classmethod
     def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
-        """The oldest form: ``zero_optimization: true`` is stage 1, with ``allgather_size`` beside it."""
+        """Translate the oldest form: ``zero_optimization: true`` is stage 1, with ``allgather_size`` beside it."""
         zero = raw.get("zero_optimization")
         if not isinstance(zero, bool):
             return raw
@@ -255,12 +256,12 @@ class Config(Section):
         return raw
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, defaults included, with DeepSpeed's spellings; ``load_config`` accepts it again."""
+        """Return everything, including defaults, with DeepSpeed's spellings. ``load_config`` accepts the result."""
         content: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True)
         return content
 
     def effective(self) -> dict[str, EffectiveValue]:
-        """Dotted key -> what is in force, for every key with a value. A key that has no effect has a note: the reason."""
+        """Return dotted key -> value in force, for every key with a value. If a key has no effect, its note says why."""
         reasons = {note.key: note.reason for note in self.notes}
 
         def note(key: str) -> str | None:
@@ -276,12 +277,12 @@ class Config(Section):
         return found | {entry.key: EffectiveValue(False, "file", entry.reason) for entry in self._provenance.off}
 
     def fingerprint(self) -> str:
-        """16 hex digits that are equal exactly when the content is, on any host."""
+        """Return 16 hex digits that are equal exactly if the contents are equal, on any host."""
         text = json.dumps(self.as_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def describe(self) -> str:
-        """The values that are not defaults, one a line, each with where it came from; then the notes."""
+        """Return the values that are not defaults, one per line with its source, and then the notes."""
         content = flatten(self.as_dict())
         ordinary = _ordinary()
         lines = []
@@ -297,12 +298,12 @@ class Config(Section):
 
 @cache
 def _ordinary() -> dict[str, Any]:
-    """The defaults, with dotted keys; those of the sections that are absent by default as well."""
+    """The defaults by dotted key, including those of sections that are absent by default."""
     return flatten(Config(optimizer=Optimizer(type=""), scheduler=Scheduler(type="")).as_dict())
 
 
 def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one, with dotted keys."""
+    """Flatten nested objects into one, with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, dict):
@@ -313,7 +314,7 @@ def flatten(content: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Numbers above a thousand as 5e+08, when that says all of it."""
+    """Format a value. Numbers above 10,000 are written like 5e+08 if that is exact."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and abs(value) > 1e4 and float(f"{value:.3g}") == value:
         return f"{value:.3g}"

@@ -1,8 +1,8 @@
-"""The sections of the configuration: DeepSpeed's names, their types, ranges, defaults, and what zerorun does with each.
+"""The sections of the configuration: DeepSpeed's names, their types, ranges and defaults, and what zerorun does with each.
 
 Lengths called ``*_size``, ``*_parameters`` or ``*_threshold`` in ``zero_optimization`` count elements, not bytes.
-``null`` means absent everywhere. A field without a mark is carried out; the marks ``Inert``, ``Refused`` and
-``OnlyStages`` (config_fields.py) say what happens to the others.
+``null`` means absent everywhere. A field without a mark takes effect; the marks ``Inert``, ``Refused`` and ``OnlyStages``
+(fields.py) say what happens to the others.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Optimizer(Section):
     """The optimizer to build when ``initialize`` is given none. ``params`` are its keywords."""
 
     type: Text
-    """Adam, AdamW, Adagrad, Lion, SGD, RAdam, NAdam, Adamax, Adadelta, RMSprop, Rprop, ASGD or Adafactor, in any case.
-    `Adam` decays weights apart from the gradient, as in DeepSpeed."""
+    """Adam, AdamW, Adagrad, Lion, SGD, RAdam, NAdam, Adamax, Adadelta, RMSprop, Rprop, ASGD or Adafactor; case does not
+    matter. `Adam` has decoupled weight decay, as in DeepSpeed."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Keywords of the optimizer, checked by name and type. `lr` and `weight_decay` may be "auto" for a Trainer."""
+    """Keywords of the optimizer, checked by name and type. `lr` and `weight_decay` may be "auto" if a Trainer sets them."""
     legacy_fusion: Annotated[Flag, Inert("the update always runs over the flat shard.", unless=False)] = False
 
 
@@ -64,27 +64,28 @@ class Scheduler(Section):
     """One of DeepSpeed's (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest) or of
     `torch.optim.lr_scheduler`."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Keywords of the schedule. Numbers of steps count optimizer steps."""
+    """Keywords of the schedule. All step counts are optimizer steps."""
 
 
 class Fp16(Section):
     """Half precision with a loss scale. Scales are plain factors; windows count optimizer steps."""
 
     enabled: Flag = False
-    """Parameters and activations are fp16, with a loss scale."""
+    """Train with parameters and activations in fp16, and with a loss scale."""
     auto_cast: Annotated[Flag, _CAST] = False
     loss_scale: Annotated[Real, Field(ge=0)] = 0.0
-    """The scale, as a factor; 0 finds it while training."""
+    """A fixed loss scale, as a factor; 0: the scale is dynamic, and found during training."""
     initial_scale_power: Annotated[Int, Field(ge=0, le=64)] = 16
-    """The dynamic scale begins at 2 to this power."""
+    """The dynamic scale starts at 2 to this power."""
     loss_scale_window: Count = 1000
-    """Optimizer steps without overflow after which the scale doubles."""
+    """The scale is doubled after this many optimizer steps without overflow."""
     hysteresis: Count = 2
-    """Overflows that are taken before the scale is halved."""
+    """The scale is halved from the n-th overflow on: with 2, the first one does not change it. Doubling the scale resets
+    the count."""
     consecutive_hysteresis: Flag = False
-    """A step without overflow gives back what hysteresis has used up."""
+    """true: every step without overflow resets the count of overflows."""
     min_loss_scale: Annotated[Real, Field(gt=0)] = 1.0
-    """The scale never goes lower: an overflow there is an error that names the parameter and the rank."""
+    """The scale never goes lower. An overflow at this scale is an error that names the parameter and the rank."""
     fp16_master_weights_and_grads: Annotated[Flag, Refused("master weights are kept in fp32.")] = False
     opt_level: Annotated[Text, Inert("it belongs to NVIDIA apex, which zerorun does not use.")] = ""
     fp16_scale_tolerance: Annotated[Real, Inert("the loss scale is lowered by hysteresis alone.")] = 0.0
@@ -94,7 +95,7 @@ class Bf16(Section):
     """bfloat16 parameters and activations over fp32 masters."""
 
     enabled: Flag = False
-    """Parameters and activations are bf16; masters, sums and optimizer states stay fp32."""
+    """Train with parameters and activations in bf16; masters, sums and optimizer states stay in fp32."""
     check_grad_overflow: Flag = True
     """A step with NaN or infinite gradients is skipped with a warning; three in a row are an error."""
     immediate_grad_update: Annotated[Flag, Inert("gradients are always taken over while backward runs.", unless=True)] = (
@@ -115,36 +116,37 @@ class TorchAutocast(Section):
     """Run forward under ``torch.autocast``; parameters keep their dtype."""
 
     enabled: Flag = False
-    """The forward runs under `torch.autocast`; parameters keep their dtype."""
+    """Run the forward under `torch.autocast`; parameters keep their dtype."""
     dtype: Dtype = "bf16"
-    """Of what autocast casts: bf16 or fp16."""
+    """The dtype to which autocast casts: bf16 or fp16."""
     lower_precision_safe_modules: Annotated[
         tuple[Text, ...], Inert("communication_data_type sets the dtype on the wire, for all modules alike.")
     ] = ()
 
 
 class DataTypes(Section):
-    """Dtypes beside that of the parameters."""
+    """Further dtypes."""
 
     grad_accum_dtype: Annotated[Dtype, _IN_FP32] = "fp32"
     param_dtype: Dtype | None = None
-    """If it is given, it must be what fp16 and bf16 say."""
+    """If given, it must be the dtype that fp16 and bf16 imply."""
     buffer_dtype: Annotated[
         Dtype | None, Refused("buffers keep the dtype that the module gave them.", None, "Remove the key.")
     ] = None
 
 
 class OffloadOptimizer(Section):
-    """Where the fp32 masters and the optimizer states live."""
+    """Where the fp32 masters and the optimizer states are kept."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
-    """Where fp32 masters and optimizer states lie: "cpu" is host memory, "nvme" a file."""
+    """Where fp32 masters and optimizer states are kept: "cpu" is host memory, "nvme" a file."""
     pin_memory: Flag = True
-    """Host memory is pinned, for copies beside the computation. Without a GPU nothing is pinned."""
+    """Pin host memory, so that copies overlap the computation. Without a GPU nothing is pinned."""
     ratio: Annotated[Real, Field(ge=0, le=1)] = 1.0
-    """The share of the elements whose optimizer is moved, in whole units; the rest stays on the device."""
+    """The share of the elements whose masters and optimizer states are offloaded, in whole units; the rest stays on the
+    device."""
     nvme_path: Text | None = None
-    """A folder on a local disk; its last part is made."""
+    """A folder on a local disk. The last component of the path is created if it is missing."""
     buffer_count: Annotated[Int, _BUFFERS] = 4
     pipeline_read: Annotated[Flag, _ALWAYS_BESIDE] = False
     pipeline_write: Annotated[Flag, _ALWAYS_BESIDE] = False
@@ -158,12 +160,12 @@ class OffloadOptimizer(Section):
 
 
 class OffloadParam(Section):
-    """Where the parameter shards of stage 3 live."""
+    """Where the parameter shards of stage 3 are kept."""
 
     device: Annotated[Literal["none", "cpu", "nvme"], LowerCase] = "none"
-    """Where the shards of parameters lie between their uses: "cpu" or "nvme"."""
+    """Where parameter shards are kept between their uses: "cpu" is host memory, "nvme" a file."""
     pin_memory: Flag = True
-    """As for the optimizer; both must say true for pinned memory."""
+    """As for the optimizer. Host memory is pinned only if both keys are true."""
     nvme_path: Text | None = None
     """A folder on a local disk."""
     buffer_count: Annotated[Int, _MAPPED] = 5
@@ -178,7 +180,7 @@ _LEAF = Inert("a unit is always gathered whole, with everything in it; unit_poli
 
 
 class LeafModule(Section):
-    """Modules to be gathered whole, with everything in them: by class name, module name, or end of the name."""
+    """Modules that are gathered whole, with all their submodules: by class name, module name, or end of the name."""
 
     classes: Annotated[tuple[Text, ...], _LEAF] = ()
     names: Annotated[tuple[Text, ...], _LEAF] = ()
@@ -197,30 +199,32 @@ class ZeroOptimization(Section):
     """The ZeRO stage, and how the model is cut and communicated."""
 
     stage: Stage = 0
-    """0: nothing is sharded. 1: optimizer states. 2: gradients, too. 3: parameters, too. FSDP's names (NO_SHARD,
-    SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD) are understood."""
+    """0: nothing is sharded. 1: optimizer states are sharded. 2: gradients as well. 3: parameters as well. FSDP's names
+    (NO_SHARD, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD) are understood."""
     unit_policy: UnitPolicy = "by_block"
-    """What is gathered and reduced together: "by_block", "by_block_group", "size_based" or "by_block_and_size"."""
+    """How the model is cut into units, which are gathered and reduced as a whole: "by_block", "by_block_group",
+    "size_based", "by_block_and_size", or a list of class names of modules."""
     unit_block_count: Count = 2
-    """Blocks in a unit, for by_block_group."""
+    """Blocks per unit, for by_block_group."""
     unit_numel: Count = 50_000_000
-    """Elements of a unit, for size_based and by_block_and_size."""
+    """The least number of elements of a unit for size_based, and of a module beside the blocks for by_block_and_size."""
     shard_degree: Annotated[Count | None, OnlyStages((1, 2, 3))] = None
-    """Ranks that shard between them; the others are replicas. Not given: all data-parallel ranks."""
+    """The number of ranks in a group that shards; the groups are replicas of each other. Not given: all data-parallel ranks
+    form one group."""
     hybrid_shard: Annotated[Flag, OnlyStages((1, 2, 3))] = False
-    """Shard within groups of ranks and replicate between them; without shard_degree, a group is a node."""
+    """Shard within groups of ranks and replicate between the groups; without shard_degree, a group is a node."""
     overlap_comm: Flag | None = None
-    """Units are gathered before they are needed, and reduced while the backward goes on. Not given: true, but at stage 3
-    where ranks of one host read each other's memory."""
+    """Gather units before they are needed, and reduce them while backward goes on. Not given: true, except at stage 3 if
+    ranks of one host read each other's memory."""
     reduce_scatter: Annotated[
         Flag, Inert("the stage decides how gradients are reduced; the result is the same.", unless=True)
     ] = True
     reduce_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
     allgather_bucket_size: Annotated[Elements, _ONE_BUCKET] = _BUCKET
     prefetch_bucket_size: Annotated[Elements, _STAGE_3] = Field(default=50_000_000, alias="stage3_prefetch_bucket_size")
-    """How many elements are gathered ahead of the computation, in whole units; not given: one unit."""
+    """The number of elements that are gathered ahead of the computation, in whole units; not given: one unit."""
     max_live_parameters: Annotated[Elements, _STAGE_3] = Field(default=1_000_000_000, alias="stage3_max_live_parameters")
-    """The most elements that are gathered at a time, in whole units."""
+    """The largest number of elements that are gathered at a time, in whole units."""
     param_persistence_threshold: Annotated[Elements, Inert(_PERSIST, unless=100_000)] = Field(
         default=100_000, alias="stage3_param_persistence_threshold"
     )
@@ -228,7 +232,7 @@ class ZeroOptimization(Section):
         default=MAX_ELEMENTS, alias="stage3_model_persistence_threshold"
     )
     ignore_unused_parameters: Flag = True
-    """false: a step in which a trainable parameter got no gradient on any rank is an error."""
+    """false: a step in which a trainable parameter gets a gradient on no rank is an error."""
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
@@ -236,9 +240,9 @@ class ZeroOptimization(Section):
         Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
     )
     zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1
-    """ZeRO++'s secondary partition; here another name of shard_degree."""
+    """ZeRO++'s secondary partition; here another name for shard_degree."""
     mics_shard_size: Annotated[Int, _STAGE_3] = -1
-    """MiCS; here another name of shard_degree."""
+    """MiCS; here another name for shard_degree."""
     mics_hierarchical_params_gather: Annotated[Flag, Inert("the backend chooses how to gather.", unless=False)] = False
 
     contiguous_gradients: Annotated[Flag, Inert("gradients always lie in one flat buffer.", unless=True)] = True
@@ -274,7 +278,7 @@ class ZeroOptimization(Section):
     other_names: ClassVar[dict[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
         "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-        "cpu_offload": "offload_optimizer",  # rewritten below; named here so that a misspelling finds them
+        "cpu_offload": "offload_optimizer",  # rewritten below; listed here so that they are suggested for a misspelling
         "cpu_offload_params": "offload_param",
         "cpu_offload_param": "offload_param",
         "cpu_offload_use_pin_memory": "offload_optimizer",
@@ -286,7 +290,7 @@ class ZeroOptimization(Section):
 
     @classmethod
     def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
-        """``cpu_offload: true`` and its kin are the sections of today with device "cpu"."""
+        """Turn ``cpu_offload: true`` and similar old keys into today's sections, with device "cpu"."""
         raw = dict(raw)
         pin = raw.pop("cpu_offload_use_pin_memory", None)
         for old, new in (
@@ -308,18 +312,18 @@ class ZeroOptimization(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Recomputation in backward. DeepSpeed has no ``policy``, and its sections alone switch nothing on; nor do they here.
+    """Recomputation of activations in backward. Without a policy the section alone switches nothing on, as in DeepSpeed.
 
-    Without a policy, the section is for calls of ``zerorun.checkpointing.checkpoint`` in the model.
+    It then applies only to calls of ``zerorun.checkpointing.checkpoint`` in the model.
     """
 
     policy: Annotated[Literal["none", "full", "every_n", "selective"], LowerCase] = "none"
-    """What of a repeated block is kept for the backward. DeepSpeed has no such key: its section alone switches nothing on,
-    and neither does it here."""
+    """Which activations of repeated blocks are recomputed in backward instead of being kept. DeepSpeed has no such key: its
+    section alone switches nothing on, and without a policy neither does it here."""
     every_n: Count = 2
-    """Every n-th block is recomputed, for the policy every_n."""
+    """For the policy every_n: every n-th block is recomputed."""
     cpu_checkpointing: Flag = False
-    """What is kept lies in host memory."""
+    """Keep in host memory the activations that these blocks keep for backward."""
     partition_activations: Annotated[
         Flag, Inert("it divides activations between tensor-parallel ranks, and there is one.", unless=False)
     ] = False
@@ -336,25 +340,26 @@ class ActivationCheckpointing(Section):
 
 
 class Dataloader(Section):
-    """The loader that ``initialize(training_data=...)`` makes."""
+    """The data loader that ``initialize(training_data=...)`` makes."""
 
     shuffle: Flag = True
-    """Anew in every epoch. With pipeline stages it is false unless it is written, as in DeepSpeed."""
+    """Shuffle the data anew in every epoch. With pipeline stages, the default is false, as in DeepSpeed."""
 
 
 class Pipeline(Section):
-    """Pipeline stages, and in which order each works on the micro-batches of a step."""
+    """Pipeline stages, and the order in which each works on the micro-batches of a step."""
 
     stages: Count = 1
-    """Into how many stages the model is cut."""
+    """The number of stages that the model is cut into."""
     schedule: Annotated[Literal["naive", "gpipe", "1f1b", "interleaved", "zero_bubble"], LowerCase] = "1f1b"
-    """In which order a stage works on the micro-batches of a step."""
+    """The order in which a stage works on the micro-batches of a step."""
     chunks: Count = 1
     """Parts of the model on each stage, for the interleaved schedule."""
     partition: Text | tuple[Count, ...] = "best"
-    """A method ("uniform", "parameters", "type:REGEX", "best"), or the number of layers of each part."""
+    """How the model is cut: a method ("uniform", "parameters", "type:REGEX", "best"), or the number of layers of each
+    part."""
     activation_checkpoint_interval: Annotated[Int, _AT_LEAST_0] = 0
-    """Every so many layers are recomputed in backward; 0: none."""
+    """Layers are recomputed in backward in groups of this many; 0: none are recomputed."""
     seed_layers: Annotated[Flag, Inert("a layer's initial values never depend on the number of stages.", unless=False)] = (
         False
     )
@@ -370,7 +375,7 @@ class TensorParallelGroup(Section):
     """``tensor_parallel.tp``."""
 
     tp_size: Count | None = None
-    """Another name of tensor_parallel.size."""
+    """Another name for tensor_parallel.size."""
     mpu: Annotated[Any, _GROUPS] = None
     tp_group: Annotated[Any, _GROUPS] = None
     tp_grain_size: Annotated[Int, Inert("parts are as equal as can be, by heads and by columns.")] = 1
@@ -380,20 +385,20 @@ _BY_PLAN = Inert("layers are divided by tensor_parallel.plan, by the model's own
 
 
 class TensorParallel(Section):
-    """Layers divided over neighbouring ranks."""
+    """Tensor parallelism: layers that are divided over neighbouring ranks."""
 
     size: Count = 1
-    """Ranks that divide each layer between them."""
+    """The number of ranks that divide each layer between them."""
     plan: dict[str, Any] = Field(default_factory=dict)
-    """Name pattern to style. Empty: the plan that the model ships, or one that is inferred and tried out."""
+    """Maps name patterns to styles. Empty: use the plan that the model ships, or infer one and try it out."""
     sequence_parallel: Flag = False
-    """What lies between divided layers is divided along the sequence as well."""
+    """Divide activations between divided layers along the sequence as well."""
     vocab_parallel_loss: Flag = False
-    """A Hugging Face model's loss is computed from logits that stay divided."""
+    """Compute the loss of a Hugging Face model from logits that stay divided."""
     autotp_size: Annotated[Int, _AT_LEAST_0] = 0
-    """Another name of size."""
+    """Another name for size."""
     tp_size: Count | None = None
-    """Another name of size."""
+    """Another name for size."""
     tp: TensorParallelGroup = TensorParallelGroup()
     dtype: Annotated[Text, Inert("fp16.enabled and bf16.enabled set the dtype.")] = "fp16"
     tp_overlap_comm: Annotated[Flag, Inert("sums over tensor ranks are waited for.", unless=False)] = False
@@ -423,22 +428,23 @@ class CheckpointWriter(Section):
 
 
 class Checkpoint(Section):
-    """When to save without being asked, and DeepSpeed's keys about how."""
+    """When to save automatically, and DeepSpeed's keys about how to save."""
 
     dir: Text | None = None
-    """Where the keys below save to."""
+    """The directory that the keys below save to and load from."""
     auto_resume: Flag = False
-    """`initialize()` loads the newest checkpoint of dir, if there is one."""
+    """`initialize()` loads the newest checkpoint in dir, if there is one."""
     keep_last: Count | None = None
-    """How many checkpoints stay in a directory; not given: all."""
+    """The number of checkpoints that are kept in a directory; not given: all."""
     every_steps: Elements = 0
-    """Save whenever so many optimizer steps are done; 0: never."""
+    """Save every time this many optimizer steps are done; 0: never."""
     every_minutes: Annotated[Real, _AT_LEAST_0] = 0.0
-    """Save whenever so much time has passed; 0: never."""
+    """Save when this many minutes have passed since the last save; 0: never."""
     on_signal: Flag = True
-    """With dir: after SIGTERM or SIGUSR1 on any rank, all save at the end of the step and exit with 75."""
+    """If dir is given: after SIGTERM or SIGUSR1 on any rank, all ranks save at the end of the step and exit with code
+    75."""
     asynchronous: Flag = False
-    """The saves that these keys ask for go on in the background."""
+    """The saves that every_steps and every_minutes ask for run in the background."""
     tag_validation: Annotated[Literal["warn", "ignore", "fail"], LowerCase, Inert("rank 0 chooses the tag.")] = "warn"
     load_universal: Annotated[Flag, Inert(_FORMAT + "every checkpoint loads at any world size.")] = False
     use_node_local_storage: Annotated[
@@ -462,7 +468,7 @@ class Aio(Section):
 
 
 class FlopsProfiler(Section):
-    """DeepSpeed's one-shot module table."""
+    """DeepSpeed's profiler, which prints a table of modules once."""
 
     enabled: Annotated[Flag, Inert("there is no FLOP profiler; " + REPORT, unless=False)] = False
     profile_step: Int = 1
@@ -474,7 +480,7 @@ class FlopsProfiler(Section):
 
 
 class CommsLogger(Section):
-    """DeepSpeed's collective log."""
+    """DeepSpeed's log of collectives."""
 
     enabled: Annotated[Flag, Inert("traffic is always counted; " + REPORT, unless=False)] = False
     verbose: Flag = False
@@ -491,19 +497,19 @@ class Throughput(Section):
 
 
 class Timers(Section):
-    """Timer keys."""
+    """DeepSpeed's timers."""
 
     throughput: Throughput = Throughput()
 
 
 class Compile(Section):
-    """``torch.compile`` of the repeated blocks, as ``engine.compile`` does it."""
+    """``torch.compile`` for the repeated blocks, as ``engine.compile`` does it."""
 
     enabled: Flag = False
-    """`torch.compile` for the repeated blocks, as `engine.compile()` does it."""
+    """Apply `torch.compile` to the repeated blocks, as `engine.compile()` does."""
     disable: Annotated[Flag, Inert('"enabled" decides.', unless=True)] = False
     backend: Text = "inductor"
-    """As torch.compile names it."""
+    """The backend, as torch.compile names it."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keywords of torch.compile."""
     deepcompile: Annotated[Flag, Refused("DeepCompile is not built.")] = False

@@ -1,4 +1,4 @@
-"""Read a configuration from a file, a dict or base64 text into plain data. Knows JSON, and nothing about the keys."""
+"""Read a configuration from a file, a dict or base64 text into plain data. This file knows JSON, but not the keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Object(dict[str, Any]):
 
 
 def read_source(source: object) -> tuple[dict[str, Any], str]:
-    """Plain data that shares nothing with ``source``, and a name for it in messages. Raises only ConfigError."""
+    """Return plain data that shares nothing with ``source``, and its name for messages. Raises only ConfigError."""
     if isinstance(source, Mapping):
         return plain_copy(source, "config"), "config"
     if isinstance(source, os.PathLike):
@@ -111,7 +111,7 @@ def _object(pairs: list[tuple[str, Any]]) -> _Object:
 
 
 def plain_copy(content: Mapping[Any, Any], name: str) -> dict[str, Any]:
-    """A deep copy made of dict, list, str, int, float, bool and None only; everything else is a problem."""
+    """Return a deep copy of dict, list, str, int, float, bool and None only. Raises ConfigError for everything else."""
     problems: list[ConfigProblem] = []
     result = _copy(content, "", (), problems)
     if problems:
@@ -120,7 +120,7 @@ def plain_copy(content: Mapping[Any, Any], name: str) -> dict[str, Any]:
 
 
 def _copy(value: Any, path: str, parents: tuple[int, ...], problems: list[ConfigProblem]) -> Any:
-    """``parents`` are the ids of the containers around ``value``: one that is inside itself has no end."""
+    """Copy ``value``. ``parents`` are the ids of the containers around it, because a container may contain itself."""
     if len(parents) > MAX_DEPTH or id(value) in parents:
         problems.append(
             ConfigProblem(path[:80], "...", "is nested too deeply, or in itself.", f"Use at most {MAX_DEPTH} levels.")
@@ -162,7 +162,7 @@ def _copy_mapping(
 
 
 def _copy_number(value: Any, path: str, problems: list[ConfigProblem]) -> int | float | None:
-    """Python's own int or float (numpy scalars become one). NaN never means anything in a configuration."""
+    """Return Python's own int or float, also for numpy scalars. NaN is a problem: it has no meaning in a configuration."""
     convert: Callable[[Any], int | float] = operator.index if isinstance(value, numbers.Integral) else float
     try:
         number = convert(value)

@@ -1,1 +1,1 @@
-"""What exists for scripts that were written for DeepSpeed and Megatron."""
+"""Interfaces for scripts that were written for DeepSpeed and Megatron."""

@@ -9,9 +9,9 @@ from typing import Any
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--config`` (also ``--zerorun_config``, ``--deepspeed_config``), ``--deepspeed`` and ``--local_rank``.
 
-    ``initialize(args=parser.parse_args())`` then finds the configuration. By whichever name it is given, scripts made for
-    DeepSpeed find it as ``args.deepspeed_config``, and others as ``args.config``. ``args.deepspeed`` says whether
-    ``--deepspeed`` was there, which switches nothing. Options that the parser has already stay its own.
+    ``initialize(args=parser.parse_args())`` then finds the configuration. Whichever of the names is used, its path is both
+    in ``args.config`` and, for scripts written for DeepSpeed, in ``args.deepspeed_config``. ``args.deepspeed`` tells
+    whether ``--deepspeed`` was given, and has no effect. Options that the parser already has are left alone.
     """
     group = parser.add_argument_group("zerorun")
     names = [name for name in ("--config", "--zerorun_config", "--deepspeed_config") if not _has(parser, name)]

@@ -1,4 +1,4 @@
-"""Grid: a topology under the method names that models of Megatron's kind, and DeepSpeed's, ask of an ``mpu``."""
+"""Grid: a topology with the methods that models written for Megatron or DeepSpeed expect of an ``mpu``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..distributed.topology import Topology
 
 
 class Grid:
-    """What ``deepspeed.runtime.pipe.topology.PipelineParallelGrid`` and Megatron's ``mpu`` answer, from a Topology.
+    """The methods of ``deepspeed.runtime.pipe.topology.PipelineParallelGrid`` and Megatron's ``mpu``, over a Topology.
 
-    Names are theirs: "slice" and "tensor model" parallel ranks divide each layer, "pipe" and "pipeline model" parallel
-    ones are the stages, and "model parallel" is both together: the ranks that hold one copy of the model. Ranks are
-    numbers within the group; those of ``get_*_src_rank`` and ``stage_to_global`` are global.
+    The names are theirs: "slice" and "tensor model" parallel ranks divide each layer, "pipe" and "pipeline model" parallel
+    ranks are the stages, and "model parallel" means both together: the ranks that hold one copy of the model. Ranks are
+    numbers within the group, except that ``get_*_src_rank`` and ``stage_to_global`` return global ranks.
 
-    The constructor makes no process group. Those of more than one rank along pipe, data or tensor are the topology's;
-    the group of pipe and tensor together, and a group of one rank, are made when first asked for: then all ranks of
-    the world must ask, in the same order. ``topology.close()`` gives them back with the others.
+    The constructor makes no process group. Groups of more than one rank along pipe, data or tensor are the topology's. The
+    group of pipe and tensor together, and a group of one rank, are made at the first request, which all ranks of the world
+    must make in the same order. ``topology.close()`` destroys them together with the others.
     """
 
     def __init__(self, topology: Topology) -> None:
@@ -26,7 +26,7 @@ class Grid:
         self.is_last_stage = topology.pipe_rank == topology.pipe - 1
 
     def topology(self) -> ProcessTopology:
-        """The ranks over the axes pipe, data, model."""
+        """Return the ranks over the axes pipe, data and model."""
         return self._processes
 
     def get_global_rank(self) -> int:
@@ -41,7 +41,7 @@ class Grid:
         return self._topology.pipe_rank
 
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
-        """The global rank at ``stage_id``; where this rank is on the axes data and model, if not given in ``coords``."""
+        """Return the global rank at ``stage_id``. Axes that are not in ``coords`` have this rank's data and model rank."""
         own = {"data": self._topology.data_parallel_rank, "model": self._topology.tensor_rank}
         return self._processes.get_rank(**{**own, **coords, "pipe": stage_id})
 
@@ -79,7 +79,7 @@ class Grid:
         return _group(self._topology, "data")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
-        """The global ranks of the data-parallel group, ascending."""
+        """Return the global ranks of the data-parallel group, in ascending order."""
         return list(self._topology.ranks_along("data"))
 
     def get_data_parallel_src_rank(self) -> int:

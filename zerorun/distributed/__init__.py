@@ -1,1 +1,1 @@
-"""Ranks and what goes between them: topology, process groups, collectives, values, waits."""
+"""Ranks and the communication between them: topology, process groups, collectives, values, waits."""

@@ -1,7 +1,7 @@
-"""The device of a rank, which is a GPU or the CPU: all that differs between them is here.
+"""The device of a rank, a GPU or the CPU: everything that differs between the two is here.
 
-Only this file knows torch.cuda. On a CPU there are no streams: a copy is done when its call returns, and
-whoever waits for one waits for nothing.
+Outside of zerorun.ops, only this file uses torch.cuda. On a CPU there are no streams: a copy is done when its call returns,
+and waiting for it returns at once.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..errors import TopologyError
 from . import simulated
 
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
-_LARGE_BYTES = 1 << 20  # of pinned memory; of less, twice as much does not matter
+_LARGE_BYTES = 1 << 20  # of pinned memory; for less, twice the size does not matter
 
 
 def default_device() -> torch.device:
-    """The device of this rank: its GPU if there is one, by LOCAL_RANK or, under ``srun``, SLURM_LOCALID; else the CPU.
+    """Return the device of this rank: its GPU, by LOCAL_RANK or, under ``srun``, SLURM_LOCALID; the CPU if there is none.
 
     ZERORUN_DEVICE overrides it: "cpu", "cuda" for the GPU of this rank, "cuda:1", or "simulated" (see simulated.py). Raises
     TopologyError for another value and for a GPU that is not there.
@@ -36,12 +36,12 @@ def default_device() -> torch.device:
     except RuntimeError as error:
         raise _no_such_device(wanted, "which is no device") from error
     if device.type not in (CPU, GPU):
-        raise _no_such_device(wanted, "which nothing here can train on")
+        raise _no_such_device(wanted, "which zerorun does not support")
     return device_of_rank(device)
 
 
 def device_of_rank(device: torch.device) -> torch.device:
-    """``device``; if it is a GPU without a number, this rank's. Raises TopologyError for a GPU that is not there."""
+    """Return ``device``, or this rank's GPU for one without an index. Raises TopologyError for a GPU that is not there."""
     if not on_gpu(device):
         return device
     gpus = gpu_count()
@@ -65,27 +65,27 @@ def gpu_count() -> int:
 
 
 def on_gpu(where: torch.device | torch.Tensor) -> bool:
-    """True for a GPU, and for what lies in its memory."""
+    """Return True for a GPU, and for a tensor in its memory."""
     return _type_of(where) == GPU
 
 
 def on_host(where: torch.device | torch.Tensor) -> bool:
-    """True for the CPU, and for what lies in host memory: what is computed there can be looked at without waiting."""
+    """Return True for the CPU, and for a tensor in host memory, whose values can be read without waiting."""
     return _type_of(where) == CPU and where != simulated.DEVICE
 
 
 def is_simulated(device: torch.device) -> bool:
-    """True for the simulated device; its tensors lie in host memory, and are no others."""
+    """Return True for the simulated device. Its tensors are ordinary tensors in host memory."""
     return device == simulated.DEVICE
 
 
 def queues(device: torch.device) -> bool:
-    """True if what ``device`` is told is done later: for a GPU, and the simulated device."""
+    """Return True if ``device`` does its work asynchronously: for a GPU, and for the simulated device."""
     return on_gpu(device) or is_simulated(device)
 
 
 def holds(device: torch.device, tensor: torch.Tensor) -> bool:
-    """True if ``tensor`` lies on ``device``."""
+    """Return True if ``tensor`` is on ``device``."""
     return tensor.device == device or (is_simulated(device) and on_host(tensor))
 
 
@@ -100,17 +100,17 @@ def select(device: torch.device) -> None:
 
 
 def gpus_here() -> list[torch.device]:
-    """The GPU that "cuda" means in this process, if there is one. Asking starts CUDA."""
+    """The GPU that "cuda" means in this process, if there is one. The call initialises CUDA."""
     return [torch.device(GPU, torch.cuda.current_device())] if torch.cuda.is_available() else []
 
 
 def gpus_in_use() -> list[torch.device]:
-    """The GPU that "cuda" means, if this process has used one or makes its tensors there. Asking starts no CUDA."""
+    """The GPU that "cuda" means, if this process has used one or makes its tensors there. Else CUDA stays uninitialised."""
     return gpus_here() if torch.cuda.is_initialized() or on_gpu(torch.get_default_device()) else []
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when ``device`` has done everything that it was told."""
+    """Wait until ``device`` has done all work that it was given."""
     if on_gpu(device):
         torch.cuda.synchronize(device)
 
@@ -119,11 +119,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """[numel] in host memory. ``pinned``: a GPU reads and writes it by itself, while the program goes on.
+    """Return a tensor [numel] in host memory. ``pinned``: a GPU can read and write it while the program goes on.
 
-    torch's allocator of pinned memory rounds up to a power of two, so that a shard could take twice its bytes. What is
-    large is a mapping of its own, which CUDA is told to pin. Nobody but its owner knows what reads it: it must stay until
-    copies from or to it are over.
+    torch's allocator of pinned memory rounds up to a power of two, so that a shard could take twice its bytes. A large
+    tensor is therefore a mapping of its own, which CUDA pins. Nothing tracks which copies use it: its owner must keep it
+    until they are done.
     """
     if pinned and not torch.cuda.is_available():  # the simulated device
         flat = torch.empty(numel, dtype=dtype)
@@ -131,7 +131,7 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         return flat
     if pinned and numel * dtype.itemsize >= _LARGE_BYTES:
         mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        mapped.madvise(mmap.MADV_DONTFORK)  # after a fork the first to write would get other pages than the device has
+        mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, the first to write would get other pages than the device has
         flat = torch.frombuffer(mapped, dtype=dtype)
         cuda, address = torch.cuda.cudart(), flat.data_ptr()
         if int(cuda.cudaHostRegister(address, numel * dtype.itemsize, 0)) == 0:
@@ -149,7 +149,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def name_of(device: torch.device, otherwise: str) -> str:
-    """What all processes call a GPU, its UUID; ``otherwise`` for a CPU, or where torch does not tell."""
+    """Return a GPU's UUID, which is the same in all processes; ``otherwise`` for a CPU, or if torch does not tell."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", otherwise)) if on_gpu(device) else otherwise
 
 
@@ -163,7 +163,7 @@ def gpu_generator(device: torch.device) -> torch.Generator:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The default generators that a rank with this device draws from: the CPU's, and the GPU's behind it."""
+    """The default generators that a rank with this device draws from: the CPU's, then that of its GPU."""
     return [torch.default_generator, *([gpu_generator(device)] if on_gpu(device) else [])]
 
 
@@ -171,38 +171,38 @@ def generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _streams(device: torch.device) -> Any:
-    """Where ``device`` has its streams: torch.cuda, or what stands for it; None for a CPU."""
+    """Return the module with the streams of ``device``: torch.cuda or its simulation; None for a CPU."""
     return torch.cuda if on_gpu(device) else simulated if is_simulated(device) else None
 
 
 @dataclass
 class Arrival:
-    """A copy on its way. ``event``: None if it is there."""
+    """A copy under way. ``event`` marks its end; None if it is done."""
 
     event: torch.cuda.Event | simulated.Event | None = None
 
     def synchronize(self) -> None:
-        """Wait for it."""
+        """Wait for the copy."""
         if self.event is not None:
             self.event.synchronize()
 
     def wait(self) -> None:
-        """Let later work of the current stream wait for it."""
+        """Make later work of the current stream wait for the copy."""
         if self.event is not None:
             self.event.wait()
 
 
 class CopyStream:
-    """Copies that go on beside the computation: on a GPU, a stream of its own."""
+    """Copies that overlap the computation: on a GPU, in a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, _streams(device)
         self._stream = self._cuda.Stream(device) if self._cuda is not None else None
 
     def follow(self, read: torch.Tensor | None = None) -> None:
-        """Let later copies wait for everything that the computation has been told so far.
+        """Make later copies wait for all work that the computation has been given so far.
 
-        ``read``: a tensor of the computation whose memory must stay as it is until the copies are done.
+        ``read``: a tensor of the computation whose memory must not be reused until the copies are done.
         """
         if self._stream is not None:
             self._stream.wait_stream(self._cuda.current_stream(self._device))
@@ -210,9 +210,9 @@ class CopyStream:
                 _keep(read, self._stream)
 
     def lead(self, made: torch.Tensor | None = None) -> None:
-        """Let later computation wait for all copies so far.
+        """Make later computation wait for all copies so far.
 
-        ``made``: a tensor that was made among the copies and is the computation's from here on.
+        ``made``: a tensor that was allocated among the copies and belongs to the computation from here on.
         """
         if self._stream is not None:
             current = self._cuda.current_stream(self._device)
@@ -221,18 +221,18 @@ class CopyStream:
                 _keep(made, current)
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """Whatever the block begins belongs to the copies."""
+        """Return a context manager: work that its block begins goes to the stream of the copies."""
         return self._cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
-        """Begin to copy. On a CPU it is done on return."""
+        """Begin to copy ``source`` to ``target``. On a CPU the copy is done on return."""
         with self.copying():
             target.copy_(source, non_blocking=self._stream is not None)
         return Arrival(self._stream.record_event() if self._stream is not None else None)
 
 
 def _keep(tensor: torch.Tensor, stream: Any) -> None:
-    """Do not use the memory of ``tensor`` again before ``stream`` has done what it has been told."""
+    """Do not let the memory of ``tensor`` be reused before ``stream`` has done the work that it was given."""
     if isinstance(stream, simulated.SimulatedStream):
         simulated.keep(tensor, stream)
     else:
@@ -243,7 +243,7 @@ def _keep(tensor: torch.Tensor, stream: Any) -> None:
 
 
 def describe_gpus() -> dict[str, Any]:
-    """``devices`` by index; ``peer_access`` [from][to]; ``trouble``: why torch sees no GPU although it is made for them."""
+    """``devices`` by index; ``peer_access`` [from][to]; ``trouble``: why torch sees no GPU, None if it sees one."""
     count = gpu_count()
     if not count:
         return {"devices": [], "peer_access": [], "trouble": _trouble()}

@@ -1,14 +1,14 @@
-"""Layout: where each parameter of a unit lies in its flat buffer, and which rank owns which part. Pure arithmetic.
+"""Layout: the place of each parameter of a unit in its flat buffer, and the part that each rank owns. Pure arithmetic.
 
 [Note: one flat buffer]
 The parameters of one kind (dtype, trainable or not) of a unit lie end to end in one flat buffer of ``numel`` elements.
 ``bounds`` cuts the buffer into one contiguous *shard* per rank of the shard axis. Every parameter starts at a multiple
-of ``ALIGNMENT`` elements and, where shards may cut parameters, every shard bound is a multiple of it too. So a vectorised
-kernel meets an odd tail only at the end of a parameter, whatever the shard degree: this is why an element-wise update
-gives the same bits at every stage and world size.
+of ``ALIGNMENT`` elements and, where shards may cut parameters, every shard bound is a multiple of it too. A vectorised
+kernel therefore meets an odd tail only at the end of a parameter, whatever the shard degree, which is why an element-wise
+update gives the same bits at every stage and world size.
 
-Optimizers that look at a whole matrix (Adafactor, Muon, or any that zerorun does not know) ask for ``whole=True``: then
-no bound lies inside a parameter, and shards have unequal sizes.
+Optimizers that need a whole matrix (Adafactor, Muon, or any that zerorun does not know) ask for ``whole=True``: then no
+bound is inside a parameter, and shards have unequal sizes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from math import prod
 
 # Elements. 16 fp32 elements are one cache line of 64 bytes, the unit in which torch's fused CPU optimizers split work.
 ALIGNMENT = 16
-# Elements. Large shards are a multiple of it: whole pages of 4 KiB, also of 16-bit elements, which ranks of one host map.
+# Elements. Large shards are a multiple of it, so that they fill whole pages of 4 KiB, also with 16-bit elements, because
+# ranks of one host map them.
 PAGED = 2048
-LARGE_SHARD = 128 * PAGED  # so that less than 1 % is padding
+LARGE_SHARD = 128 * PAGED  # large enough that less than 1 % is padding
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class Piece:
     """The part of one parameter that one rank owns. All numbers in elements."""
 
     entry: int  # index into Layout.entries
-    start: int  # in the parameter, flattened
-    shard_start: int  # in the rank's shard
+    start: int  # offset in the flattened parameter
+    shard_start: int  # offset in the rank's shard
     numel: int
 
 
@@ -70,14 +71,14 @@ class Layout:
 
     @property
     def even(self) -> bool:
-        """True if all shards have the same size, as the collectives of NCCL want it."""
+        """True if all shards have the same size, as NCCL's collectives require."""
         return len({self.shard_numel(rank) for rank in range(self.degree)}) <= 1
 
     def shard_numel(self, rank: int) -> int:
         return self.bounds[rank + 1] - self.bounds[rank]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What rank ``rank`` owns, in the order of the flat buffer."""
+        """Return the pieces that rank ``rank`` owns, in the order of the flat buffer."""
         low, high = self.bounds[rank], self.bounds[rank + 1]
         found = []
         for index, entry in enumerate(self.entries):
@@ -106,7 +107,7 @@ def build_layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree
 
 
 def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int) -> Layout:
-    """Largest parameter first into the emptiest shard: within 4/3 of the best possible balance (Graham 1969)."""
+    """Put the largest parameter first, each into the emptiest shard: within 4/3 of the best balance (Graham 1969)."""
     load = [0] * degree
     owner: list[int] = [0] * len(names)
     for index in sorted(range(len(names)), key=lambda i: (-prod(shapes[i]), i)):
@@ -125,5 +126,5 @@ def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree
 
 
 def aligned_bytes(size: int) -> int:
-    """``size`` rounded up to 64 bytes: a cache line, and the widest vector."""
+    """Return ``size`` rounded up to a multiple of 64 bytes: a cache line, and the widest vector."""
     return -(-size // 64) * 64

@@ -1,7 +1,8 @@
 """ProcessTopology: ranks numbered over named axes, with the look-ups of DeepSpeed's class of that name. Pure data.
 
 Arguments and answers are DeepSpeed's; its errors (ValueError, AssertionError, AttributeError) are TopologyError here.
-Coordinates are computed when asked for and not kept in a table, so that every look-up costs what its answer is long.
+Coordinates are computed when asked for and not kept in a table, so that the cost of a look-up grows only with the
+length of its answer.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coords: int) -> int:
-        """The rank at ``coords``, one index for each axis. Raises TopologyError; ``filter_match`` takes fewer."""
+        """Return the rank at ``coords``, one index for each axis; ``filter_match`` accepts fewer. Raises TopologyError."""
         if set(coords) != set(self.axes):
             raise TopologyError(
                 f"get_rank({_named(coords)}) needs one index for each of the axes {', '.join(self.axes)}. "
@@ -80,7 +81,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{index:02d}" for axis, index in named if axis not in omit_axes)
 
     def filter_match(self, **coords: int) -> list[int]:
-        """All ranks at ``coords``, ascending; axes that are not given are free. Raises TopologyError for unknown axes."""
+        """All ranks at ``coords``, ascending; axes not given may have any index. Raises TopologyError for unknown axes."""
         for axis in coords:
             self._place(axis)
         if any(not 0 <= index < self.get_dim(axis) for axis, index in coords.items()):
@@ -106,7 +107,7 @@ class ProcessTopology:
         return [base + offset for offset in self._offsets(axes)]
 
     def lists_along(self, *axes: str) -> list[list[int]]:
-        """All groups of ranks that differ on ``axes`` only. They partition the ranks; ordered by their first rank."""
+        """All groups of ranks that differ on ``axes`` only, ordered by their first rank. They partition the ranks."""
         for axis in axes:
             self._place(axis)
         inner = self._offsets(axes)
@@ -135,14 +136,14 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Axes pipe, data: neighbouring ranks are replicas, so that gradients travel the short ways."""
+    """Axes pipe, data: neighbouring ranks are data-parallel, so that gradients travel over short distances."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data"], [num_pp, num_dp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Axes pipe, data, model: neighbouring ranks divide tensors between them."""
+    """Axes pipe, data, model: neighbouring ranks divide tensors among themselves."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])

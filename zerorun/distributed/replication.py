@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Replication:
-    """Of a parameter on one rank.
+    """The replication of one parameter, on one rank.
 
-    ``sums``: axes beyond data parallelism over which its gradient is still to be summed, once for every step: each rank
-    of them has the whole parameter and a summand of the gradient. ``counted``: this rank's elements count in the global
-    gradient norm; of several ranks that have the same elements, one counts them.
+    ``sums``: axes beyond the data-parallel ones over which the gradient must still be summed, once per step: each rank
+    along them holds the whole parameter and a summand of its gradient. ``counted``: this rank's elements count in the
+    global gradient norm; only one of several ranks that hold the same elements counts them.
     """
 
     sums: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Same data: checksums by which ranks that must be given the same data find out that they were not."""
+"""Same data: checksums by which ranks that must get the same data notice when they do not."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from torch.utils import _pytree
 from .device import on_gpu
 
 _COMPARED_ELEMENTS = 4096  # of each tensor, spread over it
-_BITS = 20  # sums of squares of many checksums are exact in float64
+_BITS = 20  # few enough that sums of squares of many checksums are exact in float64
 
 
 def checksum(value: Any) -> int | None:
-    """Of shapes, dtypes and elements of the tensors in ``value``, and of its numbers and strings; None if it has none."""
+    """Return a checksum of ``value``; None if it holds no dense tensor, number or string.
+
+    It covers the numbers and strings, and the shapes, dtypes and some elements of the dense tensors.
+    """
     found: int | None = None
     for leaf in _pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -34,19 +37,19 @@ def checksum(value: Any) -> int | None:
 
 
 def is_cheap(value: Any) -> bool:
-    """True if nobody has to wait for a device to look at it."""
+    """Return True if ``value`` can be read without waiting for a device."""
     return not any(isinstance(leaf, torch.Tensor) and on_gpu(leaf) for leaf in _pytree.tree_leaves(value))
 
 
 def inputs_and_labels(batch: Any) -> tuple[Any, Any]:
-    """Of a mapping with "labels", or of a pair."""
+    """Split a mapping with "labels", or a pair, into (inputs, labels). Any other batch has labels None."""
     if isinstance(batch, Mapping):
         return {name: value for name, value in batch.items() if name != "labels"}, batch.get("labels")
     return tuple(batch) if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
 
 
 def summands(found: int | None, place: int, places: int) -> torch.Tensor:
-    """[3 * places] of float64: what a rank that belongs to ``place`` adds, so that the sum tells whether all agree."""
+    """Return float64 [3 * places]: what a rank at ``place`` adds to a sum that tells :func:`agree` whether all agree."""
     table = torch.zeros(3, places, dtype=torch.float64)
     if found is not None:
         table[:, place] = torch.tensor([1, found, found**2], dtype=torch.float64)
@@ -54,6 +57,6 @@ def summands(found: int | None, place: int, places: int) -> torch.Tensor:
 
 
 def agree(total: torch.Tensor) -> bool:
-    """True if all ranks of each place had the same checksum. ``total``: the sum of the ranks' ``summands``."""
+    """Return True if all ranks of each place had the same checksum. ``total``: the sum of the ranks' ``summands``."""
     count, first, second = total.view(3, -1)
     return bool((count * second == first * first).all())

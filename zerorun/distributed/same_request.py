@@ -1,8 +1,8 @@
-"""Same request: before a collective that the script asks for, ranks find out whether they all ask for the same.
+"""Same request: before a collective that the script asks for, ranks check that they all ask for the same things.
 
-What a script passes may come out of a set, whose order differs from rank to rank. Where several things are asked for at
-once, they are put into an order of our own before anything is sent. What ranks ask for is compared, in one small message:
-else the values of one parameter would end up in another.
+A script may pass the elements of a set, whose order differs from rank to rank. Several things that are asked for at once
+are therefore put into an order of our own before anything is sent. Ranks also compare their requests, in one small message:
+otherwise the values of one parameter would end up in another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SAME = "pass the same parameters on all ranks, in any order"
 
 
 def fingerprint(wanted: Sequence[str]) -> torch.Tensor:
-    """int64 [1] that is the same for the same strings in the same order."""
+    """Return int64 [1] that is equal for the same strings in the same order."""
     digest = hashlib.sha256("\n".join(wanted).encode()).digest()
     return torch.tensor([int.from_bytes(digest[:8], "little", signed=True)], device="cpu")
 
@@ -34,17 +34,17 @@ def compare(
 ) -> None:
     """Raise OrderError about ``problem``, on all ranks alike, if ranks want different things.
 
-    ``gather`` and ``gather_objects``: small tensors and values of all ranks concerned, by rank.
+    ``gather`` and ``gather_objects`` return the small tensors and the values of all ranks concerned, by rank.
     """
     if len({int(theirs) for theirs in gather(fingerprint(wanted))}) > 1:
         raise OrderError(f"{problem}{_first_difference(gather_objects(list(wanted)))}. Remedy: {remedy}.")
 
 
 def _first_difference(wanted: Sequence[Sequence[str]]) -> str:
-    """Of what ranks want, by rank."""
+    """Describe the first difference from rank 0 in ``wanted``, by rank; empty if only the order differs."""
     for rank, theirs in enumerate(wanted):
         for who, other, more, less in ((0, rank, wanted[0], theirs), (rank, 0, theirs, wanted[0])):
             only = next(iter(Counter(more) - Counter(less)), None)
             if only is not None:
-                return f": rank {who} has {only}, which rank {other} has not"
+                return f": rank {who} has {only}, which rank {other} does not have"
     return ""

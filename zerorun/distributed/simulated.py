@@ -1,15 +1,17 @@
 """A simulated device: host memory in place of a GPU's, and streams whose work is put off as long as nothing waits for it.
 
 [Note: what it is for]
-On a CPU every copy is done when its call returns, so a program that forgets to wait is right there, and wrong on a GPU.
-``ZERORUN_DEVICE=simulated`` makes it wrong here, too. The computation goes on at once, as a device would that is never
-behind. Copies on other streams are begun as late as possible: when somebody waits for one of their events. Until then what
-they write holds NaN, and what they read may have been overwritten. Collectives go through simulated_nccl.py.
+On a CPU every copy is done when its call returns, so a program that forgets to wait computes correctly there and wrongly
+on a GPU. ``ZERORUN_DEVICE=simulated`` makes it wrong on the CPU, too. The computation runs at once, as on a device that is
+never behind. Copies on other streams begin as late as possible: when somebody waits for one of their events. Until then,
+the memory that they write holds NaN, and the memory that they read may have been overwritten. Collectives go through
+simulated_nccl.py.
 
-That shows waits that are missing after a copy. Those before it cannot be seen in numbers, since the computation is never
-behind. An observer is told of all that is done and waited for, and can find them by the order that is guaranteed.
+This shows waits that are missing after a copy. Waits that are missing before a copy do not show in the numbers, since the
+computation is never behind. An observer is told of all work and all waits, and can find these by the order that is
+guaranteed.
 
-The names are those of torch.cuda. Tensors are on the CPU; the device is the CPU with a number, as which no tensor counts.
+The names are those of torch.cuda. Tensors are on the CPU; the device is the CPU with an index, which no tensor has.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-NAME = "simulated"  # as ZERORUN_DEVICE has it
+NAME = "simulated"  # the value of ZERORUN_DEVICE
 DEVICE = torch.device("cpu", 0)
 
 
 class Observer(Protocol):
-    """Who is told, at once, of what the program tells streams to do. ``stream`` None: the program itself.
+    """Is told, at once, of the work that the program gives to streams. A ``waiter`` of None is the program itself.
 
     ``at_once``: copies are not put off, so that memory is free when the program lets go of it.
     """
@@ -38,23 +40,23 @@ class Observer(Protocol):
     def begin(
         self, stream: SimulatedStream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
     ) -> None:
-        """Work is given to ``stream``."""
+        """``stream`` is given work ``what``, which reads and writes these tensors."""
         ...
 
     def now(self, stream: SimulatedStream) -> int:
-        """The number of the last work that was given to ``stream``."""
+        """Return the number of the last work that was given to ``stream``."""
         ...
 
     def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
-        """What ``waiter`` does from here on comes after the work ``number`` of ``stream``, and all before that."""
+        """Work of ``waiter`` from here on comes after work ``number`` of ``stream``, and all work before that."""
         ...
 
     def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
-        """The memory of ``tensor`` is not used again before ``stream`` has done what it has been told."""
+        """The memory of ``tensor`` is not reused before ``stream`` has done the work that it was given."""
         ...
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """``tensor`` is new, in host memory that the device reads and writes by itself."""
+        """``tensor`` is new, in pinned host memory, which the device reads and writes by itself."""
         ...
 
 
@@ -94,12 +96,12 @@ _world = _World()
 
 
 class SimulatedStream:
-    """Work in order. That of the computation is done at once, that of others when it is waited for."""
+    """Does work in order: the stream of the computation at once, others when somebody waits for the work."""
 
     def __init__(self, device: torch.device, name: str = "copies", *, at_once: bool = False) -> None:
         self.name, self._at_once = name, at_once
         self._left: deque[Callable[[], object]] = deque()
-        self._touched: set[int] = set()  # addresses of the storages that those touch
+        self._touched: set[int] = set()  # addresses of the storages that this work touches
         self._done = 0
 
     def put(
@@ -113,7 +115,7 @@ class SimulatedStream:
                     work()
                 return
             if not self._touched.isdisjoint(map(_storage, writes)):
-                self.run_to(self.given)  # what comes before it in this stream may read it
+                self.run_to(self.given)  # earlier work of this stream may read them, and they are poisoned now
             for tensor in writes:
                 poison(tensor)
             self._touched.update(map(_storage, (*reads, *writes)))
@@ -121,7 +123,7 @@ class SimulatedStream:
 
     @property
     def given(self) -> int:
-        """How much work was put here so far."""
+        """How many pieces of work were put here so far."""
         with _world.running:  # between the two, another thread may finish some
             return self._done + len(self._left)
 
@@ -129,7 +131,7 @@ class SimulatedStream:
         return Event(self, self.given, _world.observer.now(self))
 
     def wait_event(self, event: Event) -> None:
-        """What comes after this comes after the event."""
+        """Let later work of this stream come after the event."""
         _world.observer.wait(self, event.stream, event.number)
         if self._at_once:
             event.stream.run_to(event.place)
@@ -141,7 +143,7 @@ class SimulatedStream:
         self.wait_event(other.record_event())
 
     def run_to(self, place: int) -> None:
-        """Do what was put here before ``place``."""
+        """Do the first ``place`` pieces of work that were put here."""
         with _world.running, _disable_current_modes(), torch.no_grad():
             while self._left and self._done < place:
                 self._left.popleft()()
@@ -151,17 +153,17 @@ class SimulatedStream:
 
 
 class Event:
-    """The end of what a stream had been told."""
+    """The end of the work that a stream had been given."""
 
     def __init__(self, stream: SimulatedStream, place: int, number: int) -> None:
         self.stream, self.place, self.number = stream, place, number
 
     def wait(self) -> None:
-        """Let later work of the current stream wait for it."""
+        """Let later work of the current stream wait for this event."""
         current_stream(DEVICE).wait_event(self)
 
     def synchronize(self) -> None:
-        """Let the program wait for it."""
+        """Let the program wait for this event."""
         _world.observer.wait(None, self.stream, self.number)
         self.stream.run_to(self.place)
 
@@ -171,14 +173,14 @@ COMPUTATION = SimulatedStream(DEVICE, "computation", at_once=True)
 
 
 def current_stream(device: torch.device) -> SimulatedStream:
-    """That which the calling thread gives its work to."""
+    """Return the stream to which the calling thread gives its work."""
     found: SimulatedStream = getattr(_world.current, "stream", COMPUTATION)
     return found
 
 
 @contextlib.contextmanager
 def stream(chosen: SimulatedStream) -> Iterator[None]:
-    """In the block copies go to ``chosen``. Anything else but making tensors and views is an error."""
+    """Send the copies of the block to ``chosen``. Any other operation except making tensors and views is an error."""
     before = current_stream(DEVICE)
     _world.current.stream = chosen
     try:
@@ -207,12 +209,12 @@ class _PutOff(TorchDispatchMode):
 
 
 def keep(tensor: torch.Tensor, stream: SimulatedStream) -> None:
-    """As ``tensor.record_stream(stream)`` of torch."""
+    """Simulate ``tensor.record_stream(stream)``: tell the observer."""
     _world.observer.keep(tensor, stream)
 
 
 def poison(tensor: torch.Tensor) -> None:
-    """Let it hold what no program means: NaN, or -1 for integers."""
+    """Fill ``tensor`` with a value that no program means: NaN, or -1 for integers."""
     with _disable_current_modes(), torch.no_grad():
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
@@ -221,13 +223,13 @@ def poison(tensor: torch.Tensor) -> None:
 
 
 def watch(observer: Observer) -> Observer:
-    """Tell ``observer`` from here on. Returns the one before."""
+    """Tell ``observer`` from here on. Returns the previous one."""
     before, _world.observer = _world.observer, observer
     return before
 
 
 def observer() -> Observer:
-    """Who is told."""
+    """Return the observer that is told now."""
     return _world.observer
 
 

@@ -20,7 +20,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The elements ``ranges`` (begin, end) along dimension ``dim`` of a tensor of ``shape``, one after the other."""
+    """The elements ``ranges`` (begin, end) along dimension ``dim`` of a tensor of ``shape``, concatenated."""
 
     shape: tuple[int, ...]
     dim: int
@@ -28,7 +28,7 @@ class TensorShard:
 
     @property
     def length(self) -> int:
-        """Along ``dim``, of what this rank holds."""
+        """The length along ``dim`` of the part that this rank holds."""
         return sum(end - begin for begin, end in self.ranges)
 
     @property
@@ -40,7 +40,7 @@ class TensorShard:
         return prod(self.shape)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``whole`` as a tensor of its own."""
+        """Return this rank's part of ``whole`` as a tensor of its own."""
         return torch.cat([whole.narrow(self.dim, begin, end - begin) for begin, end in self.ranges], self.dim)
 
     def put(self, part: torch.Tensor, whole: torch.Tensor) -> None:
@@ -51,19 +51,19 @@ class TensorShard:
 
 
 def even_bounds(length: int, size: int) -> list[int]:
-    """Where ``size`` parts of ``length`` begin and end: as equal as can be, the larger ones first."""
+    """Return the ``size + 1`` bounds of parts of ``length`` elements, as equal as possible, the larger ones first."""
     small, larger = divmod(length, size)
     return [rank * small + min(rank, larger) for rank in range(size + 1)]
 
 
 def even_range(length: int, rank: int, size: int) -> tuple[int, int]:
-    """Part ``rank`` of ``length`` elements."""
+    """Return (begin, end) of part ``rank`` of ``length`` elements in ``size`` parts."""
     bounds = even_bounds(length, size)
     return bounds[rank], bounds[rank + 1]
 
 
 def fused_ranges(lengths: tuple[int, ...], rank: int, size: int) -> Ranges:
-    """Part ``rank`` of each of several blocks that lie one after the other, as in a fused query-key-value projection."""
+    """Return part ``rank`` of each of several consecutive blocks, as in a fused query-key-value projection."""
     ranges, begin = [], 0
     for length in lengths:
         low, high = even_range(length, rank, size)
@@ -73,7 +73,7 @@ def fused_ranges(lengths: tuple[int, ...], rank: int, size: int) -> Ranges:
 
 
 def shards_of(model: nn.Module) -> dict[int, TensorShard]:
-    """id(parameter) -> its tensor shard, of the divided parameters of ``model``."""
+    """Return id(parameter) -> its tensor shard for the divided parameters of ``model``."""
     return {id(param): shard for param, shard in _divided(model)}
 
 
@@ -86,7 +86,7 @@ def _divided(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorShard]]:
 
 
 def partial_of(model: nn.Module) -> set[int]:
-    """id(parameter) of those whole parameters of ``model`` whose gradients must be summed over the tensor axis."""
+    """Return id(parameter) of the whole parameters of ``model`` whose gradients must be summed over the tensor axis."""
     found = set()
     for module in model.modules():
         for name in getattr(module, "partial_gradients", ()):

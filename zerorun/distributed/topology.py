@@ -1,10 +1,11 @@
-"""Topology: the degrees of the four mesh axes, which ranks lie along each, and the process groups made from them.
+"""Topology: the degrees of the four mesh axes, the ranks along each, and the process groups made from them.
 
 [Note: four axes]
-Ranks are numbered row-major over ``pipe x replicate x shard x tensor``: tensor groups are neighbours, which talk most and
-should lie inside one host; pipeline stages lie farthest apart and talk least. Data-parallel ranks (axis "data") are
-``replicate x shard``; together they see the whole batch. "model" is ``pipe x tensor``: the ranks that hold one copy of
-the model's layers between them. "replica" is ``pipe x shard x tensor``: those that hold one copy of all states.
+Ranks are numbered row-major over ``pipe x replicate x shard x tensor``: the ranks of a tensor group are neighbours, because
+they communicate most and should share a host; pipeline stages are farthest apart, because they communicate least.
+Data-parallel ranks (axis "data") are ``replicate x shard``; together they see the whole batch. "model" is
+``pipe x tensor``: the ranks that hold one copy of the model's layers between them. "replica" is ``pipe x shard x tensor``:
+the ranks that hold one copy of all states between them.
 
 ``python -m zerorun.topology --world-size 64 --tensor 8 --pipe 2`` prints the picture of a topology.
 """
@@ -52,7 +53,7 @@ class Topology:
     ``tensor`` the number of ranks that divide each layer between them, ``pipe`` the number of pipeline stages.
 
     Wherever an ``axis`` is asked for, it is one of pipe, replicate, shard, tensor, data, model, replica. Look-ups need
-    no process group, raise TopologyError for what does not exist, and cost what their answer is long.
+    no process group and raise TopologyError for what does not exist; their cost grows only with the length of the answer.
     """
 
     replicate: int
@@ -61,7 +62,7 @@ class Topology:
     pipe: int = 1
     tensor: int = 1
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # over the axes of more than one rank
-    shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by all its engines
+    shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by all engines on it
     _made: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     # -- degrees and this rank's place ---------------------------------------------------------------------------
@@ -118,23 +119,23 @@ class Topology:
         return prod(getattr(self, member) for member in _members(axis))
 
     def coordinate(self, rank: int | None = None) -> Coordinate:
-        """Where ``rank``, or this rank, is."""
+        """Return the coordinate of ``rank``, or of this rank."""
         return Coordinate(*self.ranks.get_coord(self.rank if rank is None else rank))
 
     def rank_at(self, **coords: int) -> int:
-        """The rank at ``coords``; on axes that are not given, where this rank is."""
+        """Return the rank at ``coords``; on axes that are not given, this rank's index is used."""
         return self.ranks.get_rank(**{**self.coordinate()._asdict(), **coords})
 
     def filter_match(self, **coords: int) -> tuple[int, ...]:
-        """All ranks at ``coords``, ascending; axes that are not given are free."""
+        """Return all ranks at ``coords``, ascending; on axes that are not given, any index matches."""
         return tuple(self.ranks.filter_match(**coords))
 
     def ranks_along(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
-        """The group along ``axis`` that ``rank``, or this rank, is in: global ranks, ascending."""
+        """Return the group along ``axis`` that contains ``rank``, or this rank: global ranks, ascending."""
         return tuple(self.ranks.ranks_along(self.rank if rank is None else rank, *_members(axis)))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along ``axis``; they partition the ranks. Ordered by their first rank."""
+        """Return all groups along ``axis``, ordered by their first rank. They partition the ranks."""
         return tuple(map(tuple, self.ranks.lists_along(*_members(axis))))
 
     def describe(self, ranks_per_host: int | None = None) -> str:
@@ -144,11 +145,11 @@ class Topology:
     # -- process groups ------------------------------------------------------------------------------------------
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank along ``axis``.
+        """Return the process group of this rank along ``axis``.
 
-        ``create`` makes those of pipe, replicate, shard and tensor with more than one rank. Any other that is not the
-        same as one of them is made when it is first asked for: all ranks of the world must do so, in the same order.
-        Raises TopologyError without groups, and for pipe or tensor where the degree is 1: there is nobody to talk to.
+        ``create`` makes the groups along pipe, replicate, shard and tensor that have more than one rank. Any group that
+        differs from these is made by the first call that asks for it: all ranks of the world must make that call, in the
+        same order. Raises TopologyError without groups, and for pipe or tensor of degree 1: there is nobody to talk to.
         """
         mesh, wide = _mesh_of(self), [member for member in _members(axis) if self.size(member) > 1]
         if not wide and axis in ("pipe", "tensor"):
@@ -165,14 +166,14 @@ class Topology:
         return cast(dist.ProcessGroup, self._make("_".join(wide), self.groups(axis)))
 
     def own_group(self) -> dist.ProcessGroup:
-        """A process group of this rank alone. Made when first asked for: all ranks must do so, in the same order."""
+        """Return a process group of this rank alone. The first call makes it: all ranks must call, in the same order."""
         _mesh_of(self)
         if self.world_size == 1:
             return everyone()
         return cast(dist.ProcessGroup, self._make("own", tuple((rank,) for rank in range(self.world_size))))
 
     def _make(self, name: str, groups: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        """That of ``groups`` which this rank is in; None if it is in none."""
+        """Return the process group of that one of ``groups`` which contains this rank; None if none does."""
         if name not in self._made:
             self._made[name], _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in groups], backend=_backend(), group_desc=f"zerorun_{name}"
@@ -180,7 +181,7 @@ class Topology:
         return self._made[name]
 
     def close(self) -> None:
-        """Give back the process groups. Every rank must call it, and nothing may use them afterwards."""
+        """Destroy the process groups. Every rank must call it, and nothing may use the groups afterwards."""
         if self.mesh is not None:
             kept = (None, dist.group.WORLD, *_everyone.values())
             for group in (*self.mesh.get_all_groups(), *self._made.values()):
@@ -189,7 +190,7 @@ class Topology:
         self.forget_groups()
 
     def forget_groups(self) -> None:
-        """Let go of the process groups without giving them back, for when all of them end anyway."""
+        """Drop the process groups without destroying them, for when all of them end anyway."""
         self._made.clear()
         self.shared.clear()
         object.__setattr__(self, "mesh", None)
@@ -209,8 +210,8 @@ class Topology:
     ) -> Topology:
         """A topology without process groups, for estimates and pictures. Raises TopologyError for degrees that do not fit.
 
-        ``shard_degree``: None is all data-parallel ranks. ``ranks_per_host``: checks that no tensor group is cut between
-        hosts; warns if one needs several whole hosts.
+        ``shard_degree``: None means all data-parallel ranks. With ``ranks_per_host``, checks that hosts do not cut a tensor
+        group, and warns if tensor groups span several whole hosts.
         """
         data = _data_parallel(world_size, pipe, tensor)
         shard = data if shard_degree is None else shard_degree
@@ -233,7 +234,7 @@ class Topology:
         tensor: int = 1,
         ranks_per_host: int | None = None,
     ) -> Topology:
-        """``plan``, and then the groups. Every rank must call it. Raises TopologyError before any group is made."""
+        """Call ``plan``, then make the groups. Every rank must call it. Raises TopologyError before any group is made."""
         planned = cls.plan(
             world_size, rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_host
         )
@@ -249,9 +250,9 @@ class Topology:
         ranks_per_host: int | None = None,
         device_type: str | None = None,
     ) -> Topology:
-        """The topology that numbers ranks as ``processes`` does, over any of the axes pipe, data and model.
+        """Return the topology that numbers ranks as ``processes`` does, over any of the axes pipe, data and model.
 
-        Without ``device_type`` it has no process groups, else every rank must call this. Raises TopologyError for
+        Without ``device_type`` it has no process groups; with it, every rank must call this. Raises TopologyError for
         other axes, and for an order of axes that gives ranks other places than pipe, data, model would.
         """
         order = ["pipe", "data", "model"]
@@ -271,9 +272,9 @@ class Topology:
         return planned if device_type is None else planned.open(device_type)
 
     def open(self, device_type: str) -> Topology:
-        """The same with the groups of all axes of more than one rank. Every rank must call it.
+        """Return this topology with process groups along all axes that have more than one rank. Every rank must call it.
 
-        A group that is the whole world is the default group. Raises TopologyError if the job has other ranks.
+        A group of all ranks is the default group. Raises TopologyError if the job has another number of ranks.
         """
         if dist.is_initialized() and dist.get_world_size() != self.world_size:
             raise TopologyError(
@@ -288,9 +289,9 @@ class Topology:
 
 
 def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "") -> dist.ProcessGroup | None:
-    """The process group ``name`` of those ranks along ``axis`` that are number ``places`` there; None if this is none.
+    """Return the process group ``name`` of the ranks at ``places`` along ``axis``; None if this rank is not among them.
 
-    Made when first asked for: all ranks must do so, in the same order. Raises TopologyError without process groups.
+    The first call makes it: all ranks must call, in the same order. Raises TopologyError without process groups.
     """
     _mesh_of(topology)
     chosen = tuple(tuple(sorted(ranks[place] for place in places)) for ranks in topology.groups(axis))
@@ -300,7 +301,7 @@ def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "
 def _mesh_of(topology: Topology) -> DeviceMesh:
     if topology.mesh is None:
         raise TopologyError(
-            "this Topology has no process groups: it was made without, or closed. Remedy: use Topology.create()."
+            "this Topology has no process groups: it was made without, or has been closed. Remedy: use Topology.create()."
         )
     return topology.mesh
 
@@ -309,10 +310,10 @@ _everyone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = wea
 
 
 def everyone() -> dist.ProcessGroup:
-    """The process group of all ranks that serves host memory as well as devices.
+    """Return a process group of all ranks that serves host memory as well as devices.
 
-    It is the default group, unless a script made that for GPUs only: then another one, which is made at the first call. All
-    ranks must make that. Raises TopologyError before torch.distributed is initialised.
+    It is the default group, unless a script made that one for GPUs only; then the first call makes another one, and all
+    ranks must make that call. Raises TopologyError before torch.distributed is initialised.
     """
     world = dist.group.WORLD
     if world is None:
@@ -326,12 +327,12 @@ def everyone() -> dist.ProcessGroup:
 
 
 def forget_everyone() -> None:
-    """Let go of the group of all ranks, for when torch.distributed ends."""
+    """Drop the group of all ranks without destroying it, for when torch.distributed ends."""
     _everyone.clear()
 
 
 def _backend() -> str | None:
-    """What process groups are made with: None, as the default group is, if that serves tensors in host memory."""
+    """Return the backend for new process groups; None, that of the default group, if it serves tensors in host memory."""
     kept = str(dist.get_backend_config())
     return None if "cpu:" in kept else f"cpu:gloo,{kept}"
 
@@ -346,7 +347,7 @@ def _members(axis: str) -> tuple[str, ...]:
 
 
 def _data_parallel(world_size: int, pipe: int, tensor: int) -> int:
-    """The number of data-parallel ranks that ``pipe`` and ``tensor`` leave. Raises TopologyError if they do not divide."""
+    """Return the data-parallel size. Raises TopologyError if ``pipe * tensor`` does not divide ``world_size``."""
     for name, degree in (("world size", world_size), ("pipe degree", pipe), ("tensor degree", tensor)):
         if degree < 1:
             raise TopologyError(f"the {name} is {degree}. Remedy: use at least 1.")
@@ -377,7 +378,7 @@ def _check_shard(shard: int, data: int, world_size: int, pipe: int, tensor: int)
 
 
 def _check_hosts(tensor: int, ranks_per_host: int, world_size: int) -> None:
-    """No tensor group may begin on one host and end on another, unless it fills whole hosts."""
+    """Raise TopologyError if a tensor group begins on one host and ends on another; only warn if it fills whole hosts."""
     if ranks_per_host < 1:
         raise TopologyError(f"a host has {ranks_per_host} ranks. Remedy: use at least 1.")
     if world_size <= ranks_per_host or ranks_per_host % tensor == 0:

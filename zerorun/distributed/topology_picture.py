@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..log import counted
 from .process_topology import ProcessTopology
 
-_MOST_ROWS, _FIRST_ROWS = 16, 12  # more rows than the first are shown as the first 12 and the last two
+_MOST_ROWS, _FIRST_ROWS = 16, 12  # more than 16 rows are shown as the first 12 and the last two
 _MOST_COLUMNS, _FIRST_COLUMNS = 8, 4
 _LAST = 2
 _GROUPS = {"tensor": ["tensor"], "shard": ["shard"], "replicate": ["replicate"], "pipe": ["pipe"]}
@@ -18,7 +18,7 @@ def draw(ranks: ProcessTopology, ranks_per_host: int | None = None) -> str:
     """``ranks`` over the axes pipe, replicate, shard, tensor: the degrees, a grid, and the first group of each axis.
 
     The grid has a row for each (pipe, replicate) and a column for each shard rank; a cell is one tensor group. With
-    ``ranks_per_host`` it shows hosts as well. What is too long is cut in the middle, and says how much is missing.
+    ``ranks_per_host`` it shows hosts as well. Long rows and columns are cut in the middle; the missing rows are counted.
     """
     degrees = " x ".join(f"{axis} {dim}" for axis, dim in zip(ranks.axes, ranks.dims, strict=True))
     title = f"{counted(ranks.world_size(), 'rank')} = {degrees}; ranks rise fastest along tensor"
@@ -76,7 +76,7 @@ def _table(ranks: ProcessTopology) -> Iterator[str]:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """``4-7`` for neighbours, else one by one; from the middle of many, only ``...``."""
+    """Return ``4-7`` for consecutive ranks, else list them one by one; ``...`` stands for the middle of many."""
     if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"{ranks[0]}-{ranks[-1]}"
     shown = _shown(len(ranks), _MOST_COLUMNS, _FIRST_COLUMNS)
@@ -84,7 +84,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _shown(count: int, most: int, first: int) -> list[int | None]:
-    """The indices below ``count`` to show; None stands for those left out."""
+    """Return the indices below ``count`` to show; None stands for those left out."""
     if count <= most:
         return list(range(count))
     return [*range(first), None, *range(count - _LAST, count)]

@@ -1,4 +1,4 @@
-"""Which way collectives take, and what follows from it. Pure data."""
+"""The transports that collectives can use, and what follows from the choice. Pure data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NCCL, GLOO, PEER_MEMORY = "nccl", "gloo", "peer memory"
 
 
 def reads_peers(transport: str, topology: Topology) -> bool:
-    """True if the ranks that shard copy from one another's memory by themselves: nothing moves while they compute."""
+    """Return True if ranks of a shard group copy from one another's memory themselves: nothing moves while they compute."""
     return transport == PEER_MEMORY and topology.shard > 1
 
 
 def reads_parts(transport: str, topology: Topology, device_type: str, wire_dtype: torch.dtype) -> bool:
-    """True if ranks can sum gradients from where autograd leaves them, and nothing has to be packed."""
+    """Return True if ranks can sum gradients from where autograd leaves them, so that nothing has to be packed."""
     direct = reads_peers(transport, topology) and topology.replicate == 1
     return direct and device_type == CPU and wire_dtype == torch.float32

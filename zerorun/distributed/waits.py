@@ -1,8 +1,8 @@
-"""Waits: whoever waits for another rank, a disk or a compiler for long says so, once, on stderr.
+"""Waits: a process that waits long for another rank, a disk or a compiler says so, once, on stderr.
 
 [Note: one watch for all waits]
 A wait is entered in a table and taken out again, which costs about a microsecond; there is no thread per wait. One
-daemon thread per process looks at the table every few seconds, and asks only what is late who has not come.
+daemon thread per process looks at the table every few seconds, and asks which ranks have not come for late waits only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
-# Seconds after which a wait is told of, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
+# Seconds after which a wait is reported, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
 _DEFAULT_S = 30.0
-_LOOKS = 6  # of the watch in that time
+_LOOKS = 6  # how often the watch looks in that time
 
 Missing = Callable[[], Iterable[int]]
 
@@ -33,7 +33,7 @@ class WaitWatch:
         self._starting = threading.Lock()
 
     def tell_after(self, seconds: float) -> None:
-        """From now on tell of waits that take longer than ``seconds``; 0: of none."""
+        """Report waits that take longer than ``seconds`` from now on; 0: report none."""
         self.after_s = seconds
         self._wake.set()
 
@@ -54,7 +54,7 @@ class WaitWatch:
             self._look()
 
     def _look(self) -> None:
-        """Tell of what is late. A function of its own: the thread, while it sleeps, holds nothing that a wait has named."""
+        """Report late waits. A function of its own, so that the thread holds no entry of the table while it sleeps."""
         now = time.monotonic()
         for entry in tuple(self.open.values()):
             if self.after_s and not entry.told and now - entry.begun >= self.after_s:
@@ -65,7 +65,8 @@ class WaitWatch:
 class waiting:
     """``with waiting(...)`` around whatever may have to wait. ``what``: the label of a collective, or words.
 
-    ``missing``: asked on another thread if it takes long: the ranks of the world that have not come, as far as known.
+    ``missing`` returns the ranks of the world that have not come, as far as known. It is called on another thread, if the
+    wait takes long.
     """
 
     __slots__ = ("_key", "begun", "missing", "told", "what")
@@ -108,7 +109,7 @@ def _seconds() -> float:
 
 
 def _begin_anew() -> None:
-    """In a forked process, which has neither the thread nor the waits."""
+    """Start with a new watch in a forked process, which has neither the thread nor the waits."""
     global watch
     watch = WaitWatch(watch.after_s)
 

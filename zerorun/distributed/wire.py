@@ -1,11 +1,11 @@
-"""Wire: values that ranks tell each other, as bytes and back, without pickle.
+"""Wire: turns the values that ranks send each other into bytes and back, without pickle.
 
 [Note: no code from the network]
-A pickle can run anything where it is read, so that whoever gets one message into a job would own all its hosts. What comes
-from another rank is therefore only ever data: JSON, behind it the bytes of tensors. JSON's own values and lists stand for
+A pickle can run any code where it is read, so that whoever gets one message into a job would own all its hosts. A message
+from another rank is therefore only data: JSON, followed by the bytes of tensors. JSON's own values and lists stand for
 themselves; everything else is an object with one key, its kind. Classes are never imported, called or given attributes
-because a message says so. It can name enumerations and named tuples that this process has loaded, whose members and
-elements are data, and zerorun's own dataclasses, whose fields are filled without running them.
+because a message says so. A message can name enumerations and named tuples that this process has loaded, whose members and
+elements are data, and zerorun's own dataclasses, whose fields are filled without running code of the class.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from ..errors import MessageError
 
 _JSON = {type(None), bool, float, str}
-_DECIMAL_BITS = 14_000  # Python turns no longer integers into decimal digits
+_DECIMAL_BITS = 14_000  # Python refuses to turn longer integers into decimal digits
 _PREFIX = 8  # bytes: the length of the JSON
 _TYPES: tuple[type, ...] = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)
 _BUILTINS = {kind.__name__: kind for kind in _TYPES}  # what defaultdicts are made with
@@ -40,11 +40,11 @@ _NUMBERS = "biufc"  # numpy's kinds of scalars that are plain numbers
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as bytes: None, numbers, strings, bytes, dense tensors, torch's dtypes, devices and sizes, slices, lists,
-    tuples, sets and dicts, named tuples, members of enumerations, and dataclasses of zerorun.
+    """Return ``value`` as bytes: None, numbers, strings, bytes, dense tensors, torch's dtypes, devices and sizes, slices,
+    lists, tuples, sets and dicts, named tuples, members of enumerations, and dataclasses of zerorun.
 
-    Of a class that is made from str, int or float, the plain value arrives. Raises MessageError, naming the type, for
-    anything else.
+    An instance of a class derived from str, int or float arrives as the plain value. Raises MessageError, naming the type,
+    for anything else.
     """
     blobs: list[bytes] = []
     try:
@@ -122,7 +122,7 @@ def _rare_to_json(value: Any, kind: type, blobs: list[bytes]) -> Any:
 
 
 def decode(content: bytes) -> Any:
-    """What ``encode`` was given. Raises MessageError for bytes that are nothing of the sort, whatever they are."""
+    """Return what ``encode`` was given. Raises MessageError, whatever is wrong, for bytes that cannot be decoded."""
     try:
         begin = _PREFIX + int.from_bytes(content[:_PREFIX], "little")
         reader = _Reader(memoryview(content)[begin:])
@@ -141,7 +141,7 @@ _SAME_VERSION = "Remedy: run the same version of zerorun, and the same script, o
 
 
 class _Reader:
-    """Values from JSON. ``rest``: the bytes of what is not read yet, in the order of the values."""
+    """Makes values from JSON. ``rest``: the bytes behind it that are not read yet, in the order of the values."""
 
     def __init__(self, rest: memoryview) -> None:
         self.rest = rest
@@ -226,12 +226,12 @@ _DECODERS: dict[str, Callable[[_Reader, Any], Any]] = {
 
 
 def is_namedtuple(kind: type) -> bool:
-    """True for what ``collections.namedtuple`` and ``typing.NamedTuple`` make."""
+    """Return True for a class that ``collections.namedtuple`` or ``typing.NamedTuple`` made."""
     return issubclass(kind, tuple) and isinstance(getattr(kind, "_fields", None), tuple)
 
 
 def path_of(kind: type) -> tuple[str, str]:
-    """(module, name in it). Raises MessageError for a class that other ranks could not find there."""
+    """Return (module, name in it). Raises MessageError for a class that other ranks could not find there."""
     module, name = kind.__module__, kind.__qualname__
     try:
         found = loaded_class(module, name)
@@ -246,7 +246,7 @@ def path_of(kind: type) -> tuple[str, str]:
 
 
 def loaded_class(module: str, name: str) -> type:
-    """A class that this process has, by the dictionaries alone: nothing is imported, and no attribute is looked up."""
+    """Return a class that this process has, found by dictionaries alone: no import, and no look-up of attributes."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = vars(found)[part]

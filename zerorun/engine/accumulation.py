@@ -1,4 +1,4 @@
-"""Accumulation: the micro-batches of the step that is going on, their losses, and where the step ends.
+"""Accumulation: the micro-batches of the current step, their losses, and where the step ends.
 
 [Note: one divisor]
 Gradients are summed as they come and divided once, in ``step``: by the data-parallel size and the accumulation steps,
@@ -7,7 +7,8 @@ round alike, and a loss may reach the parameters by any path.
 
 [Note: labels]
 A loss that is a mean over its labels, averaged over micro-batches and ranks, is a mean of means: labels of a micro-batch
-with few of them count more. The first micro-batches are looked at, where labels can be seen: in the argument ``labels``.
+with few of them count more. Only the first micro-batches are checked for this, and only if the model gets its labels in the
+argument ``labels``.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from ..zero.sharded_model import Told
 from ..zero.unit import Unit
 
 IGNORED = -100  # the class that torch's cross-entropy leaves out
-WATCHED_MICRO_BATCHES = 20  # the first; looking at labels on a device means waiting for it
+WATCHED_MICRO_BATCHES = 20  # the first ones only: looking at labels on a device means waiting for the device
 _MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}
 
 
 class Accumulation:
-    """Of one rank. Also what the runtime asks and tells about backwards."""
+    """The accumulation of one rank. The runtime asks it, and informs it, about backwards."""
 
     def __init__(self, config: Config, comm: Communicator, scaler: LossScaler) -> None:
         self.micro_steps = 0  # step() calls so far
         self._config, self._comm, self._scaler = config, comm, scaler
-        self._given_boundary: bool | None = None  # by the loop
+        self._given_boundary: bool | None = None  # set by the training loop
         self._in_no_sync = False
-        self._is_last: bool | None = None  # of the backwards of a pipeline's batch
+        self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
         self.begin()
 
     def begin(self) -> None:
-        """A new step begins."""
+        """Begin a new step."""
         self.backwards = 0  # since the last update
-        self._steps_seen = 0  # of them, followed by a step()
+        self._steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
         self._weight = 0.0
-        self._compared = 0.0  # sum of losses, where ranks must have the same
+        self._compared = 0.0  # sum of the losses that must be the same on all ranks of a tensor group
         self.bad_losses: list[int] = []  # micro-batches, counted from 0
-        self.empty: list[int] = []  # those of weight 0 whose loss is not finite: it may be a mean of nothing
+        self.empty: list[int] = []  # micro-batches of weight 0 with a non-finite loss, which may be a mean of nothing
         self.culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
         self._inspects = self._scaler.at_minimum
 
@@ -71,12 +72,12 @@ class Accumulation:
         return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """From now on the loop says itself which step() updates the weights."""
+        """Let the training loop decide from now on which step() updates the weights."""
         self._given_boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """No step() inside updates."""
+        """Accumulate inside the block: no boundary is reached, and ``count_step`` raises StepError."""
         self._in_no_sync = True
         try:
             yield
@@ -84,7 +85,10 @@ class Accumulation:
             self._in_no_sync = False
 
     def count_step(self) -> bool:
-        """step() was called: True if it is to update the weights. Raises StepError if there is nothing to step from."""
+        """Count a step() and return True if it is to update the weights.
+
+        Raises StepError if there was no backward since the last step(), and inside ``no_sync``.
+        """
         if self._in_no_sync:
             raise StepError("step() inside no_sync(). Remedy: call it after the block.")
         if self.backwards == self._steps_seen:
@@ -97,39 +101,42 @@ class Accumulation:
         if not boundary and self._given_boundary is None and new == self._config.gradient_accumulation_steps:
             warn_once(
                 f"step() after {new} backwards counts as one of gradient_accumulation_steps = {new} "
-                "micro-batches, so the weights are not updated yet. If they were to be one update: call step() after every "
-                "backward, or engine.set_gradient_accumulation_boundary(True) once."
+                "micro-batches, so the weights are not updated yet. If they were meant to be one update, call step() "
+                "after every backward, or engine.set_gradient_accumulation_boundary(True) once."
             )
         self.micro_steps += 1
         return boundary
 
     def count_batch(self, micro_batches: int) -> None:
-        """A whole batch went through a pipeline."""
+        """Count a whole batch that went through a pipeline."""
         self.backwards = self._steps_seen = micro_batches
         self.micro_steps += micro_batches
 
     def at_micro_batch(self, number: int) -> None:
-        """Losses are those of micro-batch ``number`` of the step, counted from 0."""
+        """Attribute losses from now on to micro-batch ``number`` of the step, counted from 0."""
         self.backwards = number
 
     def go_on_from(self, micro_steps: int) -> None:
-        """So many came before."""
+        """Continue counting from ``micro_steps`` of an earlier run."""
         self.micro_steps = micro_steps
 
     # -- backwards, as the runtime sees them ---------------------------------------------------------------------
 
     def reduces_now(self) -> bool:
-        """May gradients that accumulate be reduced in the backward that begins?"""
+        """Return True if accumulated gradients may be reduced in the backward that begins."""
         if self._is_last is not None:
             return self._is_last
         return self._config.managed_gradient_accumulation and self.is_boundary
 
     def tell_last(self, is_last: bool) -> None:
-        """Whether the next backward is the last of a pipeline's batch; from now on this is told before each."""
+        """Note whether the next backward is the last of a pipeline's batch. Once called, it must precede every backward."""
         self._is_last = is_last
 
     def inspect(self, unit: Unit) -> None:
-        """Note non-finite gradients of one backward. On while the loss scale is at its minimum, before the last chance."""
+        """Note the parameters with non-finite gradients in one backward, if the next overflow is to be an error.
+
+        That is the case while the loss scale is at its minimum and no hysteresis is left.
+        """
         for flat_group in unit.trainable if self._inspects else ():
             for index, (name, param) in enumerate(zip(flat_group.names, flat_group.params, strict=True)):
                 for gradient in (param.grad, flat_group.late.get(index)):
@@ -137,22 +144,25 @@ class Accumulation:
                         self.culprits.append((self.backwards, name))
 
     def ended(self) -> None:
-        """A backward is over."""
+        """Count a backward that has ended."""
         self.backwards += 1
 
     # -- losses --------------------------------------------------------------------------------------------------
 
     def look_at_labels(self, inputs: dict[str, Any]) -> None:
-        """Of a micro-batch: see LabelCounts."""
+        """Count the labels in the keyword arguments of a micro-batch; see LabelCounts."""
         self._labels.look(inputs)
 
     def advise(self) -> None:
-        """Say what is known of the losses of a step that were averaged."""
+        """Warn if the losses of a step were averaged although their micro-batches have different numbers of labels."""
         if self._mode in (None, "mean"):
             self._labels.advise()
 
     def take_loss(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[str, float]:
-        """(how losses of this step count, the factor of the next one). Raises StepError if they do not all alike."""
+        """Return (the mode in which losses of this step count, the factor for this loss).
+
+        Raises StepError if losses of one step have different modes.
+        """
         mode = "weight" if weight is not None else "mean" if scale_wrt_gas else "sum"
         if self._mode not in (None, mode):
             raise StepError(
@@ -168,19 +178,19 @@ class Accumulation:
         return mode, factor
 
     def compare(self, loss: float) -> None:
-        """``loss`` must be that of the other ranks of the tensor group."""
+        """Add ``loss`` to the sum that must be the same on all ranks of the tensor group."""
         self._compared += loss if math.isfinite(loss) else 0.0
 
     def told(self, wishes: Sequence[bool]) -> Told:
-        """What the other ranks are to know of this rank's losses."""
+        """Return what the other ranks have to know about this rank's losses."""
         return Told(len(self.bad_losses), self._weight, self._compared, wishes)
 
     # -- the divisor ---------------------------------------------------------------------------------------------
 
     def unscale(self, weight: float) -> float:
-        """From accumulated to averaged, unscaled gradients. ``weight``: of all losses, on all ranks, if they have weights.
+        """Return the factor that turns accumulated gradients into averaged, unscaled ones.
 
-        Raises StepError if that is 0.
+        ``weight``: the sum of the weights of all losses on all ranks, if losses have weights. Raises StepError if it is 0.
         """
         if self._mode == "weight":
             if weight <= 0:
@@ -194,7 +204,7 @@ class Accumulation:
         return 1.0 / (divisor * (self._comm.topology.data_parallel_size if mean else 1) * self._scaler.scale)
 
     def gradient_factor(self) -> float:
-        """``unscale`` of the losses so far. All ranks must call it."""
+        """Return ``unscale`` for the losses so far. All ranks must call it."""
         if self._mode != "weight":
             return self.unscale(0.0)
         weight = torch.tensor([self._weight if self._comm.topology.tensor_rank == 0 else 0.0], dtype=torch.float64)
@@ -205,21 +215,21 @@ class Accumulation:
 
 
 class LabelCounts:
-    """Of one rank's micro-batches. ``micro_batches``: how many losses are averaged in a step, over all ranks."""
+    """The label counts of one rank's micro-batches. ``micro_batches``: losses averaged in a step, over all ranks."""
 
     def __init__(self, micro_batches: int) -> None:
         self._left = WATCHED_MICRO_BATCHES if micro_batches > 1 else 0
         self._counts: set[int] = set()
 
     def look(self, inputs: Mapping[str, Any]) -> None:
-        """At the ``labels`` of the next micro-batch, if it has any."""
+        """Count the ``labels`` of the next micro-batch, if it has any."""
         labels = inputs.get("labels")
         if self._left and isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             self._left -= 1
             self._counts.add(int((labels != IGNORED).sum()))
 
     def advise(self) -> None:
-        """Warn, once, if losses were averaged whose micro-batches differed."""
+        """Warn, once, if the averaged losses came from micro-batches with different numbers of labels."""
         if len(self._counts) > 1:
             warn_once(
                 f"micro-batches have between {min(self._counts)} and {max(self._counts)} labels, and each counts the same: "
@@ -264,7 +274,7 @@ def _remedy(loss: Any) -> str:
 
 
 def weight_of(weight: Any) -> float:
-    """The weight of a loss as a number. Raises StepError for anything but a finite one from 0 on."""
+    """Return the weight of a loss as a float. Raises StepError unless it is a finite number that is not negative."""
     try:
         value = float(weight)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Engine: orders the events of training. Forward, backward, step."""
+"""Engine: orders the events of training, which are forward, backward and step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .accumulation import Accumulation, check_loss
 from .outcomes import Progress
 from .saving import Saving, automatic_saves_of
 
-# Steps for which data and losses of tensor ranks are compared, where that means to wait for the device.
+# The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10
 
 
 class Engine(Saving):
-    """A module in training. Made by ``zerorun.initialize``."""
+    """A module in training. ``zerorun.initialize`` makes it."""
 
     def __init__(
         self,
@@ -47,23 +47,23 @@ class Engine(Saving):
         *,
         owns_topology: bool,
     ) -> None:
-        """``owns_topology``: it was made by initialize(), and its groups go with the engine."""
+        """``owns_topology``: initialize() made the topology, so the engine closes its process groups."""
         self.module, self.config, self.topology = module, config, topology
         self.sharded_model, self.accumulation, self.scaler = sharded_model, accumulation, scaler
         self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
         self.progress = Progress()
         self.automatic_saves = automatic_saves_of(config, first=topology.rank == 0)
         self._owns_topology = owns_topology
-        self._calls = 0  # that are going on, one inside the other
+        self._calls = 0  # calls in progress, one nested in the other
         self._in_engine_backward = False
         self.checkpointer  # noqa: B018  it remembers the model as it is now
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating inputs are cast to the compute dtype in bf16 and fp16.
+        """Run the module's forward. In bf16 and fp16, floating-point inputs are cast to the compute dtype.
 
-        Raises StepError, on all of them alike, if tensor-parallel ranks are given different data.
+        Raises StepError, on all ranks of a tensor-parallel group alike, if they are given different data.
         """
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
@@ -80,7 +80,7 @@ class Engine(Saving):
                 output = self.module(*inputs, **kwargs)
         finally:
             self._calls -= 1
-        if self._calls:  # the model's forward has called the engine, and what that returns will be scaled
+        if self._calls:  # the model's own forward called the engine, and the output of the outer call will be scaled
             return output
         if self.scaler.scale != 1.0 and torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -103,7 +103,7 @@ class Engine(Saving):
             )
 
     def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """fp16: a plain ``loss.backward()`` has not been scaled; scale where it enters the model."""
+        """Apply the loss scale where a plain ``loss.backward()``, which is not scaled, enters the model."""
         return None if self._in_engine_backward else grad * self.scaler.scale
 
     def backward(
@@ -116,9 +116,10 @@ class Engine(Saving):
     ) -> torch.Tensor:
         """Compute gradients of ``loss`` (a scalar) and return loss / accumulation steps.
 
-        ``weight``: how much this micro-batch counts, usually its number of tokens. Then the step's gradient is that of
+        ``weight``: how much this micro-batch counts, usually its number of tokens. The step's gradient is then that of
         sum(weight * loss) / sum(weight) over all ranks and micro-batches. ``scale_wrt_gas=False``: the loss is already
-        divided by the accumulation steps. Raises StepError for anything but a scalar that depends on parameters.
+        divided by the accumulation steps. With either, the loss is returned undivided. Raises StepError for anything but a
+        scalar that depends on parameters.
         """
         self._check_loss(loss)
         mode, factor = self.accumulation.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
@@ -132,7 +133,7 @@ class Engine(Saving):
         return result / self.config.gradient_accumulation_steps if mode == "mean" else result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
+        """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
         check_loss(loss, "scale()")
         scaled = loss * self.scaler.scale
 
@@ -155,7 +156,10 @@ class Engine(Saving):
         check_loss(loss)
 
     def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
-        """Remember a NaN or infinite loss for step(), where all ranks learn of it. In fp16 it counts as an overflow."""
+        """Remember a NaN or infinite loss for step(), where all ranks learn of it. Losses on GPUs are not waited for.
+
+        With a dynamic loss scale it counts as an overflow. Losses of tensor ranks are noted for comparison.
+        """
         if self.topology.tensor > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
         if not on_host(self.device) or math.isfinite(float(loss.detach())):
@@ -176,12 +180,15 @@ class Engine(Saving):
         return self.accumulation.is_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on the loop says itself which step() updates the weights."""
+        """Let the training loop decide from now on which step() updates the weights."""
         self.accumulation.set_boundary(bool(is_boundary))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards inside never update. At stages 0 and 1 they do not communicate either; stages 2 and 3 keep only
-        shards of gradients and reduce in every backward, with the same result."""
+        """Accumulate gradients inside the block without an update; step() raises StepError there.
+
+        At stages 0 and 1, backward does not communicate inside the block. Stages 2 and 3 keep only shards of gradients and
+        reduce in every backward, with the same result.
+        """
         return self.accumulation.no_sync()
 
     # -- step ----------------------------------------------------------------------------------------------------
@@ -189,8 +196,8 @@ class Engine(Saving):
     def step(self) -> None:
         """Count a micro-batch and, at the accumulation boundary, update the weights and the learning rate.
 
-        Raises StepError without a backward since the last call, NonFiniteError for NaN losses or gradients (fp32, bf16),
-        LossScaleError if fp16 overflows at the minimum scale. Weights are as before the step when an error is raised.
+        Raises StepError if there was no backward since the last call, NonFiniteError for NaN losses or gradients (fp32,
+        bf16), and LossScaleError if fp16 overflows at the minimum scale. An error leaves the weights as before the step.
         """
         boundary = self.accumulation.count_step()
         self.progress.begin()
@@ -198,7 +205,7 @@ class Engine(Saving):
             self._step_now()
 
     def _step_now(self) -> None:
-        """Update the weights from the gradients of all micro-batches, and what else is due after a step."""
+        """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""
         saves = self.automatic_saves
         self.sharded_model.reduce()
         summary = self.sharded_model.norm(self.accumulation.told(saves.wishes() if saves is not None else ()))
@@ -237,26 +244,26 @@ class Engine(Saving):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer, over pieces of this rank's shards. Its parameter groups are the user's."""
+        """The torch optimizer over pieces of this rank's shards. It has the user's parameter groups."""
         self.sharded_model.finish_updates()
         return self.sharded.optimizer if self.sharded is not None else None
 
     @property
     def loss_scale(self) -> float:
-        """The factor that fp16 losses are multiplied by; 1.0 without fp16."""
+        """The factor by which fp16 losses are multiplied; 1.0 without fp16."""
         return self.scaler.scale
 
     def train(self, mode: bool = True) -> Engine:
-        """Put the module in training mode, or with ``mode=False`` in evaluation mode; returns the engine."""
+        """Put the module in training mode, or with ``mode=False`` in evaluation mode, and return the engine."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Put the module in evaluation mode; returns the engine."""
+        """Put the module in evaluation mode and return the engine."""
         return self.train(False)
 
     def compile(self, **options: Any) -> None:
-        """torch.compile the forward of every unit but the root; hooks stay outside the graphs."""
+        """Apply torch.compile to the forward of every unit but the root. Hooks stay outside the graphs."""
         self.runtime.reads.stop()
         for unit in self.units[1:]:
             for module in unit.modules:
@@ -274,26 +281,26 @@ class Engine(Saving):
         try:
             restore_module(self.sharded_model)
             self.sharded_model.parts.undo()
-        finally:  # a failed update must not keep memory, hooks and files
+        finally:  # memory, hooks and files must be released even if an update failed
             self._let_go()
         self.sharded_model.close()
         if self._owns_topology:
             self.topology.close()
 
     def _let_go(self) -> None:
-        """Of what is not the module's; nobody else is needed for it."""
+        """Remove the hooks and close the links to host memory and disks. Other ranks are not needed for it."""
         self.runtime.remove_hooks()
         for link in links_of(self.units):
             link.close()
 
-    # -- as DeepSpeed's ------------------------------------------------------------------------------------------
+    # -- as in DeepSpeed -----------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """``engine, optimizer, dataloader, lr_scheduler = zerorun.initialize(...)``."""
+        """Allow ``engine, optimizer, dataloader, lr_scheduler = zerorun.initialize(...)``."""
         return iter((self, self.optimizer, self.dataloader, self.lr_scheduler))
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever the engine lacks is looked up on the module."""
+        """Look up on the module what the engine lacks."""
         module = self.__dict__.get("module")
         if module is None or name.startswith("__"):
             raise AttributeError(name)

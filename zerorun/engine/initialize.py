@@ -1,4 +1,4 @@
-"""Assembly: initialize() checks what it is given, on all ranks alike, and puts an Engine together."""
+"""Assembly: initialize() checks its arguments, on all ranks alike, and puts an Engine together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ P = ParamSpec("P")
 
 
 def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
-    """Errors of the configuration come without the frames in which they were found: the message says it all."""
+    """Raise configuration errors without the traceback of the frames that found them: the message says it all."""
 
     @wraps(function)
     def told(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -89,12 +89,12 @@ def initialize(
     """Turn an ordinary module into a training engine. All ranks must call it with the same model and configuration.
 
     ``config``: path, dict, or None for ``args.config``. ``optimizer``: an instance over the model's parameters, or a
-    callable that makes one; it wins over the configuration's. ``model_parameters``: parameters or parameter groups to
-    optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable on the optimizer; it wins
-    as well. ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state of its own (torchdata's
-    StatefulDataLoader), whose position is saved as well. ``topology``: one with process groups is used as it is, and stays
-    open; of one without, a copy with groups is ``engine.topology``. Also unpacks as (engine, optimizer, dataloader,
-    lr_scheduler).
+    callable that makes one; it takes precedence over the configuration's. ``model_parameters``: parameters or parameter
+    groups to optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable that takes the
+    optimizer; it takes precedence as well. ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state
+    of its own (torchdata's StatefulDataLoader), whose position is saved in checkpoints. ``topology``: if it has process
+    groups, it is used as it is and stays open; if it has none, ``engine.topology`` is a copy with groups. The engine that
+    is returned also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
     The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
     TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
@@ -175,7 +175,7 @@ def initialize(
 
 
 def _agree(check: Callable[[], T]) -> T:
-    """Run ``check`` on every rank; if it fails on any, raise the same error on all, so that nobody waits."""
+    """Run ``check`` on every rank. If it fails on any rank, raise the same error on all, so that no rank waits."""
     result: list[T] = []
     problem: ZerorunError | None = None
     try:
@@ -195,7 +195,7 @@ def _agree(check: Callable[[], T]) -> T:
 
 
 def _same_error(name: str, text: str) -> ZerorunError:
-    """The error of this name in errors.py."""
+    """Make an error of the class of this name in errors.py."""
     kind = vars(errors)[name]
     return ConfigError.saying(text) if issubclass(kind, ConfigError) else kind(text)
 
@@ -203,8 +203,8 @@ def _same_error(name: str, text: str) -> ZerorunError:
 def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
     """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
 
-    A model that is whole must be the same on all ranks; a part, the same on those with the same part. So must the parameter
-    groups, and the order in which ``Init`` made the parameters: it is that in which values were sent.
+    A whole model must be the same on all ranks, and a part the same on all ranks that have this part. The parameter groups
+    must agree as well, and so must the order in which ``Init`` made the parameters, because values were sent in this order.
     """
     if dist.get_world_size() == 1:
         return
@@ -212,7 +212,7 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, 
     planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
     first = planned.ranks_along("data")[0] if is_part(model) else 0
     described = [*_described(model, group_of)]
-    described += sums_of_scales(model)  # which are left as they are, while packed weights become those of rank 0
+    described += sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
     mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
     with waiting("initialize(): whether all ranks build the same model"):
         found: list[Any] = gather_values(mine)
@@ -239,7 +239,7 @@ def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> N
     ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
     remedy = f"build the same {what} on every rank"
     if what == "model":
-        remedy += ", in the same order, which that of a set is not, and let its optimizer have the same groups"
+        remedy += ", in the same order (that of a set differs between ranks), and give its optimizer the same groups"
     text = (
         f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
         f"Remedy: {remedy}."
@@ -250,7 +250,7 @@ def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> N
 def _engine_for(model: nn.Module) -> type[Engine]:
     if not isinstance(model, Pipelined):
         return Engine
-    from .pipeline_engine import PipelineEngine  # with schedules and messages, which others do not need
+    from .pipeline_engine import PipelineEngine  # imports schedules and messages, which other engines do not need
 
     return PipelineEngine
 
@@ -259,7 +259,7 @@ def _engine_for(model: nn.Module) -> type[Engine]:
 
 
 def _topology(config: Config) -> Topology:
-    """Without process groups."""
+    """Return the topology that the configuration describes, without process groups."""
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return planned_topology(config, world_size, local, dist.get_rank())
@@ -285,7 +285,7 @@ def _scaler(config: Config) -> LossScaler:
 def _check_memory(
     model: nn.Module, config: Config, raw: RawOptimizer, plan: ShardingPlan, device: torch.device, comm: Communicator
 ) -> None:
-    """Raise DoesNotFitError, on all ranks alike, if it is certain that memory will not do."""
+    """Raise DoesNotFitError, on all ranks alike, if memory is certain to be too small."""
     if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
         return
     fitting = Fitting(model, config, raw, plan, device)
@@ -294,9 +294,9 @@ def _check_memory(
 
 
 def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:
-    """Buffers go to the device with rank 0's values, and keep their dtype: a rotary table is not rounded."""
+    """Move buffers to the device with rank 0's values. They keep their dtype, so that a rotary table is not rounded."""
     for module in model.modules():
-        for name, buffer in sorted(module._buffers.items()):  # which ranks may have registered in any order
+        for name, buffer in sorted(module._buffers.items()):  # sorted: ranks may have registered them in any order
             if buffer is not None:
                 moved = buffer.to(device)
                 if moved.numel() and not moved.is_meta:
@@ -306,7 +306,7 @@ def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) ->
 
 
 def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> None:
-    """Parameters that no unit has get rank 0's values in place: they keep their class, and whatever refers to them."""
+    """Give parameters that are in no unit rank 0's values, in place: their class and all references to them stay."""
     taken = [param for unit in units for flat_group in unit.flat_groups for param in flat_group.params]
     for param in apart_from(model, taken).values():
         for _, inner in inner_tensors(param):
@@ -350,12 +350,12 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
 
 
 def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) -> Iterator[Removable]:
-    """What else changes the module and the optimizer, and goes with the engine."""
+    """Make the other changes of the module and the optimizer that are undone when the engine is destroyed."""
     model, parts = sharded_model.module, sharded_model.parts
     sharded = sharded_model.optimizer
     if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
         yield OutsideStep(sharded_model, sharded)
-    # A PipelineModule is known to be a part; what else is cut or divided looks like the whole model.
+    # A PipelineModule is plainly a part; any other model that is cut or divided looks like the whole.
     guarded = list(dict.fromkeys([model, getattr(model, "whole_model", model)]))
     is_part = len(guarded) > 1 or bool(parts.shards)
     for module in guarded:
@@ -365,7 +365,7 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
 
 
 def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
-    """Say that ranks normalise by their own samples, where a user may think that they do by all."""
+    """Tell the user that BatchNorm layers normalise by each rank's own samples, which may be unexpected."""
     own = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     name = next((n for n, m in model.named_modules() if isinstance(m, own) and m.training), None)
     if name is not None and topology.data_parallel_size > 1:

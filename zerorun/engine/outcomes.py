@@ -1,4 +1,4 @@
-"""What comes of steps: how far the training is, and of each whether it is applied or skipped, or why it cannot go on."""
+"""The outcome of steps: how far training is, whether a step was applied or skipped, and why training cannot go on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from .accumulation import Accumulation
 from .queries import LoopQueries
 from .reports import Reports
 
-# How far losses may differ, relatively, that are computed from the same activations.
+# The largest relative difference between losses that ranks compute from the same activations.
 _APART = 1e-4
-# After so many steps in a row without finite gradients training in bf16 ends: no loss scale can mend it.
+# Training in bf16 ends after this many steps in a row without finite gradients: no loss scale can mend it.
 SKIPS_IN_A_ROW = 3
-# In fp16 so many skipped steps in a row have a line each; after that, one of so many has.
+# In fp16, the first SKIPS_TOLD skipped steps in a row are logged one by one; after that, one in SKIPS_BETWEEN is.
 SKIPS_TOLD, SKIPS_BETWEEN = 10, 100
 
 
 @dataclass
 class Progress:
-    """``global_steps``: steps at an accumulation boundary, those that were skipped included. ``grad_norm``: of the last
-    step that was applied; None before the first."""
+    """The counts of a run. ``global_steps``: steps at an accumulation boundary, including skipped ones.
+
+    ``grad_norm``: that of the last step that was applied; None before the first.
+    """
 
     global_steps: int = 0
     skipped_steps: int = 0
@@ -36,29 +38,29 @@ class Progress:
     applied: bool = False  # the last step() changed the weights
 
     def begin(self) -> None:
-        """A step() that has not changed the weights yet."""
+        """Note that a step() has begun, which has not changed the weights yet."""
         self.applied = False
 
     def count(self) -> None:
-        """A step at an accumulation boundary."""
+        """Count a step at an accumulation boundary."""
         self.global_steps += 1
 
     def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
-        """Counts of a run that came before."""
+        """Continue from the counts of an earlier run."""
         self.global_steps, self.skipped_steps = global_steps, skipped_steps
 
     def skip(self) -> None:
-        """A step was not applied."""
+        """Count a step that was not applied."""
         self.skipped_steps += 1
         self.skips_in_a_row += 1
 
     def apply(self, grad_norm: float) -> None:
-        """A step was."""
+        """Note that a step was applied, with the norm of its gradient."""
         self.grad_norm, self.applied, self.skips_in_a_row = grad_norm, True, 0
 
 
 class Counters:
-    """The counts of an engine, as loops read and set them."""
+    """The counts of an engine, as training loops read and set them."""
 
     config: Config
     progress: Progress
@@ -66,7 +68,7 @@ class Counters:
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps so far, those that were skipped included."""
+        """Optimizer steps so far, including skipped ones."""
         return self.progress.global_steps
 
     @global_steps.setter
@@ -75,7 +77,7 @@ class Counters:
 
     @property
     def skipped_steps(self) -> int:
-        """Those that left the weights as they were: gradients were not finite."""
+        """Optimizer steps that left the weights as they were, because gradients were not finite."""
         return self.progress.skipped_steps
 
     @skipped_steps.setter
@@ -94,7 +96,7 @@ class Counters:
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of the averaged, unclipped gradient of the last step that was applied; the same on all ranks.
 
-        A skipped step leaves it as it was. None before the first.
+        A skipped step does not change it. It is None before the first applied step.
         """
         return self.progress.grad_norm
 
@@ -103,11 +105,11 @@ class Counters:
         return self.progress.applied
 
     def counters(self) -> dict[str, int]:
-        """What a checkpoint keeps of the progress."""
+        """The counts that a checkpoint stores."""
         return {name: getattr(self, name) for name in ("global_steps", "micro_steps", "skipped_steps")}
 
     def set_counters(self, counters: dict[str, int]) -> None:
-        """Go on from ``counters``. Micro-batches are counted anew if a step has another number of them now."""
+        """Continue from ``counters``. Recompute the micro-batch count if it is no multiple of the accumulation steps."""
         found = self.counters() | counters
         self.progress.go_on_from(found["global_steps"], found["skipped_steps"])
         each, micro_steps = self.config.gradient_accumulation_steps, found["micro_steps"]
@@ -115,12 +117,12 @@ class Counters:
 
 
 class Outcomes(Reports, Counters, LoopQueries):
-    """The part of an engine that says what became of a step."""
+    """The part of an engine that tells the outcome of a step."""
 
     scaler: LossScaler
 
     def zero_grad(self) -> None:
-        """Gradients are forgotten by step(); this drops those that are not stepped yet."""
+        """Drop the gradients that no step() has used yet; step() itself drops the others."""
         self.sharded_model.finish_reductions()
         self._forget_gradients()
 
@@ -141,7 +143,10 @@ class Outcomes(Reports, Counters, LoopQueries):
             )
 
     def _skip(self) -> None:
-        """Gradients are not finite: leave the weights as they are, or stop where nothing would mend it."""
+        """Skip a step whose gradients are not finite. Raises NonFiniteError where skipping would not help.
+
+        A dynamic loss scale may help in fp16; in bf16, ``check_grad_overflow`` allows some skipped steps in a row.
+        """
         self.progress.skip()
         in_a_row = self.progress.skips_in_a_row
         if self.scaler.dynamic:
@@ -180,9 +185,10 @@ class Outcomes(Reports, Counters, LoopQueries):
             logger.warning(what, self.global_steps, count, before, self.scaler.scale)
 
     def _explain(self, what: str, micro_batches: list[int], names: Sequence[str] = ()) -> str:
-        """A message that is the same on all ranks: the first that saw it, and the parameters concerned, if that is known.
+        """Return a message that is the same on all ranks. All ranks must call it.
 
-        ``micro_batches``: that had a bad loss; those that are known to weigh nothing if there are ``names``.
+        It names the first rank that had a bad loss, or the parameters concerned, if known. ``micro_batches``: those with a
+        bad loss, or where there are ``names`` of parameters, those of weight 0 whose loss is not finite.
         """
         answers = self.comm.control.values((micro_batches, names))
         seen = [(rank, found[0]) for rank, (found, _) in enumerate(answers) if found]

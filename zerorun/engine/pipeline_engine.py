@@ -1,4 +1,4 @@
-"""PipelineEngine: the engine of a model that is cut into stages. Takes whole batches; the schedule orders the work."""
+"""PipelineEngine: the engine of a model cut into pipeline stages. It takes whole batches; the schedule orders the work."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ..pipeline.schedule.trace import Trace, write_trace
 from ..pipeline.split_backward import WeightGradients, split_layers
 from .engine import COMPARED_STEPS, Engine
 
-_WARM_UP_BATCHES = 2  # before the times are measured that the zero-bubble schedule is made from
+_WARM_UP_BATCHES = 2  # the times of the last of these are what the zero-bubble schedule is made from
 
 
 class PipelineEngine(Engine):
-    """One stage of a model in training. Made by ``zerorun.initialize``.
+    """One pipeline stage of a model in training. ``zerorun.initialize`` makes it.
 
     ``train_batch`` and ``eval_batch`` take the place of forward, backward and step, which raise PipelineError. Only the
-    first and the last stage read data; on each the same micro-batches must come.
+    first and the last stage read data, and both must read the same micro-batches.
     """
 
     module: Pipelined
@@ -79,8 +79,8 @@ class PipelineEngine(Engine):
         """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
 
         Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Micro-batches
-        come from ``data_iter``, or else from the training data given to initialize(), again and again. Raises
-        StopIteration on all ranks if the data of any ends, and what ``Engine.step`` raises.
+        come from ``data_iter``, or else from the training data given to initialize(), which is repeated without end. Raises
+        StopIteration on all ranks if the data of any rank ends, and the errors that ``Engine.step`` raises.
         """
         if not self.units:
             raise PipelineError("the engine was destroyed. Remedy: call initialize() again.")
@@ -107,10 +107,11 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of micro-batches of ``data_iter``, without gradients. All ranks must call it.
+        """Return the mean loss of micro-batches of ``data_iter``, without gradients. All ranks must call it.
 
-        ``return_logits``: (loss, list of the last part's outputs), which are there on the last stage only, elsewhere [].
-        ``reduce_output`` None: the losses of this rank's micro-batches. ``bcast_loss`` False: other stages get None.
+        ``return_logits``: return (loss, list of the last part's outputs); the list is empty on all but the last stage.
+        ``reduce_output`` None: return the losses of this rank's micro-batches instead of the mean. ``bcast_loss`` False:
+        all stages but the last get None.
         """
         count = num_micro_batches or self.config.gradient_accumulation_steps
         training = self.module.training
@@ -131,11 +132,11 @@ class PipelineEngine(Engine):
         return (result, outputs) if return_logits else result
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """``fn`` is applied to each micro-batch that the data gives."""
+        """Apply ``fn`` to each micro-batch that is read."""
         self._batch_fn = fn
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Where ``train_batch`` without an argument takes its data from."""
+        """Set the iterator from which ``train_batch`` without an argument takes its data."""
         self._data = iterator
 
     def is_first_stage(self) -> bool:
@@ -161,7 +162,8 @@ class PipelineEngine(Engine):
         if not self._executor.is_stuck:
             super().destroy()
             return
-        # Other stages may wait for a message of this one, and would not come: let the error be seen, and the process end.
+        # Other stages may wait for a message from this one and never join a collective, so that destroy() would hang. The
+        # error must be seen instead, and the process must end.
         logger.error("a batch failed on its way through the pipeline: the module keeps its part of the weights as it is")
         self._let_go()
 
@@ -174,7 +176,7 @@ class PipelineEngine(Engine):
         return self._schedules[count]
 
     def _measure(self) -> None:
-        """After some batches: the times of all stages, for a schedule made from them."""
+        """After the warm-up batches, gather the times of all stages, so that the next schedule is made from them."""
         self._batches += 1
         if self._batches < _WARM_UP_BATCHES:
             return
@@ -188,12 +190,12 @@ class PipelineEngine(Engine):
         self._schedules.clear()
 
     def record(self, path: str | Path, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """``train_batch``, and what each stage did when, for ``zerorun-schedule --measured``, as the file ``path``.
+        """Call ``train_batch`` and write when each stage did what to ``path``, for ``zerorun-schedule --measured``.
 
-        Of the pipeline that rank 0 is in. All ranks must call it.
+        The file describes the pipeline that rank 0 is in. All ranks must call it.
         """
         self.comm.control.barrier()
-        zero = time.perf_counter()  # about the same moment everywhere; clocks of hosts differ
+        zero = time.perf_counter()  # about the same moment on all ranks, whose clocks may differ
         loss = self.train_batch(data_iter)
         spans = tuple(Span(span.action, span.start - zero, span.end - zero) for span in self._executor.spans)
         found = self.comm.control.values(spans)
@@ -206,10 +208,10 @@ class PipelineEngine(Engine):
     # -- data and losses -----------------------------------------------------------------------------------------
 
     def _take(self, given: Iterator[Any] | None, count: int) -> list[Any]:
-        """``count`` micro-batches, where this rank reads data.
+        """Return ``count`` micro-batches; each is None if this rank reads no data.
 
-        Raises, on all ranks alike, StopIteration if any has too few, and PipelineError if there is no data, or if ranks
-        that must read the same have different ones.
+        Raises, on all ranks alike, StopIteration if any rank has too few, and PipelineError if a rank has no data or if
+        ranks that must read the same data read different data.
         """
         found: list[Any] = [None] * count
         ended, lacks = False, ""
@@ -227,7 +229,7 @@ class PipelineEngine(Engine):
         return [_to(batch, self.device) for batch in found]
 
     def _checksums(self, batches: list[Any]) -> tuple[int | None, int | None]:
-        """(of the labels, which the first and the last stage have; of the inputs, on the first stage)."""
+        """Return the checksums (of the labels, which the first and last stage read; of the inputs, on the first stage)."""
         if not is_cheap(batches) and self.global_steps >= COMPARED_STEPS:
             return None, None
         pairs = [inputs_and_labels(batch) for batch in batches if batch is not None]
@@ -284,7 +286,7 @@ class PipelineEngine(Engine):
         return torch.autocast(self.device.type, DTYPES[section.dtype], enabled=section.enabled)
 
     def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
-        """Of all micro-batches and data-parallel ranks, on all ranks."""
+        """Return the mean over all micro-batches and data-parallel ranks, on all ranks."""
         counts = self.topology.tensor_rank == 0
         total = torch.stack(losses).double().sum().cpu() if losses and counts else torch.zeros((), dtype=torch.float64)
         mean = self.comm.control.sum(total.view(1))[0] / (count * self.topology.data_parallel_size)

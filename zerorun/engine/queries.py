@@ -1,4 +1,4 @@
-"""What a training loop asks an engine about its ranks, sizes and settings. The names are DeepSpeed's."""
+"""Queries that a training loop makes about an engine's ranks, sizes and settings. The names are DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..zero.sharded_model import ShardedModel
 
 
 class LoopQueries:
-    """Answers that need nothing but what the engine was made from. No rank waits for another."""
+    """Queries that are answered from what the engine was made from. No rank waits for another."""
 
     config: Config
     topology: Topology
@@ -22,36 +22,36 @@ class LoopQueries:
 
     @property
     def global_rank(self) -> int:
-        """The rank in the world."""
+        """This rank's number in the world."""
         return self.topology.rank
 
     @property
     def local_rank(self) -> int:
-        """The rank among those of this host, as the launcher says; 0 without one."""
+        """This rank's number on its host, as set by the launcher; 0 without a launcher."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def world_size(self) -> int:
-        """All ranks, of every axis."""
+        """The number of ranks over all axes."""
         return self.topology.world_size
 
     @property
     def dp_world_size(self) -> int:
-        """The ranks that a batch is divided between."""
+        """The number of data-parallel ranks, which divide a batch between them."""
         return self.topology.data_parallel_size
 
     # -- batch ---------------------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Samples of one optimizer step, of all ranks."""
+        """Samples per optimizer step over all ranks."""
         return self.config.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one forward on one data-parallel rank."""
+        """Samples per forward on one data-parallel rank."""
         return self.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step."""
+        """Micro-batches per optimizer step."""
         return self.config.gradient_accumulation_steps
 
     # -- settings ------------------------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ class LoopQueries:
         return bool(self.config.bf16.enabled)
 
     def gradient_clipping(self) -> float:
-        """The largest global 2-norm that a gradient may have; 0: any."""
+        """The global 2-norm to which gradients are clipped; 0 means no clipping."""
         return self.config.gradient_clipping
 
     def steps_per_print(self) -> float:
-        """Optimizer steps from one line of progress to the next; infinity: none is printed."""
+        """Optimizer steps between two progress lines; infinity if none is printed."""
         return self.config.steps_per_print or math.inf
 
     def wall_clock_breakdown(self) -> bool:
-        """As the configuration says; it has no effect."""
+        """The setting in the configuration, which has no effect."""
         return bool(self.config.wall_clock_breakdown)
 
     # -- optimizer -----------------------------------------------------------------------------------------------

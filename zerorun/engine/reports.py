@@ -1,4 +1,4 @@
-"""What an engine consists of, and tells about itself."""
+"""The parts of an engine, and the reports that it gives about itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..zero.unit import Unit
 
 
 class Reports:
-    """The part of an engine that changes nothing."""
+    """The part of an engine that answers questions and changes nothing."""
 
     module: nn.Module
     config: Config
@@ -28,22 +28,22 @@ class Reports:
 
     @property
     def plan(self) -> ShardingPlan:
-        """What this rank holds and sends, as it was planned."""
+        """The plan of what this rank holds and sends."""
         return self.sharded_model.runtime.plan
 
     @property
     def units(self) -> list[Unit]:
-        """What is gathered and reduced together, in the order of the forward; the first is the root."""
+        """The units, each unsharded and reduced as a whole, in the order of the forward; the first is the root."""
         return self.sharded_model.units
 
     @property
     def runtime(self) -> Runtime:
-        """What carries the plan out: hooks, gathers, reductions."""
+        """The runtime, which carries the plan out: hooks, gathers, reductions."""
         return self.sharded_model.runtime
 
     @property
     def sharded(self) -> ShardedOptimizer | None:
-        """The optimizer over this rank's shards; None without one."""
+        """The optimizer over this rank's shards; None if the engine has no optimizer."""
         return self.sharded_model.optimizer
 
     @property
@@ -58,27 +58,27 @@ class Reports:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Of parameters and activations; None: as the module has them."""
+        """The dtype of parameters and activations; None if they keep the dtypes of the module."""
         return self.plan.compute_dtype
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The full weights under the model's own names, of all pipeline stages, in CPU memory. All ranks must call it."""
+        """Return the full weights of all pipeline stages, by the model's names, in CPU memory. All ranks must call it."""
         return self.comm.control.of_all_stages(full_state_dict(self.sharded_model))
 
     def memory_report(self) -> dict[str, int]:
-        """Bytes that this rank holds by kind: parameters, gradients, master, moments, slots, buffers."""
+        """Return the bytes that this rank holds, by kind: parameters, gradients, master, moments, slots, buffers."""
         self.sharded_model.finish_updates()
         return memory_by_kind(self.module, self.runtime, self.sharded)
 
     def effective_config(self) -> dict[str, EffectiveValue]:
-        """What is in force, by dotted key: the value, its source ("file", "auto", "derived", "default"), and a note.
+        """Return the settings in force, by dotted key: value, source ("file", "auto", "derived", "default"), and a note.
 
-        The note of a key of the file that has no effect in this run is the reason.
+        If a key of the file has no effect in this run, its note gives the reason.
         """
         return self.config.effective()
 
     def communication_report(self) -> dict[str, dict[str, int]]:
-        """Calls and bytes sent by this rank so far, by label (unit and phase)."""
+        """Return the calls made and bytes sent by this rank so far, by label (unit and phase)."""
         found = dict(self.comm.traffic)
         for axis in self.comm.model_axes.values():
             found.update(axis.statistics.traffic)
@@ -100,5 +100,5 @@ class Reports:
         )
 
     def announce(self) -> None:
-        """Say on rank 0 what ``describe`` tells, once."""
+        """Log what ``describe`` returns, once, on rank 0."""
         info_once(self.describe())

@@ -1,4 +1,4 @@
-"""What an engine saves and loads: checkpoints, asked for or by themselves, and exports."""
+"""Saving and loading of an engine: checkpoints, on request or automatic, and exports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .outcomes import Outcomes
 
 
 class Saving(Outcomes):
-    """The part of an engine that has to do with checkpoints."""
+    """The part of an engine that saves and loads checkpoints and exports weights."""
 
     automatic_saves: AutomaticSaves | None
 
@@ -37,15 +37,16 @@ class Saving(Outcomes):
         asynchronous: bool = False,
         **others: Any,
     ) -> Path:
-        """Save everything that the run needs to go on exactly, into ``dir/tag``; returns that path. All ranks must call it.
+        """Save into ``dir/tag`` everything that the run needs to continue exactly, and return that path.
 
-        ``tag``: ``global_step<n>`` by default. ``client_state``: numbers, strings, lists, dicts and tensors of the script.
-        ``save_latest``: let ``dir/latest`` name it. ``exclude_frozen_parameters``: leave them out and keep their checksums;
-        the model that loads it must have them. ``trainable_only`` is another name for it, and ``save_dir`` for ``dir``.
-        ``asynchronous``: return when this rank's part is copied, and write it in the background (``wait_for_checkpoint``).
+        All ranks must call it. ``tag``: ``global_step<n>`` by default. ``client_state``: numbers, strings, lists, dicts and
+        tensors of the script. ``save_latest``: let ``dir/latest`` name this checkpoint. ``exclude_frozen_parameters``: save
+        only the checksums of frozen parameters; the model that loads the checkpoint must have the same values.
+        ``trainable_only`` is another name for this option, and ``save_dir`` for ``dir``. ``asynchronous``: return when this
+        rank's part has been copied, and write it in the background (see ``wait_for_checkpoint``).
 
-        Raises CheckpointError on all ranks alike, naming the rank and the file, with the checkpoints before untouched;
-        StepError in the middle of an accumulation, whose gradients would be lost.
+        Raises CheckpointError on all ranks alike, naming the rank and the file; earlier checkpoints stay untouched.
+        Raises StepError in the middle of an accumulation, because its gradients would be lost.
         """
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
         self._refuse_unfinished_step()
@@ -75,13 +76,14 @@ class Saving(Outcomes):
     ) -> tuple[Path | None, dict[str, Any]]:
         """Load ``dir/tag`` and return (its path, the script's client_state). All ranks must call it.
 
-        Works at any number of ranks, stage and precision. Without ``tag``: what ``dir/latest`` names, or if that is not
-        complete or damaged, with a warning, the newest that is; (None, {}) with a warning if there is none.
-        ``strict``: the names of the weights must be those of the model. ``allow_missing``: names or patterns of weights,
-        or of "optimizer", "scheduler", "data", "rng", that may be missing. DeepSpeed's keywords (``load_module_strict``,
-        ``load_optimizer_states``, ``load_lr_scheduler_states``, ``load_module_only``, ``load_dir``) are understood.
+        Works for any number of ranks, stage and precision. Without ``tag``, load the checkpoint that ``dir/latest`` names.
+        If that one is incomplete or damaged, warn and load the newest that is neither; if there is none at all, warn and
+        return (None, {}). ``strict``: the weights must have the same names as the model's. ``allow_missing``: names or
+        patterns of weights, or of "optimizer", "scheduler", "data", "rng", that may be missing. DeepSpeed's keywords
+        (``load_module_strict``, ``load_optimizer_states``, ``load_lr_scheduler_states``, ``load_module_only``,
+        ``load_dir``) are understood.
 
-        Raises CheckpointError on all ranks alike. What was restored is logged.
+        Raises CheckpointError on all ranks alike. Logs what was restored.
         """
         names = {
             "load_dir": "dir",
@@ -102,29 +104,30 @@ class Saving(Outcomes):
         return self.checkpointer.load(named.get("dir", dir), tag, wanted)
 
     def resume(self, dir: str | Path | None = None) -> tuple[Path | None, dict[str, Any]]:
-        """``load_checkpoint`` of the newest in ``dir`` (default: ``checkpoint.dir`` of the configuration)."""
+        """Call ``load_checkpoint`` without a tag. ``dir`` defaults to ``checkpoint.dir`` of the configuration."""
         return self.load_checkpoint(dir or self.config.checkpoint.dir or "")
 
     def wait_for_checkpoint(self) -> None:
-        """Return when no save is going on in the background; raises its CheckpointError if it failed."""
+        """Wait until no save is running in the background. Raises the save's CheckpointError if it failed."""
         self.checkpointer.wait()
 
     def export(self, dir: str | Path, dtype: torch.dtype | str | None = None, *, merge_adapter: bool = False) -> Path:
-        """Write the weights, whole, as safetensors (and config.json of a Hugging Face model) into the directory ``dir``.
+        """Write the full weights as safetensors into the directory ``dir``, with config.json for a Hugging Face model.
 
-        Of a model with adapters of PEFT: the adapters alone, as ``PeftModel.save_pretrained`` does; with ``merge_adapter``
-        the model that ``merge_and_unload()`` makes of it. ``dtype``: of floating tensors; None: as the model computes. All
-        ranks must call it. Appears whole or not at all. Raises CheckpointError on all ranks alike.
+        For a model with PEFT adapters, write the adapters alone, as ``PeftModel.save_pretrained`` does, or with
+        ``merge_adapter`` the model that ``merge_and_unload()`` returns. ``dtype`` is that of the floating-point tensors;
+        None means the dtype in which the model computes. All ranks must call it. The export appears whole or not at all.
+        Raises CheckpointError on all ranks alike.
         """
         return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
-        """It remembers the model as it is when this is asked first."""
+        """The engine's checkpointer, which remembers the model as it is when this property is first read."""
         return Checkpointer(Subject(self.module, self.sharded_model), self)  # type: ignore[arg-type]
 
     def begin_saving(self) -> None:
-        """What the section ``checkpoint`` asks for: saves and signals from now on, and the newest checkpoint loaded."""
+        """Start what the section ``checkpoint`` asks for: automatic saves, signal handling, and resuming."""
         section, first = self.config.checkpoint, self.sharded_model.comm.topology.rank == 0
         if self.automatic_saves is not None:
             self.automatic_saves.watch()
@@ -136,7 +139,7 @@ class Saving(Outcomes):
             logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
 
     def end_saving(self) -> None:
-        """No save follows."""
+        """Wait for a save in the background, and end automatic saves and signal handling."""
         self.checkpointer.close()
         if self.automatic_saves is not None:
             self.automatic_saves.unwatch()
@@ -160,7 +163,7 @@ class Saving(Outcomes):
 
 
 def automatic_saves_of(config: Config, *, first: bool) -> AutomaticSaves | None:
-    """Those that ``config`` asks for. ``first``: this rank speaks for all."""
+    """Return the automatic saves that ``config`` asks for, or None. ``first``: the clock of this rank decides for all."""
     section = config.checkpoint
     if section.dir is None or not (section.every_steps or section.every_minutes or section.on_signal):
         return None

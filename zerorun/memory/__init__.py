@@ -1,1 +1,1 @@
-"""How much memory a run needs, before it starts, and what the machine allows."""
+"""How much memory a run will need, and how much the machine allows."""

@@ -1,4 +1,4 @@
-"""Estimate: estimate_memory(), the bytes that a training would take, without allocating any of them."""
+"""Estimate: estimate_memory() computes the bytes that a training would take, without allocating any of them."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from ..startup.inputs import OptimizerLike, take_in
 from ..startup.planned_parts import PlannedPart, planned_parts
 from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, heaviest_rank, start_up
 
-_RANKS_PER_NODE = 8  # where nothing else is said
+_RANKS_PER_NODE = 8  # the default
 
 
-# Kinds whose name alone does not tell.
+# Kinds whose names need an explanation.
 _MEANING = {"slots": "slots (units in use, embedding, head)"}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of the rank that holds the most, and of its node. Printed, it is a table.
+    """The bytes of the rank that holds the most, and of its node. It prints as a table.
 
-    With pipeline stages it is a rank of ``pipe_rank``, the stage that takes the most.
+    With pipeline stages, the rank is in ``pipe_rank``, the stage that takes the most.
 
     ``kinds``: what ``engine.memory_report()`` shows after a step; kinds that begin with "host" are in host memory, and
     those that begin with "disk" in files.
-    ``start_up``: the peak of ``initialize()`` for a module built as usual, in full on every rank;
-    ``start_up_with_init``: for one built inside ``zerorun.zero.Init()``, its construction included.
-    ``gradients_in_backward``: gradients that autograd has made and zerorun has not taken yet, at most.
-    ``activation_bytes``: as given; what the model keeps between forward and backward is not zerorun's to know.
+    ``start_up``: the peak of ``initialize()`` for a module built as usual, in full on every rank.
+    ``start_up_with_init``: the peak for a module built inside ``zerorun.zero.Init()``, including its construction.
+    ``gradients_in_backward``: the most bytes of gradients that autograd has made and zerorun has not taken over yet.
+    ``activation_bytes``: as given; zerorun cannot know what the model keeps between forward and backward.
 
-    On a CPU the device is the host: ``device_*`` then counts host kinds, too.
+    On a CPU the device is the host, so ``device_*`` includes the host kinds.
     """
 
     kinds: Mapping[str, int]
@@ -67,24 +67,24 @@ class Estimate:
 
     @property
     def host_bytes(self) -> int:
-        """What a rank keeps in host memory beside its device."""
+        """The bytes that a rank keeps in host memory in addition to its device."""
         return total_of(self.kinds, "host")
 
     @property
     def disk_bytes(self) -> int:
-        """What a rank keeps in files."""
+        """The bytes that a rank keeps in files."""
         return total_of(self.kinds, "disk")
 
     @property
     def device_bytes(self) -> int:
-        """What a rank keeps on its device."""
+        """The bytes that a rank keeps on its device."""
         return total_of(self.kinds, "device") + (self.host_bytes if self.device == "cpu" else 0)
 
     @property
     def step_peak_bytes(self) -> int:
         """The device's peak in a step: all kinds, gradients that autograd has just made, and ``activation_bytes``.
 
-        Not in it: the temporaries of single operations, and those that optimizers of other packages make in their step.
+        It does not include the temporaries of single operations, nor those of other packages' optimizers in their step.
         """
         return self.device_bytes + self.gradients_in_backward + self.activation_bytes
 
@@ -95,19 +95,19 @@ class Estimate:
 
     @property
     def peak_with_init_bytes(self) -> int:
-        """The same for a module built inside ``zerorun.zero.Init()``."""
+        """The device's peak over start-up and steps, for a module built inside ``zerorun.zero.Init()``."""
         return max(self.step_peak_bytes, self._on_device(self.start_up_with_init))
 
     @property
     def node_host_bytes(self) -> int:
-        """The host memory of one node at its peak, for all its ranks, modules built as usual."""
+        """The peak of one node's host memory, for all its ranks, with modules built as usual."""
         if self.device == "cpu":
             return self.ranks_per_node * self.peak_bytes
         return self.ranks_per_node * max(self.host_bytes, self.start_up.host)
 
     @property
     def node_host_with_init_bytes(self) -> int:
-        """The same for modules built inside ``zerorun.zero.Init()``."""
+        """The peak of one node's host memory, for all its ranks, with modules built inside ``zerorun.zero.Init()``."""
         if self.device == "cpu":
             return self.ranks_per_node * self.peak_with_init_bytes
         return self.ranks_per_node * max(self.host_bytes, self.start_up_with_init.host)
@@ -151,12 +151,12 @@ def estimate_memory(
     transport: str | None = None,
     activation_bytes: int = 0,
 ) -> Estimate:
-    """What ``zerorun.initialize(model, config)`` and the steps after it take on ``world_size`` ranks. Allocates nothing.
+    """Estimate the memory of ``zerorun.initialize(model, config)`` and its steps on ``world_size`` ranks. Allocates none.
 
-    ``model``: on the meta device, or real; it stays as it is. ``optimizer`` and ``model_parameters``: as for
-    ``initialize``. ``ranks_per_node``: default 8, or fewer if there are not as many ranks. ``device``: "cuda" or "cpu",
-    default this machine's. ``transport``: "nccl", "gloo" or "peer memory", default what the ranks would use.
-    ``activation_bytes``: on a rank at its highest (``zerorun.checkpointing.kept_bytes`` tells a block's).
+    ``model``: on the meta device or real; it is not changed. ``optimizer`` and ``model_parameters``: as for ``initialize``.
+    ``ranks_per_node``: default 8, or ``world_size`` if that is less. ``device``: "cuda" or "cpu"; default, that of this
+    machine. ``transport``: "nccl", "gloo" or "peer memory"; default, the one that the ranks would use.
+    ``activation_bytes``: their peak on one rank (``zerorun.checkpointing.kept_bytes`` measures them for a block).
 
     Raises ConfigError, ModelError or TopologyError, as ``initialize`` would.
     """
@@ -218,20 +218,23 @@ def _estimate(
 
 
 def default_transport(device_type: str, world_size: int, ranks_per_node: int) -> str:
-    """What ranks use who can."""
+    """Return the transport that ranks would use by default."""
     if device_type == GPU:
         return NCCL
     return PEER_MEMORY if world_size <= ranks_per_node and peer_memory.can_be_used() else GLOO
 
 
 def held_whole(param: nn.Parameter, device_type: str) -> Holding:
-    """Of an ordinary module's: on the device if it is there, else in host memory."""
+    """Return what a parameter of an ordinary module occupies: on the device if it is there, else in host memory."""
     size = stored_bytes(param)
     return Holding(Bytes(size) if param.device.type == device_type else Bytes(host=size))
 
 
 def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Holding:
-    """Of a parameter that ``Init`` is going to partition, unless it stays apart. It is made where it will be used."""
+    """Return what a parameter occupies that ``Init`` will partition; parameters that stay apart are held whole.
+
+    It is made on the device where it will be used.
+    """
     if stays_apart(param):
         return held_whole(param, device_type)
     part = -(-param.numel() // world_size) * param.element_size()
@@ -240,13 +243,13 @@ def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Ho
 
 
 def _from_whole(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
-    """Of a module that every rank builds in full, and of which it then lets go of what lies on other ranks."""
+    """Return the start-up peak of a module that every rank builds in full before it drops the parts of other ranks."""
     held = partial(held_whole, device_type=device)
     return _higher(start_up(plan, part.model, held), _all(held, whole))
 
 
 def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
-    """Of a module built inside ``Init``: the parts of all, and one module's parameters in full."""
+    """Return the start-up peak of a module built inside ``Init``: parts of all parameters, and one module's in full."""
     topology = part.topology
     held = partial(_held_in_parts, device_type=device, world_size=topology.world_size)
     parts = _all(held, whole)
@@ -254,7 +257,7 @@ def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device:
     built = _beside(parts, max(own))
     if topology.pipe * topology.tensor == 1:
         return _higher(start_up(plan, part.model, held), built)
-    # All are put together, one after the other, and this rank keeps what is its own in full.
+    # All parameters are put together, one after the other, and this rank keeps its own part of the model in full.
     ordinary, largest = partial(held_whole, device_type=device), max(held(p).put_together for p in whole.parameters())
     settled = _beside(parts + _all(ordinary, part.model), largest)
     return _higher(_higher(start_up(plan, part.model, ordinary), built), settled)
@@ -265,7 +268,7 @@ def _all(held: Held, model: nn.Module) -> Bytes:
 
 
 def _beside(held: Bytes, more: int) -> Bytes:
-    """With ``more`` bytes in the same place."""
+    """Return ``held`` with ``more`` bytes in the same place."""
     return held + (Bytes(more) if held.device else Bytes(host=more))
 
 

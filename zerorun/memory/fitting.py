@@ -1,8 +1,8 @@
-"""Fitting: whether a training fits into the memory that is free, asked before anything is allocated; and what would fit.
+"""Fitting: check whether a training fits into free memory, before anything is allocated, and find out what would fit.
 
-What is needed is a lower bound, and what is free an upper one: nothing is refused that could run. So activations do not
-count, nor does what the parameters occupy already, nor what is allocated but surely never written (where the limit is on
-memory in use). Pinned memory is not held against RLIMIT_MEMLOCK: the driver of the GPU does not ask for it.
+The need is a lower bound and the free memory an upper bound, so that nothing is refused that could run. Therefore
+activations do not count, nor does what the parameters occupy already, nor what is allocated but certainly never written (if
+the limit is on memory in use). Pinned memory does not count towards RLIMIT_MEMLOCK: the GPU's driver is not subject to it.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from .start_up import Bytes, Holding, heaviest_rank, never_written, start_up
 
 _TO_HOST = {"device": "cpu"}
 _TO_DISK = {"device": "nvme", "nvme_path": "a folder on a local disk"}
-_MOST_NODES = 1024  # times as many as there are, that are looked at for a training that fits
+_MOST_NODES = 1024  # the search for a training that fits tries up to this many times the nodes that there are
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a rank needs beyond what it holds already, in bytes. ``virtual``: allocated in host memory, written or not."""
+    """The bytes that a rank needs beyond those it already holds. ``virtual``: allocated host memory, written or not."""
 
     device: int
     host: int
     virtual: int
     node: str = ""
     cgroup: str = "/"
-    device_name: str = ""  # the same for ranks that share one
+    device_name: str = ""  # the same for ranks that share a device
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration that may fit: the keys to change, and on how many ranks."""
+    """A configuration that may fit: the keys to change, and the number of ranks."""
 
     keys: dict[str, Any]
     config: Config
@@ -61,7 +61,7 @@ class Choice:
 
 
 class Fitting:
-    """This rank's demand, and the judgement once all ranks' demands are known. Touches neither model nor optimizer."""
+    """This rank's demand, and the check once all ranks' demands are known. It changes neither model nor optimizer."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Fitting:
         device: torch.device,
         limits: list[Limit] | None = None,
     ) -> None:
-        """``plan``: of this rank, for ``config``. ``limits``: of host memory; default, those of this process."""
+        """``plan``: that of this rank, for ``config``. ``limits``: those of host memory; default, this process's."""
         self._model, self._config, self._raw, self._device = model, config, raw, device
         self._topology = plan.topology
         self._limits = host_limits() if limits is None else limits
@@ -97,7 +97,7 @@ class Fitting:
 
     @cached_property
     def demand(self) -> Demand:
-        """This rank's, and whom it shares memory with."""
+        """This rank's demand, and with which ranks it shares memory."""
         name = f"{self._device} of rank {self._topology.rank}"
         needed = self._demand_of(self._plan)
         return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name_of(self._device, name))
@@ -108,7 +108,7 @@ class Fitting:
         total = total_of(kinds, "device") + host
         held, start = self._held, start_up(plan, self._model, self._held_by)
         if on_host(self._device):
-            unwritten = kinds["slots"] + kinds["gradients"]  # while units are built
+            unwritten = kinds["slots"] + kinds["gradients"]  # as long as units are being built
             written = max(total - never_written(plan), start.both - unwritten)
             return Demand(0, written - held.both, max(total, start.both) - held.both)
         host += receive_buffer_bytes(plan)
@@ -118,7 +118,7 @@ class Fitting:
 
     @cached_property
     def _held(self) -> Bytes:
-        """What parameters and buffers occupy now."""
+        """The bytes that parameters and buffers occupy now."""
         total = sum((self._held_by(param).now for param in self._model.parameters()), Bytes())
         for buffer in self._model.buffers():
             size = buffer.numel() * buffer.element_size()
@@ -133,7 +133,7 @@ class Fitting:
         now = Bytes(size) if part.device.type == self._device.type else Bytes(host=size)
         return Holding(now, param.numel() * param.element_size())
 
-    # -- judgement -----------------------------------------------------------------------------------------------
+    # -- the check -----------------------------------------------------------------------------------------------
 
     def require(self, demands: list[Demand]) -> None:
         """Raise DoesNotFitError if the ranks of this node together need more than there is. ``demands``: of all ranks."""
@@ -145,7 +145,7 @@ class Fitting:
             raise DoesNotFitError(self._refusal(short, near, len(on_device)))
 
     def _shortage(self, device: int, virtual: int, near: list[Demand]) -> str | None:
-        """What there is too little of, in words."""
+        """Return in words which memory is too small, or None."""
         free = self._free_on_device
         if free is not None and device > free:
             return f"{self._device} needs {in_bytes(device)} more, and has {in_bytes(free)} free"
@@ -183,7 +183,7 @@ class Fitting:
     # -- what would fit ------------------------------------------------------------------------------------------
 
     def _nearest(self, near: list[Demand], sharing: int) -> Choice | None:
-        """The first choice that fits, on nodes like this one."""
+        """Return the first choice that fits on nodes like this one, or None."""
         for choice in self._choices(max(len(near), 1)):
             try:
                 topology = planned_topology(choice.config, choice.world_size, max(len(near), 1))
@@ -200,7 +200,7 @@ class Fitting:
         return None
 
     def _choices(self, local: int) -> Iterator[Choice]:
-        """In the order of how little they slow a step down: a higher stage, offload, more nodes."""
+        """Yield choices, those that slow a step down least first: a higher stage, offload, more nodes."""
         ranks = self._topology.world_size
         here = [(keys, _changed(self._config, keys)) for keys in self._placements()]
         yield from (Choice(keys, config, ranks) for keys, config in here if keys)
@@ -210,12 +210,12 @@ class Fitting:
             factor *= 2
 
     def _placements(self) -> Iterator[dict[str, Any]]:
-        """Changes of zero_optimization."""
+        """Yield changes of zero_optimization, beginning with none."""
         zero = self._config.zero_optimization
         stages = range(max(zero.stage, 1), 4)
         yield {}
         yield from ({"stage": stage} for stage in range(zero.stage + 1, 4))
-        if not on_host(self._device):  # whose memory is the host's
+        if not on_host(self._device):  # on a CPU, offloading to the host would free nothing
             if zero.offload_optimizer.is_off():
                 yield from ({"stage": stage, "offload_optimizer": _TO_HOST} for stage in stages)
             if zero.offload_param.is_off():
@@ -232,12 +232,12 @@ class Fitting:
 
 
 def _around(limit: Limit, demand: Demand) -> bool:
-    """True if the rank's control group lies inside of the limit's."""
+    """True if the rank's control group is inside that of the limit."""
     return limit.cgroup is not None and demand.cgroup.startswith(f"{limit.cgroup.rstrip('/')}/")
 
 
 def _changed(config: Config, keys: dict[str, Any]) -> Config:
-    """``config`` with other values in zero_optimization."""
+    """Return ``config`` with other values in zero_optimization."""
     zero = config.zero_optimization
     values = {
         key: getattr(zero, key).model_copy(update=value) if isinstance(value, dict) else value

@@ -1,6 +1,6 @@
-"""Limits: how much more host memory this process, and its node, can take. Read from files, without torch.
+"""Limits: how much more host memory this process and its node can take. They are read from files, without torch.
 
-Every figure errs on the high side, since a training that would fit must not be refused: memory that only caches files
+Every figure errs on the high side, because a training that would fit must not be refused: memory that only caches files
 counts as free, and so does swap space.
 """
 
@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_NO_LIMIT = 1 << 60  # cgroup v1 says a number near 2^63
+_NO_LIMIT = 1 << 60  # cgroup v1 reports a number near 2^63 if there is no limit
 
 
 @dataclass(frozen=True)
 class Limit:
-    """``available``: bytes. ``cgroup``: the path of the control group that shares it; "/" for the whole node, None for
-    this process alone. ``virtual``: address space, which memory takes as soon as it is allocated, written or not."""
+    """A limit on memory. ``available``: bytes that are left.
+
+    ``cgroup``: the path of the control group that shares the limit; "/" for the whole node, None for this process alone.
+    ``virtual``: the limit is on address space, which memory takes as soon as it is allocated, written or not.
+    """
 
     name: str
     available: int
@@ -27,19 +30,19 @@ class Limit:
 
 
 def host_limits(root: Path = Path("/")) -> list[Limit]:
-    """All limits that are set. ``root``: where /proc and /sys lie."""
+    """Return all limits that are set. ``root``: the folder that contains /proc and /sys."""
     swap = _meminfo(root).get("SwapFree", 0)
     return [*_node(root, swap), *_cgroups(root, swap), *_process(root)]
 
 
 def node_name(root: Path = Path("/")) -> str:
-    """The host's name, which several may have, and the beginning of the number that its kernel drew at boot."""
+    """Return the host's name and the beginning of its kernel's boot id, because several hosts may have one name."""
     boot = _text(root / "proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} ({boot[:8]})" if boot else socket.gethostname()
 
 
 def cgroup_path(root: Path = Path("/")) -> str:
-    """The control group of this process that may limit its memory; "/" if there is none."""
+    """Return the path of this process's control group that may limit its memory; "/" if there is none."""
     return _memory_cgroup(root)[1]
 
 
@@ -50,7 +53,7 @@ def _node(root: Path, swap: int) -> Iterator[Limit]:
 
 
 def _cgroups(root: Path, swap: int) -> Iterator[Limit]:
-    """The limits of this process's control group and of those around it."""
+    """Yield the limits of this process's control group and of its parents."""
     version, path = _memory_cgroup(root)
     base = root / "sys/fs/cgroup" / ("memory" if version == 1 else "")
     most, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
@@ -67,7 +70,7 @@ def _cgroups(root: Path, swap: int) -> Iterator[Limit]:
 
 
 def _memory_cgroup(root: Path) -> tuple[int, str]:
-    """(version, path) of the hierarchy that limits memory."""
+    """Return (cgroup version, path) of this process in the hierarchy that limits memory."""
     found = (2, "/")
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -87,12 +90,12 @@ def _process(root: Path) -> Iterator[Limit]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    """Bytes by name."""
+    """Return the bytes in /proc/meminfo by name."""
     return {name.rstrip(":"): 1024 * value for name, value in _fields(root / "proc/meminfo").items()}
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse the lines that consist of a name and a number."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 

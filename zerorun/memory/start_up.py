@@ -1,8 +1,8 @@
-"""The peaks of a rank, from its plan: while units are built, and in a backward.
+"""The memory peaks of a rank, from its plan: while units are built, and in a backward.
 
 [Note: where memory is]
-``device`` is the rank's accelerator and ``host`` the memory of its node. A rank on a CPU has only the latter: there both
-are one, and its peak is that of their sum, ``both``.
+``device`` is the rank's accelerator and ``host`` the memory of its node. A rank on a CPU has only host memory: there, the
+two are one, and its peak is that of their sum, ``both``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest of each; not at the same time."""
+    """The highest value of each, which may be reached at different times."""
 
     device: int
     host: int
@@ -45,7 +45,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a parameter occupies before units are built. ``put_together``: its full size if that is a part of it, else 0."""
+    """The bytes of a parameter before units are built. ``put_together``: its full size if only a part is held, else 0."""
 
     now: Bytes
     put_together: int = 0
@@ -55,7 +55,7 @@ Held = Callable[[nn.Parameter], Holding]
 
 
 def start_up(plan: ShardingPlan, model: nn.Module, held: Held) -> Peak:
-    """The peak while the builder (zero/builder.py) works, beginning with what the parameters occupy as ``held``."""
+    """Return the peak while the builder (zero/builder.py) works. ``held``: what each parameter occupies at the start."""
     params = dict(model.named_parameters())
     live = sum((held(param).now for param in params.values()), Bytes(plan.param_slots.bytes + plan.grad_slots.bytes))
     steps = [live]
@@ -65,7 +65,7 @@ def start_up(plan: ShardingPlan, model: nn.Module, held: Held) -> Peak:
             adopted = unit.resident and group.given_dtype == group.dtype
             for holding in (
                 held(params[entry.name]) for entry in group.layout.entries
-            ):  # each goes as soon as it is copied
+            ):  # each parameter is freed as soon as it is copied
                 steps.append(live + values + Bytes(holding.put_together))
                 live -= holding.now
             live += _allocated(buffer for buffer in group.buffers if not _of_gradients(buffer))
@@ -76,8 +76,11 @@ def start_up(plan: ShardingPlan, model: nn.Module, held: Held) -> Peak:
 
 
 def gradients_in_backward(plan: ShardingPlan) -> int:
-    """Bytes of gradients that autograd has made and no slot has taken, at most: those of units that are reduced when the
-    backward is over, and of the largest other unit; unpacked ones stay until their reduction is over."""
+    """Return the most bytes of gradients that autograd has made and no slot has taken over yet.
+
+    They are those of the units that are reduced when the backward is over, and those of the largest other unit. Unpacked
+    gradients stay until their reduction is over.
+    """
     late, largest = 0, 0
     for unit in plan.units:
         made = sum(group.numel_of_parameters * group.dtype.itemsize for group in unit.trainable)
@@ -93,13 +96,13 @@ def gradients_in_backward(plan: ShardingPlan) -> int:
 
 
 def never_written(plan: ShardingPlan) -> int:
-    """Bytes of gradient slots that stay untouched as long as ranks sum gradients where autograd leaves them."""
+    """Return the bytes of gradient slots that are not written while ranks sum gradients where autograd leaves them."""
     own = sum(_beyond_shard(group) for group in plan.trainable if group.unpacked)
     return own + (plan.grad_slots.bytes if any(group.unpacked for group in plan.trainable) else 0)
 
 
 def heaviest_rank(plan: ShardingPlan) -> int:
-    """The shard that holds the most elements. Equal but for rounding, unless parameters are kept whole."""
+    """Return the shard rank that holds the most elements. Shards are equal but for rounding unless parameters are whole."""
     layouts = [group.layout for group in plan.flat_groups]
     if all(layout.even for layout in layouts):
         return 0
@@ -108,7 +111,7 @@ def heaviest_rank(plan: ShardingPlan) -> int:
 
 
 def _beyond_shard(group: FlatGroupPlan) -> int:
-    """Bytes of the gradient slot of its own, if it has one, that are not this rank's."""
+    """Return the bytes beyond this rank's shard in the group's own gradient slot; 0 if it has none."""
     slot = group.own_bytes("grad_full")
     return slot - slot * group.shard_numel // group.layout.numel if slot else 0
 
@@ -118,7 +121,7 @@ def _of_gradients(buffer: Buffer) -> bool:
 
 
 def _allocated(buffers: Iterable[Buffer]) -> Bytes:
-    """What is in files takes no memory."""
+    """Sum the bytes of ``buffers`` by place. Buffers in files take no memory."""
     total = Bytes()
     for buffer in buffers:
         if buffer.place != DISK:

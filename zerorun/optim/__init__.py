@@ -1,1 +1,1 @@
-"""Optimizers: what was asked for, how it is made, learning rates, loss scaling."""
+"""Optimizers: the requested one, how it is built, learning-rate schedules, and loss scaling."""

@@ -1,4 +1,4 @@
-"""Precision: which dtype the model computes in, and the loss scale that keeps fp16 gradients representable."""
+"""Precision: casting to the compute dtype, and the loss scale that keeps fp16 gradients representable."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 class LossScaler:
     """The loss scale and its state machine (Micikevicius et al. 2018, arXiv:1710.03740; keys and order as DeepSpeed's).
 
-    Static if not ``dynamic``. Else: an overflow uses up one of ``hysteresis``; when one is left the scale halves, down to
-    ``minimum``; ``window`` clean steps counted from the last overflow double it and restore the hysteresis.
+    The scale is static unless ``dynamic``. A dynamic scale: an overflow uses up one of ``hysteresis``, and when only one is
+    left, every overflow halves the scale, down to ``minimum``. ``window`` clean steps, counted from the last overflow,
+    double the scale and restore the hysteresis; with ``consecutive``, each clean step restores the hysteresis.
     """
 
     scale: float = 1.0
@@ -36,7 +37,7 @@ class LossScaler:
         return self.dynamic and self.scale <= self.minimum and (self.hysteresis == 1 or self.hysteresis_left == 1)
 
     def update(self, overflow: bool) -> None:
-        """Account for one step. Raises LossScaleError if it overflowed at the minimum scale."""
+        """Account for one step. Raises LossScaleError if it overflowed at the minimum scale with no hysteresis left."""
         if not self.dynamic:
             return
         exhausted = overflow and self.at_minimum
@@ -58,7 +59,7 @@ class LossScaler:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with all floating tensors in nested dicts, lists, tuples and dataclasses in ``dtype``."""
+    """Return ``value`` with all floating-point tensors in nested dicts, lists, tuples and dataclasses cast to ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -2,11 +2,11 @@
 
 A *formula* is a frozen dataclass of numbers. ``lr_at(i, base_lr, group)`` gives the learning rate that is in force
 after ``i + 1`` completed optimizer steps: ``i`` is DeepSpeed's ``last_batch_iteration``, -1 at construction and 0
-after the first ``step()``. The lr of the very first optimizer step is therefore ``lr_at(-1)``, of the second
+after the first ``step()``. The lr of the very first optimizer step is therefore ``lr_at(-1)``, and that of the second
 ``lr_at(0)``; with a warm-up both are ``warmup_min_lr``. All lengths are in optimizer steps, all rates in the
 optimizer's own lr unit.
 
-A :class:`Schedule` writes those numbers into the parameter groups of an optimizer; its state is one integer.
+An :class:`LRSchedule` writes those numbers into the parameter groups of an optimizer; its state is one integer.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Formula(Protocol):
     """A pure function from completed optimizer steps to the learning rate of a parameter group."""
 
     def lr_at(self, i: int, base_lr: float, group: int) -> float:
-        """Learning rate after ``i + 1`` completed steps of group number ``group``, built with lr ``base_lr``."""
+        """Return the learning rate after ``i + 1`` completed steps of group ``group``, which was built with ``base_lr``."""
         ...
 
 
 class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer: any wrapper with torch's ``param_groups`` will do."""
+    """What a schedule needs of an optimizer: any wrapper with torch's ``param_groups`` can be used."""
 
     param_groups: list[dict[str, Any]]
 
@@ -51,7 +51,7 @@ def _warmup_length(steps: int) -> int:
 
 
 def _warmup_fraction(i: int, length: int, kind: str) -> float:
-    """Share of the way from the lowest to the highest lr, in [0, 1): only for ``i < length``."""
+    """Return the fraction of the way from the lowest to the highest lr, in [0, 1). Only for ``i < length``."""
     if i < 0:
         return 0.0
     return i / length if kind == "linear" else math.log(i + 1) / math.log(length)
@@ -61,7 +61,7 @@ def _warmup_fraction(i: int, length: int, kind: str) -> float:
 class WarmupLR:
     """lr = min + (max - min) g, where g = ln(i+1)/ln N (``log``) or i/N (``linear``) for i < N, then 1.
 
-    ``warmup_max_lr`` None is the lr that each parameter group was built with. N = max(2, ``warmup_num_steps``).
+    If ``warmup_max_lr`` is None, it is the lr that each parameter group was built with. N = max(2, ``warmup_num_steps``).
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -99,7 +99,7 @@ class WarmupCosineLR:
     """The group's own lr times a ratio: from ``warmup_min_ratio`` up to 1, then a half cosine to ``cos_min_ratio``.
 
     The cosine is (1 + cos(pi p)) / 2 with p = min(1, (i - N + 1) / max(1, T - N)). With a warm-up, the lr before
-    the first ``step()`` is 0 whatever ``warmup_min_ratio`` says: that is what DeepSpeed does.
+    the first ``step()`` is 0 whatever ``warmup_min_ratio`` is, as in DeepSpeed.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -151,7 +151,7 @@ class OneCycle:
         return low / (1 + self.decay_lr_rate * self._decay_intervals(i))
 
     def momentum_at(self, i: int) -> float:
-        """Momentum (``betas[0]`` of Adam-like optimizers) after ``i + 1`` completed steps."""
+        """Return the momentum (``betas[0]`` of Adam-like optimizers) after ``i + 1`` completed steps."""
         if i < 0:
             return self.cycle_min_mom  # DeepSpeed starts there, although the cycle itself starts at the maximum
         if i < self._length():
@@ -168,7 +168,7 @@ class OneCycle:
         return (i - self._length() + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self, steps: int) -> float:
-        """Height of the triangle, 0 to 1, after ``steps`` completed steps. Integers first, so stairs are exact."""
+        """Return the triangle's height, 0 to 1, after ``steps`` completed steps. Integers make the stairs exact."""
         place = steps % self._length()
         if place <= self.cycle_first_step_size:
             done, half, stairs = place, self.cycle_first_step_size, self.cycle_first_stair_count
@@ -205,8 +205,8 @@ FORMULAS: dict[str, type] = {
 class LRSchedule:
     """Writes a formula's learning rates (and momenta) into an optimizer's groups, once per completed step.
 
-    The rates that the groups have at construction are the formula's ``base_lr``. Nothing but the number of calls of
-    ``step()`` enters: call it once per applied optimizer step, on every rank alike.
+    The rates that the groups have at construction are the formula's ``base_lr``. The rates depend only on the number of
+    calls of ``step()``: call it once per applied optimizer step, on every rank alike.
     """
 
     def __init__(self, optimizer: HasParamGroups, formula: Formula, last_batch_iteration: int = -1) -> None:
@@ -225,15 +225,15 @@ class LRSchedule:
         self._apply()
 
     def get_lr(self) -> list[float]:
-        """The formula's learning rate of each group for the number of steps counted so far."""
+        """Return the formula's learning rate of each group for the number of steps counted so far."""
         return [self.formula.lr_at(self.last_batch_iteration, lr, group) for group, lr in enumerate(self.base_lrs)]
 
     def get_last_lr(self) -> list[float]:
-        """The learning rates written last, one per parameter group."""
+        """Return the learning rates written last, one per parameter group."""
         return list(self._last_lr)
 
     def state_dict(self) -> dict[str, int]:
-        """The one integer that a checkpoint needs."""
+        """Return the one integer that a checkpoint needs."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -257,20 +257,20 @@ class LRSchedule:
     def _apply_momentum(self, momentum: float) -> None:
         for group, key in zip(self.optimizer.param_groups, self._momentum_keys, strict=True):
             if key == "betas":
-                group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second at 0.99
+                group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second beta at 0.99
             elif key == "momentum":
                 group["momentum"] = momentum
 
 
 def _momentum_key(group: dict[str, Any]) -> str | None:
-    """Where a group keeps its momentum; an SGD group without momentum is left without."""
+    """Return the key under which a group keeps its momentum; None for an SGD group without momentum."""
     if "betas" in group:
         return "betas"
     return "momentum" if group.get("momentum") else None
 
 
 def _assign(group: dict[str, Any], key: str, value: float) -> None:
-    """Set a group's number; a tensor is filled in place, because captured graphs hold on to it."""
+    """Set a group's number. A tensor is filled in place, because captured graphs keep a reference to it."""
     if hasattr(group[key], "fill_"):
         group[key].fill_(value)
     else:
@@ -278,7 +278,7 @@ def _assign(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def build_formula(type: str, params: dict[str, Any]) -> Formula | None:
-    """The formula of one of the five DeepSpeed names, or None for any other name. No optimizer, no torch needed."""
+    """Return the formula for one of DeepSpeed's five names, or None for any other name. Needs no optimizer."""
     names = {name.lower(): name for name in FORMULAS}
     name = names.get(type.lower())
     if name is None:
@@ -294,7 +294,7 @@ def build_formula(type: str, params: dict[str, Any]) -> Formula | None:
 
 
 def build_schedule(type: str, params: dict[str, Any], optimizer: Any) -> Any:
-    """A :class:`Schedule` for DeepSpeed's five names, else the ``torch.optim.lr_scheduler`` class of that name.
+    """Make an :class:`LRSchedule` for DeepSpeed's five names, else the ``torch.optim.lr_scheduler`` class of that name.
 
     ``params`` are the keywords of the formula (plus ``last_batch_iteration``) or of the torch class. Raises
     :class:`ConfigError` with keys ``scheduler.type`` and ``scheduler.params.<name>``.
@@ -317,7 +317,7 @@ def _instead(name: str, known: list[str]) -> str:
 
 
 def _formula_problems(name: str, params: dict[str, Any], error: ValidationError) -> list[ConfigProblem]:
-    """One problem per parameter; pydantic reports each arm of a union separately."""
+    """Return one problem per parameter; pydantic reports each alternative of a union separately."""
     known = [field.name for field in fields(FORMULAS[name])]
     problems: dict[str, ConfigProblem] = {}
     for detail in error.errors(include_url=False):
@@ -336,7 +336,7 @@ def _formula_problems(name: str, params: dict[str, Any], error: ValidationError)
 
 
 def _length_problems(formula: Any, groups: int) -> list[ConfigProblem]:
-    """Lists in ``formula`` that do not have one entry per parameter group."""
+    """Return a problem for each list in ``formula`` that does not have one entry per parameter group."""
     return [
         ConfigProblem(
             f"scheduler.params.{field.name}",
@@ -350,7 +350,7 @@ def _length_problems(formula: Any, groups: int) -> list[ConfigProblem]:
 
 
 def _build_torch(type: str, params: dict[str, Any], optimizer: Any) -> Any:
-    """An instance of ``torch.optim.lr_scheduler.<type>``, with its errors turned into configuration problems."""
+    """Make an instance of ``torch.optim.lr_scheduler.<type>``, and turn its errors into configuration problems."""
     from torch.optim import lr_scheduler
 
     usable = [name for name in lr_scheduler.__all__ if name not in ("LRScheduler", "ReduceLROnPlateau")]

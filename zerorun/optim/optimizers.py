@@ -1,8 +1,8 @@
 """Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
 
-Every name but ``Lion`` means a ``torch.optim`` class; some of them have single-pass updates, which take their place. What
-DeepSpeed does differently is done here, by parameters: type ``Adam`` means decoupled weight decay, and AdamW decays by 0
-unless told otherwise.
+Every name but ``Lion`` stands for a ``torch.optim`` class; some of these classes are replaced by single-pass updates.
+DeepSpeed's deviations from torch are reproduced here by parameters: type ``Adam`` means decoupled weight decay, and the
+default ``weight_decay`` of AdamW is 0.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zerorun.log import warn_once
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import SinglePassOptimizer
 
-# The update of an element depends on that element's gradient and state (and on step counts) alone, so these can work
-# on any 1-D piece of a parameter. Exact types: a subclass may have changed that.
+# The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
+# work on any 1-D piece of a parameter. Types are compared exactly: a subclass may update differently.
 ELEMENTWISE: frozenset[type] = frozenset(
     {
         torch.optim.SGD,
@@ -42,9 +42,9 @@ ELEMENTWISE: frozenset[type] = frozenset(
     }
 )
 
-# Classes with a fused kernel, and the device types that it is used on. The CPU kernels round the last (numel mod 16)
-# elements of a fp32 tensor by up to one unit otherwise than the rest (torch 2.13): cuts at multiples of 16 elements
-# give the same bits as no cut; other cuts need ``"fused": false`` in optimizer.params for that.
+# Classes with a fused kernel, and the device types on which it is used. The CPU kernels (torch 2.13) round the last
+# (numel mod 16) elements of an fp32 tensor differently from the rest, by up to one unit in the last place. So cuts at
+# multiples of 16 elements give the same bits as no cut; for other cuts, that takes ``"fused": false`` in optimizer.params.
 _FUSED: dict[type, tuple[str, ...]] = {
     torch.optim.Adam: (CPU, GPU),
     torch.optim.AdamW: (CPU, GPU),
@@ -52,7 +52,7 @@ _FUSED: dict[type, tuple[str, ...]] = {
     torch.optim.Adagrad: (CPU,),
 }
 
-# What updates tensors in one pass, and the parameters of the class that it has.
+# Class -> (the optimizer that updates tensors in a single pass, the parameters of the class that it supports).
 _SINGLE_PASS: dict[type, tuple[type[SinglePassOptimizer], frozenset[str]]] = {
     torch.optim.Adam: (single_pass.Adam, frozenset({"lr", "betas", "eps", "weight_decay"})),
     torch.optim.AdamW: (single_pass.Adam, frozenset({"lr", "betas", "eps", "weight_decay"})),
@@ -92,10 +92,10 @@ _UNSUPPORTED_NAMES = {
 
 
 def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer that ``optimizer.type`` and ``optimizer.params`` of the config describe, over ``groups``.
+    """Make the optimizer that ``optimizer.type`` and ``optimizer.params`` of the config describe, over ``groups``.
 
-    ``groups`` are torch parameter groups of tensors, usually 1-D fp32 shards; what a group sets itself wins. Raises
-    :class:`ConfigError` with keys ``optimizer.type`` and ``optimizer.params.<name>``, all problems at once.
+    ``groups`` are torch parameter groups of tensors, usually 1-D fp32 shards; a group's own settings take precedence.
+    Raises :class:`ConfigError` with keys ``optimizer.type`` and ``optimizer.params.<name>``, all problems at once.
     """
     optimizer_class, kwargs = resolve_optimizer(type, params)
     if not groups:
@@ -112,7 +112,7 @@ def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, An
 
 
 def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class and its keywords, with DeepSpeed's names, defaults and extra parameters translated. Pure."""
+    """Return the class and its keywords, with DeepSpeed's names, defaults and extra parameters translated."""
     optimizer_class = _lookup(type)
     kwargs = {**_DEFAULTS.get(optimizer_class, {}), **params}
     problems = list(_refused_params(params))
@@ -132,7 +132,7 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type) -> bool:
-    """True if the optimizer can work on arbitrary 1-D pieces of parameters. Exact types; subclasses do not count."""
+    """True if the optimizer can work on arbitrary 1-D pieces of parameters. Subclasses of known types do not count."""
     return (optimizer if isinstance(optimizer, type) else type(optimizer)) in ELEMENTWISE
 
 
@@ -151,11 +151,11 @@ def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Replace one 1-D parameter of an elementwise optimizer by consecutive views of it; returns the views.
+    """Replace one 1-D parameter of an elementwise optimizer by consecutive views of it, and return the views.
 
-    The views take the parameter's place in its group. Gradient and state tensors of its shape become views of the
-    same storage, step counts (0-dim tensors) are cloned, Python values copied: stepping all pieces is stepping the
-    whole, and a piece without a gradient keeps its value, its state and its step count.
+    The views take the parameter's place in its group. The gradient and state tensors of its shape are split into views of
+    the same storage, step counts (0-dim tensors) are cloned, and Python values are copied. Stepping all pieces is then the
+    same as stepping the whole, and a piece without a gradient keeps its value, its state and its step count.
     """
     if not is_elementwise(optimizer):
         raise ModelError(f"{type(optimizer).__name__} does not update element by element, so its state cannot be cut.")
@@ -181,7 +181,7 @@ def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: li
 
 
 def _cut(key: str, value: Any, parameter: Tensor, lengths: list[int]) -> list[Any]:
-    """One state entry of ``parameter`` for each of its pieces."""
+    """Return one state entry of ``parameter``, cut for each of its pieces."""
     if not isinstance(value, Tensor):
         return [value] * len(lengths)
     if value.dim() == 0:
@@ -200,7 +200,7 @@ def _find(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[dict[str
 
 
 def _lookup(name: str) -> type[torch.optim.Optimizer]:
-    """The class behind ``optimizer.type``; case does not matter. ``Adam`` gives AdamW: see :func:`_translate_adam`."""
+    """Return the class for ``optimizer.type``; case does not matter. ``Adam`` gives AdamW: see :func:`_translate_adam`."""
     lower = name.lower()
     classes: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
@@ -231,13 +231,13 @@ def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim
         warn_once(f"optimizer {name}: set_grad_none has no effect; the engine owns the gradients")
     own = ("torch_adam", "adam_w_mode", "set_grad_none", "bias_correction")
     kept = {key: value for key, value in kwargs.items() if key not in own}
-    if not kwargs.get("bias_correction", True):  # which torch's cannot leave out
+    if not kwargs.get("bias_correction", True):  # torch's classes always correct the bias
         return single_pass.Adam, {**kept, "decoupled_weight_decay": decoupled, "bias_correction": False}
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), kept
 
 
 def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Parameters that DeepSpeed knows and that cannot be honoured here."""
+    """Yield a problem for each parameter that DeepSpeed knows and that cannot be honoured here."""
     for key, value in params.items():
         if key == "max_grad_norm":
             reason, remedy = "clipping is not the optimizer's.", "Remove it and set the top-level gradient_clipping."
@@ -272,7 +272,7 @@ def _tensors(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
-    """True if single-pass updates have all that is asked for."""
+    """True if the class has a single-pass update that supports all the given parameters and tensors."""
     if optimizer_class not in _SINGLE_PASS:
         return False
     known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
@@ -287,12 +287,12 @@ def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
 
 
 def _as_list(params: Any) -> list[Any]:
-    """What torch accepts as ``params`` of a group: one tensor, tensors, or (name, tensor) pairs, in any iterable."""
+    """Return ``params`` of a group as a list. Torch accepts one tensor, or any iterable of tensors or (name, tensor)."""
     return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _constructor_problems(optimizer_class: Any, kwargs: dict[str, Any], error: Exception) -> list[ConfigProblem]:
-    """Find the parameters that the class refuses by giving it each one alone, on a tensor of its own."""
+    """Find the parameters that the class refuses, by passing it each parameter alone, with a tensor made for this."""
     problems = []
     allowed = ", ".join(_keywords(optimizer_class))
     for key, value in kwargs.items():

@@ -1,4 +1,4 @@
-"""The optimizer that initialize() is asked for, before anything is sharded."""
+"""The optimizer that initialize() is asked for, before sharding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @dataclass
 class RawOptimizer:
-    """The optimizer before sharding: an instance, or the name and parameters of one to be made.
+    """The optimizer before sharding: an instance, or the name and parameters of one that is still to be made.
 
-    ``group_of``: id(parameter) -> index of its group. ``whole``: it must be given parameters uncut.
+    ``group_of``: id(parameter) -> index of its group. ``whole``: the optimizer needs uncut parameters.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -25,7 +25,7 @@ class RawOptimizer:
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:
-    """``raw`` without the parameters that are not in ``model`` any more: they are on other stages."""
+    """Return ``raw`` without the parameters that are no longer in ``model``, because they are on other stages."""
     here = {id(param) for param in model.parameters()}
     groups = [{**group, "params": [param for param in group["params"] if id(param) in here]} for group in raw.groups]
     return replace(raw, groups=groups, group_of={key: group for key, group in raw.group_of.items() if key in here})

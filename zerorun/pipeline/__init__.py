@@ -1,1 +1,1 @@
-"""Pipeline parallelism: what lies on which stage, which stage does what when, and the stages at work."""
+"""Pipeline parallelism: cuts a model into stages, orders their work by a schedule, and runs them."""

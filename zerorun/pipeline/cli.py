@@ -23,7 +23,7 @@ from .schedule.times import Times
 from .schedule.trace import read_trace
 
 FAILED = 2
-_SHOWN_RANKS = 16  # of each table; the middle ones are left out
+_SHOWN_RANKS = 16  # rows of each table; the middle ranks are left out
 _TRAINING = [kind for kind in SCHEDULES if kind != FORWARD_ONLY]
 
 _DESCRIPTION = """\
@@ -46,14 +46,14 @@ exit status: 0 done. 2 the command could not be understood or carried out.
 
 @dataclass(frozen=True)
 class Case:
-    """One run and what is said of it. ``formula``: bubble by the closed formula, None if there is none for it."""
+    """One run and the numbers shown for it. ``formula``: the bubble by the closed formula; None if none applies."""
 
     kind: str
     label: str
     chunks: int
     report: Report
     formula: float | None
-    why_inexact: str | None  # why the formula need not be what is simulated
+    why_inexact: str | None  # why the formula may differ from the simulation, or does not apply
     work: float  # mean time that a rank computes in a step
 
     @property
@@ -118,7 +118,7 @@ def _numbers(text: str) -> float | tuple[float, ...]:
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, and no numbers with commas between them") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a comma-separated list of numbers") from None
     return numbers if "," in text else numbers[0]
 
 
@@ -137,7 +137,7 @@ def _simulated(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
     times = Times.make(stages, forward, inputs, weights, args.transfer)
     kinds = args.compare or _TRAINING if comparing else [args.kind or "1f1b"]
     if args.svg or args.png:
-        check_drawable(len(kinds) * stages * micro_batches)  # there are more; but before much is done
+        check_drawable(len(kinds) * stages * micro_batches)  # a lower bound: refuse before the simulation
     cases = []
     for kind in kinds:
         chunks = args.chunks or 2 if kind == INTERLEAVED else 1 if comparing else args.chunks or 1
@@ -151,7 +151,7 @@ def _measured(args: argparse.Namespace) -> tuple[Times, list[Case], int]:
     for option, value in (("--times", args.times), ("--limit", args.limit), ("--compare", args.compare is not None)):
         if value:
             raise ScheduleError(
-                f"{option} has no place beside --measured, which has its own. Remedy: leave one of them out."
+                f"{option} cannot be combined with --measured, which brings its own. Remedy: leave one of them out."
             )
     trace = read_trace(args.measured)
     for name in ("stages", "micro_batches", "kind", "chunks"):
@@ -197,7 +197,7 @@ def _draw(args: argparse.Namespace, cases: Sequence[Case], micro_batches: int) -
 
 
 def _kept(case: Case, peaks: Sequence[int]) -> str:
-    """The highest of ``peaks`` in micro-batches of a whole stage."""
+    """Return the highest of ``peaks``, converted from chunks to micro-batches of a whole stage."""
     return f"{max(peaks) / case.chunks:.4g}"
 
 
@@ -224,7 +224,7 @@ def _lines(times: Times, cases: Sequence[Case], micro_batches: int) -> Iterator[
 
 
 def _numbers_text(values: Sequence[float]) -> str:
-    """One number if all are alike, the range if not."""
+    """Return one number if all values look equal, else their range."""
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
 
@@ -246,7 +246,7 @@ def _rank_lines(case: Case) -> Iterator[str]:
 
 
 def _as_json(times: Times, cases: Sequence[Case], micro_batches: int) -> dict[str, Any]:
-    """All numbers. ``peak_kept`` and ``peak_whole`` count the activations of one micro-batch in one chunk."""
+    """Return all numbers for ``--json``. In ``peak_kept`` and ``peak_whole``, one micro-batch in one chunk counts as 1."""
     return {
         "stages": len(times.forward),
         "micro_batches": micro_batches,

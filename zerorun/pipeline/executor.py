@@ -1,7 +1,7 @@
 """Executor: runs a rank's list of actions on its chunks of the model.
 
-Everything about the order is in the list. The executor keeps, for each micro-batch and chunk between its forward and its
-backward, what arrived, what was made of it, and which units the runtime has to expect in the backward.
+The list alone decides the order. For each micro-batch and chunk, from its forward to its backward, the executor keeps what
+was received, what was computed from it, and the passes over units that the runtime must expect in the backward.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _RECEIVES = {ActionKind.RECEIVE_ACTIVATION: ACTIVATIONS, ActionKind.RECEIVE_GRAD
 
 @dataclass
 class _Kept:
-    """Of one micro-batch in one chunk."""
+    """What is kept for one micro-batch in one chunk."""
 
-    value: Any = None  # that goes into the forward, then what came out
-    arrived: list[list[torch.Tensor]] = field(default_factory=list)  # for each tensor that arrived, its gradient, once made
-    outputs: list[GradientEdge | None] = field(default_factory=list)  # of the tensors that were made; None: no gradient
-    gradients: list[torch.Tensor | None] = field(default_factory=list)  # of those
+    value: Any = None  # the input of the forward, then its output
+    arrived: list[list[torch.Tensor]] = field(default_factory=list)  # per received tensor: [its gradient]; [] until then
+    outputs: list[GradientEdge | None] = field(default_factory=list)  # of the output tensors; None: no gradient
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # of the output tensors
     passes: list[ExecutionTrace] = field(default_factory=list)
-    jobs: list[Callable[[], None]] = field(default_factory=list)  # weight gradients to be computed
+    jobs: list[Callable[[], None]] = field(default_factory=list)  # weight gradients still to be computed
 
 
 class Executor:
-    """The stages of one engine at work. ``parts``: of the model, by chunk.
+    """Runs the local stage of one engine. ``parts``: the local parts of the model, by chunk.
 
-    ``root_of(loss, micro_batch)`` gives what the backward of the last part starts from. ``begin(value)`` prepares what a
-    batch gives the first part, ``last_backward(flag)`` is told before each backward whether it is the step's last,
-    ``around()`` is the context of a forward.
+    ``root_of(loss, micro_batch)`` returns the tensor from which the backward of the last part starts. ``begin(value)``
+    prepares the inputs that the first part takes from a batch. ``last_backward(flag)`` is called before each backward and
+    tells whether it is the last of the step. ``around()`` returns the context of a forward.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Executor:
         self._module, self._runtime, self._p2p, self._parts, self._later = module, runtime, p2p, parts, later
         self._root_of, self._begin, self._last_backward, self._around = root_of, begin, last_backward, around
         self._kept: dict[Key, _Kept] = {}
-        self._failed = False  # in the midst of a batch
+        self._failed = False  # True while a batch runs, and after it has failed
         self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
-        self.outputs: list[Any] = []  # of the last part, in a schedule of forwards only
+        self.outputs: list[Any] = []  # of the last part, if the schedule has only forwards
         self.spans: list[Span] = []  # when each computation began and ended
 
     def run(self, schedule: PipelineSchedule, batches: list[Any], *, needs_loss: bool = True) -> None:
-        """Carry out this rank's actions. ``batches``: by micro-batch; None where neither the first nor the last part is.
+        """Run this rank's actions. ``batches``: one per micro-batch; None on a stage without the first and the last part.
 
-        Raises PipelineError if an earlier batch failed: messages of it may still be on their way.
+        Raises PipelineError if an earlier batch failed, because its messages may still be on their way.
         """
         self._begin_run()
         self._keeps_outputs, self._needs_loss = schedule.kind == FORWARD_ONLY, needs_loss
@@ -93,11 +93,11 @@ class Executor:
                 self._p2p.finish()
             self._failed = False
         finally:
-            self._kept = {}  # graphs whose hooks refer to the engine
+            self._kept = {}  # it holds graphs, whose hooks refer to the engine
 
     @property
     def is_stuck(self) -> bool:
-        """True if a batch failed on this stage: others may wait for it."""
+        """True if a batch failed on this stage, so that other stages may still wait for its messages."""
         return self._failed and self._p2p is not None
 
     def _begin_run(self) -> None:
@@ -198,16 +198,16 @@ class Executor:
 
 
 def _with_last(actions: list[Action]) -> Iterator[tuple[Action, bool]]:
-    """The actions, each with whether no gradient comes after it."""
+    """Pair each action with a flag that is True for the last backward or weight gradient."""
     final = {ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT}
     last = max((index for index, action in enumerate(actions) if action.kind in final), default=-1)
     return ((action, index == last) for index, action in enumerate(actions))
 
 
 class _Arrived(torch.autograd.Function):
-    """A tensor that another stage made. Its gradient goes into ``slot``.
+    """A tensor received from another stage. Its gradient is appended to ``slot``.
 
-    It is no leaf, so that a layer may change it in place, as it may where the layer before is in the same process.
+    It is not a leaf, so a layer may change it in place, as it may if the previous layer runs in the same process.
     """
 
     @staticmethod
@@ -222,7 +222,7 @@ class _Arrived(torch.autograd.Function):
 
 
 def _arrive(leaf: Any, arrived: list[list[torch.Tensor]]) -> Any:
-    """A part of a value that was received, as the layers get it."""
+    """Turn one leaf of a received value into what the layers get; enter the place for its gradient into ``arrived``."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     slot: list[torch.Tensor] = []
@@ -234,12 +234,12 @@ def _arrive(leaf: Any, arrived: list[list[torch.Tensor]]) -> Any:
 
 
 def _edge(tensor: torch.Tensor) -> GradientEdge | None:
-    """Where the gradient of ``tensor`` goes; the tensor itself need not be kept."""
+    """Return where the gradient of ``tensor`` goes, so that the tensor itself need not be kept; None if it needs none."""
     return get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def units_of_chunks(module: Pipelined, units: Iterable[Any]) -> list[ModelPart]:
-    """The parts of the model that run by themselves, by chunk, with the units that each needs."""
+    """Return one ModelPart for each chunk, with the units that the chunk needs."""
     if module.chunks == 1:
         return [ModelPart()]
     found = []

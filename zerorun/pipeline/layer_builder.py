@@ -1,10 +1,10 @@
-"""What the layers of a pipeline are, without keeping them, and the building of those that are kept.
+"""Describes the layers of a pipeline without keeping them, and builds those that this stage keeps.
 
 [Note: values do not depend on the cut]
-Each layer is built with a seed of its own, made from one number and the layer's index, and leaves the random number
-generators as they were. So a layer has the same values whether the layers before it are built in this process or not.
-A stage that uses a tied parameter without having its first user builds that user too, takes the parameter, and drops
-the rest.
+Each layer is built with its own seed, derived from one number and the layer's index, and building it leaves the random
+number generators as they were. So a layer gets the same values whether or not the layers before it are built in this
+process. A stage that uses a tied parameter but does not hold its first user builds that user too, takes the parameter, and
+drops the rest.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Description:
-    """One layer. ``params``: (name in the layer, what identifies the parameter), all names of a parameter included."""
+    """One layer. ``params``: (name in the layer, identity of the parameter), one pair for each name of a parameter."""
 
     facts: LayerFacts
     params: tuple[tuple[str, Hashable], ...]
 
 
 def describe(layers: Sequence[Any]) -> list[Description]:
-    """What the layers are: specs are built on the meta device, where parameters have no memory.
+    """Describe the layers. Specs are built on the meta device, where parameters take no memory, or for real if that fails.
 
     Raises PipelineError for what is neither a spec nor callable, for a spec that cannot be built, and for tied parameters
     that do not exist or differ in shape.
@@ -61,9 +61,9 @@ def _describe(index: int, layer: Any, shapes: dict[Hashable, torch.Size]) -> Des
 
 
 def refuse_hidden_parameters(function: Any, what: str) -> None:
-    """Raise PipelineError if a plain function uses the parameters of a module that it holds on to.
+    """Raise PipelineError if a plain function holds a reference to a module with parameters.
 
-    On another stage than the module's, they would be a copy that nobody trains.
+    On a stage other than the module's, these parameters would be a copy that nobody trains.
     """
     held: list[Any] = [function]
     seen: set[int] = set()
@@ -79,7 +79,7 @@ def refuse_hidden_parameters(function: Any, what: str) -> None:
             )
         held += [getattr(item, "__self__", None), *(getattr(item, "__defaults__", None) or ())]
         for cell in getattr(item, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # nothing is in it yet
+            with contextlib.suppress(ValueError):  # the cell is still empty
                 held.append(cell.cell_contents)
         if isinstance(item, partial):
             held += [item.func, *item.args, *item.keywords.values()]
@@ -116,7 +116,7 @@ def _build(index: int, spec: LayerSpec) -> nn.Module:
 def _tied_names(
     index: int, spec: TiedLayerSpec, module: nn.Module, shapes: dict[Hashable, torch.Size]
 ) -> dict[int, Hashable]:
-    """id(parameter) -> what identifies it, for the tied parameters of a layer."""
+    """Map id(parameter) to the parameter's identity, for the tied parameters of a layer."""
     names: dict[int, Hashable] = {}
     number = shapes.setdefault(("number of tied parameters", spec.key), torch.Size([len(spec.tied_weight_attr)]))
     if number[0] != len(spec.tied_weight_attr):
@@ -182,7 +182,7 @@ class Builder:
             if first == index:
                 self._tied[spec.key] = own
             else:
-                self._build(first, self._layers[first])  # enters its parameters
+                self._build(first, self._layers[first])  # puts its parameters into self._tied
         return self._tied[spec.key]
 
 
@@ -194,7 +194,7 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def _seed_generators(seed: int) -> None:
-    # Not torch.manual_seed: where CUDA is not yet in use, it would leave this layer's seed for later.
+    # Not torch.manual_seed: before CUDA is initialized, it would queue this layer's seed for CUDA's generators.
     torch.default_generator.manual_seed(seed)
     for device in gpus_in_use():
         gpu_generator(device).manual_seed(seed)
@@ -207,6 +207,6 @@ def _same_random_numbers_after() -> Iterator[None]:
 
 
 def draw_seeds() -> Callable[[int], int]:
-    """Layer index -> seed, from one draw of the default generator: the same on ranks that are seeded alike."""
+    """Return a function layer index -> seed, from one draw of the default generator: equal on ranks seeded alike."""
     base = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     return lambda index: (base + SEED_STEP * (index + 1)) % 2**63

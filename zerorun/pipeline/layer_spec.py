@@ -27,7 +27,7 @@ class LayerSpec:
         self.module_kwargs = kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """A new module. ``log`` is there for calls written for DeepSpeed; it changes nothing."""
+        """Build a new module. ``log`` has no effect; it is accepted for code written for DeepSpeed."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -38,8 +38,8 @@ class LayerSpec:
 class TiedLayerSpec(LayerSpec):
     """A layer that shares parameters with all others of the same ``key``.
 
-    tied_weight_attr: the paths of these parameters in the layer, dotted, "weight" or a list. Their values are those of the
-        first layer with the key. All other parameters are the layer's own.
+    tied_weight_attr: the dotted path of the shared parameter in the layer, by default "weight", or a list of paths. Shared
+        parameters have the values of the first layer with the key. All other parameters are the layer's own.
     forward_fn: called as ``forward_fn(module, value)`` instead of ``module(value)``.
     """
 

@@ -1,4 +1,4 @@
-"""How long each layer takes and what it keeps, measured, for ``partition.Measured``."""
+"""Measures how long each layer takes and how many bytes it keeps, for ``partition.Measured``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..distributed.device import gpus_in_use, synchronize
 from .layer_spec import LayerSpec
 from .pretrained_proof import examine
 
-RUNS = 5  # of which the median counts; one more before them is for warming up
+RUNS = 5  # the median of these counts; one warm-up run comes before them
 
 
 @dataclass
 class _Call:
-    """One call of a module, to be made again."""
+    """One recorded call of a module, to be repeated."""
 
     module: Callable[..., Any]
     args: tuple[Any, ...]
@@ -32,12 +32,13 @@ class _Call:
 
 
 def measure_layers(layers: nn.Module | Sequence[Any], example: Any) -> tuple[list[float], list[int]]:
-    """(seconds, bytes) for each layer: of a forward and a backward, and of its parameters plus what it keeps in between.
+    """Return (seconds, bytes), two lists with one number per layer, for ``Measured``.
 
     layers: the list for a PipelineModule, an nn.Sequential, or a transformers model, which counts as its blocks + 2 (see
-        ``pretrained``). They are on the device where they will run; nothing is changed.
+        ``split_pretrained``). They must be on the device where they will run; nothing is changed.
     example: inputs of one micro-batch, as the first layer gets them; for a transformers model a dict of its keywords.
-    The time of a backward includes that of the gradients of parameters. Give the results to ``Measured``.
+    The seconds are those of a forward and a backward, the gradients of parameters included. The bytes are those of the
+    layer's parameters plus what it keeps between forward and backward.
     """
     if isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList)):
         groups = _calls_of(layers, example)
@@ -66,7 +67,7 @@ def _calls_along(layers: list[Any], value: Any) -> list[list[_Call]]:
 
 
 class _With(nn.Module):
-    """A tied layer and the function that calls it."""
+    """A tied layer that is called through its ``forward_fn``."""
 
     def __init__(self, module: nn.Module, forward_fn: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ def _calls_of(model: nn.Module, example: dict[str, Any]) -> list[list[_Call]]:
             layer = anatomy.layer_of(name)
             assert layer is not None
             stack.enter_context(_recording(model.get_submodule(name), groups[layer]))
-        # Keys and values of past tokens would grow with every call.
+        # With a cache, the keys and values of past tokens would grow with every call.
         no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         model(**{key: value for key, value in example.items() if key != "labels"}, **no_cache)
     return groups
@@ -113,7 +114,7 @@ def _seconds(call: _Call) -> float:
 
 
 def _once(call: _Call) -> float:
-    """One forward and backward, without touching ``.grad`` of parameters."""
+    """Time one forward and backward in seconds, without touching the ``.grad`` of parameters."""
     leaves: list[torch.Tensor] = []
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,20 +23,22 @@ class PipelineModule(Pipelined):
     """The local stage of a model given as a list of layers, under DeepSpeed's name and arguments.
 
     layers: nn.Modules, LayerSpecs, TiedLayerSpecs and callables, or an nn.Sequential. Each is called with one value, the
-        result of the one before: any pytree, a tuple being one value. Only specs of the local stage are built. Layer i is
-        registered as str(i), so that names in state dicts are those of the one-process model.
-    num_stages, topology: one of the two. topology: a zerorun.Topology or a ProcessTopology with the axis "pipe".
+        result of the previous layer: any pytree; a tuple counts as one value. Only specs of the local stage are built.
+        Layer i is registered as str(i), so names in state dicts are those of the model in one process.
+    num_stages, topology: give one of the two. A topology is a zerorun.Topology or a ProcessTopology with the axis "pipe".
     loss_fn: called as loss_fn(output, labels) on the last stage. None: the output is the loss.
-    seed_layers: build layer i after seed_fn(base_seed + i); by default that seeds torch's generators. Without it seeds come
-        from one draw of the default generator. Values are the same for any number of stages if ranks are seeded alike.
+    seed_layers: call seed_fn(base_seed + i) before layer i is built; by default it seeds torch's generators. If False,
+        seeds come from one draw of the default generator. Values are the same for any number of stages if ranks are seeded
+        alike.
     partition_method: see ``partition.bounds_of``.
-    activation_checkpoint_interval: recompute every so many layers in backward; 0 for none.
-    activation_checkpoint_func: what does it, called as func(run, value); by default zerorun.checkpointing.checkpoint.
-    checkpointable_layers: class names; only runs of these are recomputed; by default all that have parameters.
-    dynamic_shape: shapes may always differ from one micro-batch to the next; the argument changes nothing.
-    stage: the local stage; by default the topology's, or that of this rank. chunks: parts per stage (interleaving).
+    activation_checkpoint_interval: recompute the layers in backward, in runs of this many; 0: recompute nothing.
+    activation_checkpoint_func: what recomputes a run, called as func(run, value); by default
+        zerorun.checkpointing.checkpoint.
+    checkpointable_layers: class names; only runs of these layers are recomputed; by default all runs with parameters.
+    dynamic_shape: has no effect, because shapes may always differ from one micro-batch to the next.
+    stage: the local stage; by default that of the topology or of this rank. chunks: parts per stage (interleaving).
 
-    A batch is (inputs, labels), each any pytree. Raises PipelineError.
+    A batch is a pair (inputs, labels), each any pytree. Raises PipelineError.
     """
 
     is_cut = True
@@ -87,7 +89,7 @@ class PipelineModule(Pipelined):
 
     def _keep(self, layers: Sequence[Any], builder: Builder) -> None:
         """Build and register the local layers."""
-        self._functions: dict[int, Callable[[Any], Any]] = {}  # layers that are no modules
+        self._functions: dict[int, Callable[[Any], Any]] = {}  # layers that are not modules
         self._forward_fns: dict[int, Callable[[Any, Any], Any]] = {}  # of tied layers
         for index in sorted(self._cut.local_layers()):
             layer, module = layers[index], builder.layer(index)
@@ -99,28 +101,28 @@ class PipelineModule(Pipelined):
                 self._forward_fns[index] = layer.forward_fn
 
     def _set_loss(self, loss_fn: Callable[[Any, Any], Any] | None) -> None:
-        """A loss that is a module is a part of the last stage, with its parameters."""
+        """Keep the loss. If it is a module, it belongs to the last stage, with its parameters."""
         if isinstance(loss_fn, nn.Module):
             self._names += tuple(f"{LOSS}.{name}" for name, _ in loss_fn.named_parameters())
         local = any(self.is_last(chunk) for chunk in range(self.chunks))
         self.loss_fn = loss_fn if local or not isinstance(loss_fn, nn.Module) else None
 
     def topology(self) -> Any:
-        """The topology that was given."""
+        """Return the topology that was given, or None."""
         return self._topology
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Recompute every ``interval`` layers in backward; 0 for none."""
+        """Recompute the layers in backward, in runs of ``interval``; 0: recompute nothing."""
         if interval < 0:
             raise PipelineError(f"activation_checkpoint_interval = {interval}. Remedy: give 0 or a number of layers.")
         self._interval = interval
 
     def get_additional_losses(self) -> dict[str, Any] | None:
-        """For subclasses: losses to be reported beside the one of ``loss_fn``."""
+        """Return None. Subclasses written for DeepSpeed may return further losses here; zerorun does not call this."""
         return None
 
     def forward(self, value: Any, chunk: int = 0, batch: Any = None) -> Any:
-        """Run the local layers of one chunk on one value. ``batch`` is not needed: ``loss_of`` applies the loss."""
+        """Run the local layers of one chunk on one value. ``batch`` is not used, because ``loss_of`` applies the loss."""
         layers = self._cut.layers(self._cut.part(chunk))
         step = self._interval or max(len(layers), 1)
         for start in range(layers.start, layers.stop, step):
@@ -155,16 +157,16 @@ class PipelineModule(Pipelined):
         return [self.get_submodule(str(index)) for index in layers if index not in self._functions]
 
     def inputs_of(self, batch: Any) -> Any:
-        """The first of (inputs, labels)."""
+        """Return the inputs of a batch (inputs, labels)."""
         return _pair(batch)[0]
 
     def loss_of(self, output: Any, batch: Any) -> Any:
-        """loss_fn(output, labels); without a loss_fn the output."""
+        """Return loss_fn(output, labels), or the output if there is no loss_fn."""
         return output if self.loss_fn is None else self.loss_fn(output, _pair(batch)[1])
 
 
 def _refuse_hidden(layers: Sequence[Any], loss_fn: Any) -> None:
-    """Raise PipelineError for parameters that would be used on a stage which nothing tells of them."""
+    """Raise PipelineError if a function hides parameters or loss_fn shares some: another stage could use stale copies."""
     for index, layer in enumerate(layers):
         if isinstance(layer, TiedLayerSpec):
             refuse_hidden_parameters(layer.forward_fn, f"forward_fn of layer {index}")
@@ -177,8 +179,8 @@ def _refuse_hidden(layers: Sequence[Any], loss_fn: Any) -> None:
     for index, layer in enumerate(layers):
         if isinstance(layer, nn.Module) and any(id(param) in own for param in layer.parameters()):
             raise PipelineError(
-                f"loss_fn and layer {index} share a parameter, and may lie on different stages. Remedy: make what shares "
-                "it the last layer, so that the loss_fn needs none."
+                f"loss_fn and layer {index} share a parameter, and may lie on different stages. Remedy: move the "
+                "computation that uses it into the last layer, so that loss_fn needs no parameter."
             )
 
 

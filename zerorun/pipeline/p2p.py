@@ -1,19 +1,19 @@
 """Messages between neighbouring stages: any nest of tensors and plain values, with shapes that may change every time.
 
 [Note: what is sent]
-A message is a header of two numbers, then the description of the value, if it is another than that of the message before,
-and then the tensors as they lie in memory. In the steady state that is the header and the tensors. Sends never block:
-what is sent is kept until it has left, and no longer, so that a stage keeps no more activations than its schedule says.
-Messages of one sort between the same two ranks arrive in order. A description is data (see wire.py): containers are named,
-and made only of classes that this rank has, and that torch's pytree knows how to make.
+A message is a header of two numbers, then the description of the value if it differs from that of the previous message, and
+then the raw memory of the tensors. In the steady state only the header and the tensors are sent. Sends never block: what is
+sent is kept until it has left, and no longer, so a stage keeps no more activations than its schedule says. Messages of one
+sort between the same two ranks arrive in order. A description is data (see wire.py): it names the containers, and the
+receiver builds them only from classes that it has loaded and that torch's pytree knows how to build.
 
 [Note: receiving ahead]
-A message can only travel when the receiver has given it a place. If that came when the value is needed, the stage would
-stand still for as long as the way takes. So ``expect`` gives the next message its place while the stage computes: one
-buffer for each sender and sort beyond what the schedule keeps. The tensors' places are a guess, that this message is like
-the last one. It is made where the last one was like the one before it, which both ends know. If it was wrong, the sender
-fills the places with nothing of use before it goes on. NCCL needs no such help: there, receives wait on the GPU's queue,
-and tensors go by a link of their own for each direction and sort (see connect.py).
+A message can travel only once the receiver has provided a buffer for it. If the receiver did so only when it needs the
+value, the stage would stand idle for the whole transfer. So ``expect`` provides buffers for the next message while the
+stage computes: for one message of each sender and sort, beyond what the schedule keeps. The buffers for tensors rest on a
+guess: that this message is like the last one. The guess is made only if the last message was like the one before it, which
+both ends know. If it was wrong, the sender fills these buffers with zeros before it goes on. NCCL needs no such help: its
+receives wait on the GPU's queue, and tensors have a link of their own for each direction and sort (see connect.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from ..distributed.transport.waiter import Waiter
 from ..distributed.wire import decode, encode, is_namedtuple, loaded_class, path_of
 from ..errors import MessageError, PipelineError
 
-# Apart, because between the same two ranks both may travel either way: there may be no others.
+# Two sorts, because both may travel in both directions between the same two ranks: a pipeline may have only two.
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
 Key = tuple[int, str]  # the rank at the other end, the sort
-# Of each process group: its ranks make them in the same order, whatever else each of them has made.
+# Counts the PointToPoint objects of each process group, whose ranks make them in the same order, for tags that agree.
 _p2ps: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-_SAME, _BROKEN = 0, -1  # headers; else the bytes of a description
+_SAME, _BROKEN = 0, -1  # first number of a header; any other is a description's length in bytes
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice, Enum)
 _LEAF = _pytree.tree_structure(None)
 
@@ -59,19 +59,22 @@ class _Described:
 
 @dataclass(frozen=True)
 class _Description:
-    """All of a value but its tensors' elements. ``leaves``: plain values, and what tensors are like."""
+    """A value without its tensors' elements. ``leaves``: plain values, and a _Described for each tensor."""
 
     tree: _pytree.TreeSpec
     leaves: list[Any]
 
     def tensors(self) -> list[_Described]:
-        """In the order in which they are sent."""
+        """Return the descriptions of the tensors, in the order in which they are sent."""
         return [leaf for leaf in self.leaves if isinstance(leaf, _Described)]
 
 
 @dataclass
 class _TensorPlace:
-    """Where a tensor of a message comes to lie: at once, or from host memory. ``arrival``: None where the device waits."""
+    """The buffers for one tensor of a message. ``landing``: where it arrives, ``tensor`` itself or a host buffer.
+
+    ``arrival``: None if the program need not wait, because the device does or the tensor is empty.
+    """
 
     tensor: torch.Tensor
     landing: torch.Tensor
@@ -80,20 +83,20 @@ class _TensorPlace:
 
 @dataclass
 class _Expected:
-    """A message that may be on its way. ``guess``: places for tensors as in the last one; None if none were given."""
+    """A message that may be on its way. ``guess``: buffers for tensors like those of the last one; None if not guessed."""
 
     header: _TensorPlace
     guess: list[_TensorPlace] | None
 
 
 def links_of(stages: int, chunks: int) -> list[Link]:
-    """All by which the messages of a pipeline go. With several chunks on a stage, the last stage talks to the first."""
+    """Return all links of a pipeline. With several chunks per stage, the last stage exchanges messages with the first."""
     pairs = [(stage, stage + 1) for stage in range(stages - 1)] + ([(stages - 1, 0)] if chunks > 1 else [])
     return [link for a, b in pairs for link in ((a, b, ACTIVATIONS), (b, a, GRADIENTS))]
 
 
 class PointToPoint:
-    """Sends and receives between this rank and others of the pipe axis. ``wait``: how to wait for a message."""
+    """Sends and receives between this rank and others of the pipe axis. ``wait(message, label)`` waits for a message."""
 
     def __init__(
         self,
@@ -102,10 +105,10 @@ class PointToPoint:
         device: torch.device,
         links: Mapping[Link, Transport] | None = None,
     ) -> None:
-        """``transport`` takes what is in host memory. ``links``: by which tensors of ``device`` go without it; those of
-        ``links_of``."""
+        """``transport`` carries host memory. ``links``: transports for the links of ``links_of``, which carry tensors of
+        ``device`` directly; without them, these go through host memory."""
         self._transport, self._wait, self._device, self._links = transport, wait, device, links or {}
-        # Own ones: after an error, what is on its way is not for the next engine.
+        # Tags of its own: after an error, messages still on their way must not reach the next engine.
         first = 2 * next(_p2ps.setdefault(transport.joined, itertools.count()))
         self._tags = {ACTIVATIONS: first, GRADIENTS: first + 1}
         self._last_sent: dict[Key, bytes] = {}
@@ -116,7 +119,7 @@ class PointToPoint:
         self._last_leaving: dict[Key, Future[None]] = {}
         self._leaving: dict[Key, Waiter] = defaultdict(Waiter)
         self._arriving: dict[Key, Waiter] = defaultdict(Waiter)
-        self._on_links: list[tuple[dist.Work, torch.Tensor]] = []  # on their way
+        self._on_links: list[tuple[dist.Work, torch.Tensor]] = []  # still being sent
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -144,11 +147,11 @@ class PointToPoint:
                 self._post_tensor(flat, key)
 
     def _announce(self, number: int, content: bytes, key: Key) -> None:
-        """That this message is not like the last one, and what it is."""
+        """Send a header that says this message is not like the last one, and its ``content``."""
         self._post(torch.tensor([number, len(content)]), key)
         if key in self._sent_alike and not self._links:
             self._sent_alike.discard(key)
-            for last in read_description(self._last_sent[key]).tensors():  # what the receiver has given places
+            for last in read_description(self._last_sent[key]).tensors():  # the receiver has buffers for these
                 if last.shape.numel():
                     flat = torch.zeros(last.shape.numel(), dtype=last.dtype)
                     self._count(flat, key)
@@ -163,7 +166,7 @@ class PointToPoint:
             self._post(flat.to("cpu"), key)
             return
         link = self._links[self._transport.rank, key[0], key[1]]
-        work = link.send(flat, 1 - link.rank, 0)  # which tells when it is done
+        work = link.send(flat, 1 - link.rank, 0)  # unlike gloo's, it tells when it is done
         self._on_links = [(w, kept) for w, kept in self._on_links if not w.is_completed()] + [(work, flat)]
 
     def _post(self, flat: torch.Tensor, key: Key) -> None:
@@ -171,7 +174,7 @@ class PointToPoint:
         self._last_leaving[key] = self._leaving[key].begin(work, flat)
 
     def finish(self) -> None:
-        """Return when everything has left."""
+        """Wait until everything has left."""
         for (peer, sort), last in self._last_leaving.items():
             self._wait(last, f"{sort} to pipeline stage {peer}")
         self._last_leaving.clear()
@@ -182,13 +185,16 @@ class PointToPoint:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def expect(self, peer: int, sort: str) -> None:
-        """Let the next message travel. It must come, and be received, before ``finish``."""
+        """Provide buffers for the next message, so that it can travel. It must come, and be received, before ``finish``."""
         key = peer, sort
         if not self._links and key not in self._expected:
             self._expected[key] = self._make_room(key)
 
     def receive(self, peer: int, sort: str) -> Any:
-        """The next message. Tensors whose gradient the sender wants require it. Raises PipelineError if it was broken."""
+        """Return the next message. Tensors whose gradient the sender wants require grad.
+
+        Raises PipelineError if the sender could not send the value, or if the description cannot be read.
+        """
         key = peer, sort
         expected = self._expected.pop(key, None) or self._make_room(key)
         number, length = self._arrived(expected.header, key).tolist()
@@ -213,22 +219,22 @@ class PointToPoint:
         return _Expected(header, self._places(key) if guesses else None)
 
     def _places(self, key: Key) -> list[_TensorPlace]:
-        """For the tensors of a message like the last one."""
+        """Begin to receive the tensors of a message like the last one."""
         device, tensors = self._device, self._last_received[key].tensors()
         return [self._place(torch.empty(like.shape, dtype=like.dtype, device=device), key) for like in tensors]
 
     def _place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:
-        """``tensor`` for what comes next of this sort."""
+        """Begin to receive the next tensor of this sort into ``tensor``."""
         if not tensor.numel():
             return _TensorPlace(tensor, tensor, None)
         if self._links:
             link = self._links[key[0], self._transport.rank, key[1]]
-            link.receive(tensor.view(-1), 1 - link.rank, 0).wait()  # what follows on the device waits, not the program
+            link.receive(tensor.view(-1), 1 - link.rank, 0).wait()  # later work on the device waits; the program does not
             return _TensorPlace(tensor, tensor, None)
         return self._host_place(tensor, key)
 
     def _host_place(self, tensor: torch.Tensor, key: Key) -> _TensorPlace:
-        """``tensor`` for what comes next, through host memory."""
+        """Begin to receive the next tensor of this sort into ``tensor``, through host memory if it is not there."""
         landing = tensor if on_host(tensor) else torch.empty_like(tensor, device="cpu")
         work = self._transport.receive(landing.view(-1), key[0], self._tags[key[1]])
         return _TensorPlace(tensor, landing, self._arriving[key].begin(work, landing))
@@ -245,21 +251,21 @@ class PointToPoint:
 
 
 def describe(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """(description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent."""
+    """Return (description of ``value``, its tensors in order). Raises PipelineError for what cannot be sent."""
     leaves, tree = _pytree.tree_flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if any(map(_objection, leaves)):
         raise _unsendable(value)
-    # a list is a tensor: among leaves there are no others
+    # a list stands for a tensor: leaves are never lists
     described = [[t.dtype, *t.shape, t.requires_grad] if isinstance(t, torch.Tensor) else t for t in leaves]
     try:
         return encode([_told(tree), described]), tensors
     except MessageError as error:
-        raise PipelineError(f"a layer gives the next stage what cannot be sent: {error}") from error
+        raise PipelineError(f"a layer passes the next stage a value that cannot be sent: {error}") from error
 
 
 def read_description(content: bytes) -> _Description:
-    """The description that ``describe`` gave. Raises PipelineError if it is none, or needs a class that is not loaded."""
+    """Read a description made by ``describe``. Raises PipelineError if it is none, or needs a class that is not loaded."""
     try:
         tree, leaves = decode(content)
         described = [_Described(torch.Size(e[1:-1]), e[0], e[-1]) if isinstance(e, list) else e for e in leaves]
@@ -272,8 +278,10 @@ def read_description(content: bytes) -> _Description:
 
 
 def _told(tree: _pytree.TreeSpec) -> list[Any]:
-    """[module and name of a container's class, what pytree needs besides its elements to make it, its elements]; [] for
-    a leaf. All classes of named tuples are one kind of container, and which of them it is is what pytree needs."""
+    """Return a tree as data: [module of the container's class, its name, what else pytree needs to make it, its elements].
+
+    A leaf is []. All named tuples are one kind of container; what else pytree needs is then the path of their class.
+    """
     if tree.type is None:
         return []
     given = list(path_of(tree.context)) if tree.type is namedtuple else tree.context
@@ -293,7 +301,7 @@ def _tree(told: list[Any]) -> _pytree.TreeSpec:
 
 
 def _known_container(module: str, name: str) -> Any:
-    """The class of this module and name among those that pytree makes."""
+    """Return the class of this module and name among those that pytree makes. Raises ValueError if there is none."""
     for kind in _pytree.SUPPORTED_NODES:
         if kind.__qualname__ == name and kind.__module__ == module:
             return kind
@@ -304,7 +312,7 @@ def _known_container(module: str, name: str) -> Any:
 
 
 def _objection(leaf: Any) -> tuple[str, str] | None:
-    """(what cannot be sent, the remedy); None for what can."""
+    """Return (what cannot be sent, the remedy), or None if ``leaf`` can be sent."""
     if isinstance(leaf, torch.Tensor):
         return None if leaf.layout == torch.strided else (f"a tensor of layout {leaf.layout}", "send it dense.")
     if isinstance(leaf, _PLAIN):
@@ -316,7 +324,7 @@ def _objection(leaf: Any) -> tuple[str, str] | None:
 
 
 def _unsendable(value: Any) -> PipelineError:
-    """Names the first part of ``value`` that cannot be sent, and where it is."""
+    """Return the error that names the first part of ``value`` that cannot be sent, and where it is."""
     path, leaf = next((path, leaf) for path, leaf in _pytree.tree_leaves_with_path(value) if _objection(leaf))
     what, remedy = _objection(leaf) or ("", "")
     where = _pytree.keystr(path) or "the value itself"

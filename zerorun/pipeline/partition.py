@@ -20,7 +20,7 @@ Bounds = tuple[int, ...]
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a cut may depend on: the name of the layer's class, and the elements of its trainable parameters."""
+    """What a cut may depend on: the layer's class name, and the number of elements of its trainable parameters."""
 
     class_name: str
     trainable_numel: int
@@ -39,11 +39,11 @@ Method = str | Sequence[int] | Measured
 
 
 def bounds_of(method: Method, layers: Sequence[LayerFacts], parts: int, chunks: int = 1) -> Bounds:
-    """Cut ``layers`` into ``parts`` as ``method`` says.
+    """Cut ``layers`` into ``parts`` by ``method``. A stage has ``chunks`` parts, which share its byte limit evenly.
 
-    method: "uniform" (number of layers), "parameters" or "best" (trainable elements), "type:REGEX" (layers whose class
-    name matches, in any case), a list of ``parts + 1`` bounds or of ``parts`` counts, or ``Measured``. Only a list can ask
-    for a part without layers. A stage has ``chunks`` parts, which share its byte limit evenly.
+    method: what the parts balance: "uniform" (number of layers), "parameters" or "best" (trainable elements), "type:REGEX"
+    (number of layers whose class name matches, ignoring case) or ``Measured`` (seconds). Or a list of ``parts + 1`` bounds
+    or of ``parts`` counts; only a list can ask for a part without layers.
     Raises PipelineError.
     """
     if parts < 1:
@@ -66,9 +66,9 @@ def bounds_of(method: Method, layers: Sequence[LayerFacts], parts: int, chunks: 
 
 
 def partition(weights: Sequence[float], parts: int) -> Bounds:
-    """The cut into ``parts`` contiguous parts, none empty, whose largest sum of ``weights`` is as small as possible.
+    """Return the cut into ``parts`` contiguous parts, none empty, whose largest sum of ``weights`` is as small as possible.
 
-    Exact, in O(n + parts * log(n) * log(sum)) for n weights. Among the best cuts it takes one with even parts.
+    It is exact, and takes O(n + parts * log(n) * log(sum)) for n weights. Of the best cuts it is one with even parts.
     Raises PipelineError for fewer layers than parts, and for weights that are negative or not finite.
     """
     weighed = any(_checked(weights, "weight"))
@@ -76,7 +76,7 @@ def partition(weights: Sequence[float], parts: int) -> Bounds:
 
 
 def _cut(weights: Sequence[float], sizes: Sequence[int] | None, limit: float, parts: int) -> Bounds:
-    """Smallest largest weight, under ``limit`` for the sum of ``sizes`` of every part."""
+    """Make the largest part's weight as small as possible, with at most ``limit`` as the sum of ``sizes`` of any part."""
     if len(weights) < parts:
         raise _too_few(len(weights), parts)
     walk = _Walk(weights, sizes, limit)
@@ -85,7 +85,7 @@ def _cut(weights: Sequence[float], sizes: Sequence[int] | None, limit: float, pa
 
 
 class _Walk:
-    """Sums over ranges of layers, and the walk that fills one part after the other as far as it goes."""
+    """Sums over ranges of layers, and the greedy walk that fills one part after the other as far as possible."""
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int] | None, limit: float) -> None:
         self.numel = len(weights)
@@ -97,8 +97,8 @@ class _Walk:
         return self.total[end] - self.total[start]
 
     def end(self, start: int, weight: float) -> int:
-        """The farthest end of a part that begins at ``start`` and weighs at most ``weight``."""
-        # The guess can be off by a layer, because total[start] + weight is rounded. ``sum`` is what counts everywhere.
+        """Return the farthest end of a part that begins at ``start`` and weighs at most ``weight``."""
+        # The first guess can be off by a layer, because total[start] + weight is rounded. ``sum`` decides everywhere.
         found = bisect_right(self.total, self.total[start] + weight, lo=start) - 1
         while found < self.numel and self.sum(start, found + 1) <= weight:
             found += 1
@@ -109,7 +109,7 @@ class _Walk:
         return found
 
     def smallest(self, parts: int) -> float:
-        """The smallest weight that ``parts`` parts can keep to. Every candidate is the sum of some range: exact."""
+        """Return the smallest weight that ``parts`` parts can keep to. Exact, as every candidate is the sum of a range."""
         low, high = 0.0, float(self.sum(0, self.numel))
         while low < high:
             middle = low + (high - low) / 2
@@ -130,8 +130,8 @@ class _Walk:
 
 
 def _even(walk: _Walk, weight: float, parts: int) -> Bounds:
-    """A cut in which no part exceeds ``weight``, each as near as possible to the mean of what is left."""
-    latest = [walk.numel]  # from the end: where the last k parts must begin at the earliest
+    """Return a cut in which no part exceeds ``weight`` and each is as near as possible to the mean of what is left."""
+    latest = [walk.numel]  # latest[k]: the earliest layer at which the last k parts can begin
     for _ in range(parts):
         latest.append(_first_start(walk, weight, latest[-1]))
     bounds = [0]
@@ -148,7 +148,7 @@ def _even(walk: _Walk, weight: float, parts: int) -> Bounds:
 
 
 def _first_start(walk: _Walk, weight: float, end: int) -> int:
-    """The smallest start from which one part of at most ``weight`` reaches ``end``."""
+    """Return the smallest start from which one part of at most ``weight`` reaches ``end``."""
     low, high = 0, end
     while low < high:
         middle = (low + high) // 2

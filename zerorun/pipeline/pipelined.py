@@ -1,7 +1,7 @@
-"""Pipelined: the local part of a model that is cut into stages, as the engine that runs the stages sees it.
+"""Pipelined: the interface through which the engine runs the local stage of a model that is cut into stages.
 
 [Note: parts, stages and chunks]
-A model is cut into ``num_stages * chunks`` *parts*, numbered in the order in which data passes them. Stage p holds
+A model is cut into ``num_stages * chunks`` *parts*, numbered in the order in which data passes through them. Stage p holds
 ``chunks`` of them: its *chunk* c is part ``c * num_stages + p`` (interleaved stages: Narayanan et al. 2021,
 arXiv:2104.04473; chunks = 1 is the ordinary pipeline).
 
@@ -12,13 +12,13 @@ For one micro-batch, on the stage that has the part:
     value = module(value, chunk, batch if module.is_last(chunk) else None)
     loss = module.loss_of(value, batch) if module.is_last(chunk) else None; otherwise send value on
 
-``value`` is any pytree. Between parts it may hold tensors, None, numbers and strings. ``batch`` is needed where the first
-and the last part are, nowhere else.
+``value`` is any pytree. Between parts it may hold tensors, None, numbers and strings. Only the stages with the first and
+the last part need ``batch``.
 
 [Note: tied parameters]
-A parameter that several parts use is one parameter of the model. Each stage that uses it has a copy, made with the same
-values; the copies stay the same if their gradients are summed over the stages of ``Tie.parts`` before each step, and only
-one copy counts in norms.
+A parameter that several parts use is one parameter of the model. Each stage that uses it has a copy with the same initial
+values. The copies stay equal if their gradients are summed over the stages of ``Tie.parts`` before each step. Only one copy
+counts in norms.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from .partition import Bounds
 class Tie:
     """One parameter that several parts use.
 
-    name: its name in the one-process model, where its first user has it.
+    name: its name in the model in one process, which is the name that its first user gives it.
     parts: the parts that use it, ascending.
-    local_names: for each of them, the path at which ``get_parameter`` of its stage finds it.
+    local_names: for each of these parts, the path at which ``get_parameter`` finds it on the part's stage.
     """
 
     name: str
@@ -72,7 +72,7 @@ class StageCut:
         return len(self.bounds) - 1
 
     def part(self, chunk: int) -> int:
-        """The part that is chunk ``chunk`` of the local stage."""
+        """Return the number of the part that is chunk ``chunk`` of the local stage."""
         if not 0 <= chunk < self.chunks:
             raise PipelineError(f"chunk {chunk}: this stage has {self.chunks}. Remedy: give one of 0 to {self.chunks - 1}.")
         return chunk * self.num_stages + self.stage
@@ -96,7 +96,7 @@ class StageCut:
 
 
 class Pipelined(nn.Module):
-    """What PipelineModule and PretrainedPipeline have in common. See the notes at the top of this file."""
+    """Base class of PipelineModule and PretrainedPipeline. See the notes at the top of this file."""
 
     _cut: StageCut
     _ties: tuple[Tie, ...]
@@ -104,7 +104,7 @@ class Pipelined(nn.Module):
 
     @property
     def chunks(self) -> int:
-        """How many parts the local stage has."""
+        """The number of parts of the local stage."""
         return self._cut.chunks
 
     @property
@@ -113,11 +113,11 @@ class Pipelined(nn.Module):
         return self._cut.stage
 
     def topology(self) -> Any:
-        """The topology that it was made for, if one was given."""
+        """Return the topology that the module was made for; None if none was given."""
         return None
 
     def num_pipeline_stages(self) -> int:
-        """How many stages the model is cut into."""
+        """Return the number of stages that the model is cut into."""
         return self._cut.num_stages
 
     def partitions(self) -> Bounds:
@@ -125,7 +125,7 @@ class Pipelined(nn.Module):
         return self._cut.bounds
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that has a layer. Raises PipelineError for a layer that does not exist."""
+        """Return the stage that has layer ``layer_idx``. Raises PipelineError for a layer that does not exist."""
         return self._cut.stage_of(layer_idx)
 
     def is_first(self, chunk: int = 0) -> bool:
@@ -133,7 +133,7 @@ class Pipelined(nn.Module):
         return self._cut.part(chunk) == 0
 
     def is_last(self, chunk: int = 0) -> bool:
-        """True if this chunk is the part that makes the loss."""
+        """True if this chunk is the part that computes the loss."""
         return self._cut.part(chunk) == self._cut.parts - 1
 
     def ties(self) -> list[Tie]:
@@ -146,7 +146,7 @@ class Pipelined(nn.Module):
 
     @abstractmethod
     def forward(self, value: Any, chunk: int = 0, batch: Any = None) -> Any:
-        """Run one local part. ``batch``: for the last part, if the model computes its loss itself."""
+        """Run one local part. ``batch``: given to the last part, for models that compute their loss themselves."""
 
     @abstractmethod
     def modules_of(self, chunk: int) -> list[nn.Module]:
@@ -154,17 +154,17 @@ class Pipelined(nn.Module):
 
     @abstractmethod
     def inputs_of(self, batch: Any) -> Any:
-        """What the first part gets of a batch."""
+        """Return what the first part takes from a batch."""
 
     @abstractmethod
     def loss_of(self, output: Any, batch: Any) -> Any:
-        """The loss, from what the last part returned."""
+        """Return the loss, computed from what the last part returned."""
 
 
 def find_ties(places: Mapping[Any, Sequence[tuple[int, str]]]) -> tuple[tuple[Tie, ...], tuple[str, ...]]:
-    """The ties and the names of all parameters.
+    """Return (the ties, the names of all parameters).
 
-    ``places``: for each parameter, whatever identifies it, the (part, name) of its users in the order of the layers.
+    ``places``: identity of a parameter, of any type -> (part, name) of each of its users, in the order of the layers.
     """
     ties, names = [], []
     for users in places.values():

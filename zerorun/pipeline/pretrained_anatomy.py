@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face model run before its repeated blocks, and which after: seen in a run, not guessed."""
+"""Finds which modules of a Hugging Face model run before its repeated blocks and which after, by watching a forward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..errors import ModelError
 
 @dataclass(frozen=True)
 class Anatomy:
-    """``before`` and ``after``: paths of the outermost modules that run there. ``blocks``: the path of the list of blocks.
+    """Which modules run where. ``before``, ``after``: paths of the outermost modules that run before and after the blocks.
 
-    tuple_length: of what a block returns, with the hidden states first; None if it returns them as they are.
+    blocks: the path of the list of blocks.
+    tuple_length: length of the tuple that a block returns, hidden states first; None if it returns only hidden states.
     """
 
     blocks: str
@@ -26,7 +27,7 @@ class Anatomy:
     tuple_length: int | None
 
     def layer_of(self, path: str) -> int | None:
-        """What a path belongs to: 0 before the blocks, 1 .. count a block, count + 1 after them; None if it is unknown."""
+        """Return the layer of a path: 0 before the blocks, 1 .. count in a block, count + 1 after them; None if unknown."""
         if path.startswith(f"{self.blocks}."):
             return 1 + int(path[len(self.blocks) + 1 :].partition(".")[0])
         for names, layer in ((self.before, 0), (self.after, self.count + 1)):
@@ -44,7 +45,7 @@ def refusal(model: nn.Module, reason: str) -> ModelError:
 
 
 def find_blocks(model: nn.Module) -> str:
-    """The path of the list of repeated blocks: the model's pipeline plan names it, else it is the largest list."""
+    """Return the path of the list of repeated blocks: the one that the model's pipeline plan names, else the largest."""
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and len(part)}
     prefix = str(getattr(model, "base_model_prefix", ""))
     for key in getattr(getattr(model, "config", None), "base_model_pp_plan", None) or ():
@@ -62,8 +63,8 @@ class _Watch:
 
     model: nn.Module
     count: int
-    depth: int = 0  # of watched modules that are running
-    entered: int = 0  # blocks
+    depth: int = 0  # number of watched modules that are running, one inside the other
+    entered: int = 0  # number of blocks entered
     finished: int = 0
     hidden: Any = None  # what the last block returned
     tuple_length: int | None = None
@@ -102,7 +103,7 @@ class _Watch:
 
 
 def observe(model: nn.Module, blocks: str, run: Callable[[], Any]) -> Anatomy:
-    """What ``run``, one forward of ``model``, does. Raises ModelError if blocks are not run one after the other."""
+    """Watch ``run``, which is one forward of ``model``. Raises ModelError if blocks do not run one after the other."""
     members = list(model.get_submodule(blocks).children())
     watch = _Watch(model, len(members))
     inside = {id(part) for block in members for part in block.modules()}

@@ -1,8 +1,8 @@
-"""Proof that a Hugging Face model can be split: its parts are run against the whole, on a few made-up tokens.
+"""Proves that a Hugging Face model can be split: compares its parts with the whole model, on a few made-up tokens.
 
-A model of up to ``LARGEST`` parameters is tried itself. Of a larger one, or one that has no values here (it is on the meta
-device, or partitioned by zero.Init), a copy is made from its configuration, with all its layers but narrow ones; where the
-class cannot be made narrow, with fewer layers.
+A model of up to ``LARGEST`` parameters is tried itself. For a larger model, or one without values here (it is on the meta
+device, or partitioned by zero.Init), a copy is made from its configuration. The copy has all layers, but narrow ones; if
+the class cannot be made narrow, it has fewer layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import ModelError
 from ..zero.init import part_of
 from .pretrained_anatomy import Anatomy, find_blocks, observe, refusal
 
-# Parameters: a forward of a few tokens takes a fraction of a second.
+# In parameters: a forward of a few tokens through so many takes a fraction of a second.
 LARGEST = LARGEST_COPY = 50_000_000
 VOCABULARY, LENGTH = 128, 6
 # Widths of the copy. Names that a configuration does not have are left out.
@@ -52,7 +52,7 @@ Forward = Callable[[list[dict[str, Any]]], list[Any]]
 
 
 def specimen(model: nn.Module) -> nn.Module:
-    """What is tried in place of ``model``: itself if it is small, else a small copy. Raises ModelError."""
+    """Return the model to try: ``model`` if it is small and has values, else a small copy. Raises ModelError."""
     params = list(model.parameters())
     has_values = not any(param.is_meta or part_of(param) is not None for param in params)
     if has_values and sum(param.numel() for param in params) <= LARGEST:
@@ -73,7 +73,7 @@ def specimen(model: nn.Module) -> nn.Module:
 
 
 def _made_from(kind: type[nn.Module], config: Any) -> nn.Module:
-    """A model with random values on the CPU, if it is small."""
+    """Make a model with random values on the CPU. Raises MemoryError if it would not be small."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         with torch.device("meta"):
@@ -90,7 +90,7 @@ def _narrow(config: Any) -> None:
     equal_heads = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
     for name, value in NARROW.items():
         if isinstance(getattr(config, name, None), int):
-            with contextlib.suppress(AttributeError):  # one that is computed from others
+            with contextlib.suppress(AttributeError):  # an attribute that is computed from others
                 setattr(config, name, value)
     if equal_heads and isinstance(getattr(config, "num_key_value_heads", None), int):
         config.num_key_value_heads = config.num_attention_heads
@@ -116,7 +116,7 @@ def _few_words(config: Any) -> None:
 
 
 def examine(model: nn.Module) -> Anatomy:
-    """Which modules run where. Raises ModelError, of whatever kind the model's own error is."""
+    """Find out which modules run where. Raises ModelError, also for any error that the model itself raises."""
     blocks = find_blocks(model)
     with _probing(model), torch.no_grad():
         try:
@@ -139,7 +139,7 @@ def compare(model: nn.Module, forward: Forward) -> None:
             raise
         except Exception as error:
             raise refusal(
-                model, f"it could not be run with labels, or its parts not alone ({type(error).__name__}: {error})"
+                model, f"it, or its parts one by one, could not be run with labels ({type(error).__name__}: {error})"
             ) from error
         for found, wanted in zip(parts, outputs, strict=True):
             for name in ("logits", "loss"):
@@ -148,7 +148,7 @@ def compare(model: nn.Module, forward: Forward) -> None:
 
 
 def _tokens(model: nn.Module, padded: bool = False) -> dict[str, torch.Tensor]:
-    """input_ids [2, LENGTH]; the second row is padded to the right."""
+    """Return input_ids [2, LENGTH]; if ``padded``, the second row is padded on the right, with an attention mask."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     device = embedding.weight.device
     generator = torch.Generator().manual_seed(0)
@@ -161,10 +161,10 @@ def _tokens(model: nn.Module, padded: bool = False) -> dict[str, torch.Tensor]:
 
 
 def _labels(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """For each token or each row, as the logits of the model are."""
+    """Return labels for each token or for each row, depending on the shape of the model's logits."""
     logits = getattr(model(**batch), "logits", None)
     if not isinstance(logits, torch.Tensor):
-        raise refusal(model, "it computes no logits, and so no loss. Give a model with a head, or do it by hand")
+        raise refusal(model, "it computes no logits, and so no loss. Pass a model with a head, or write the stages by hand")
     if logits.dim() == 3:
         return batch["input_ids"] % logits.shape[-1]
     return batch["input_ids"][:, 0] % logits.shape[-1]
@@ -172,7 +172,7 @@ def _labels(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards all is as it was, the random numbers included."""
+    """Put ``model`` into evaluation mode; afterwards restore all modes and the random number generators."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:

@@ -2,17 +2,17 @@
 
 [Note: the model's own forward runs on every part]
 Every part calls the forward of the whole model, with the same keywords. So masks, positions and rotary tables are made
-exactly as in the unsplit model, by its own code, and the last part's head and loss are its own as well.
+exactly as in the unsplit model, by its own code, and the last part uses the model's own head and loss.
 
-    before   the modules before the blocks, in all parts but the first, return a placeholder: the shape, not the values
+    before   in all parts but the first, the modules before the blocks return a placeholder: the shape, not the values
     blocks   those of other parts pass their input on. A gate around the first local block replaces the placeholder by what
              was received; one around the last local block keeps what is to be sent
-    after    the modules after the blocks, in all parts but the last, pass their input on; what comes out is not used
+    after    in all parts but the last, the modules after the blocks pass their input on; their result is not used
 
-As the received value is put in at the first local block, nothing that the model computes before its blocks (scaled
+Because the received value enters at the first local block, nothing that the model computes before its blocks (scaled
 embeddings, added positions, dropout) can change it.
 
-The model is in one view only while a forward runs. Otherwise its tree holds all local modules under their own names.
+The model is put into a view only while a forward runs. Otherwise its tree holds all local modules under their own names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Absent(nn.Module):
-    """Stands where a module of another part is, and passes its input on. Has the plain attributes of that module."""
+    """Stands in for a module of another part, and passes its input on. It has the plain attributes of that module."""
 
     is_elsewhere = True
 
@@ -64,7 +64,7 @@ class Absent(nn.Module):
         )
 
     def _running(self) -> Crossing:
-        """Raises PipelineError if the model is run as if it were whole."""
+        """Return the crossing. Raises PipelineError if the model is run as if it were whole."""
         if not self._crossing.running:
             raise PipelineError(
                 "the model is cut into pipeline stages, of which other ranks have the rest: it runs in train_batch() and "
@@ -79,16 +79,16 @@ class Absent(nn.Module):
 
 
 class Placeholder(Absent):
-    """Stands for a module before the blocks. What it returns has the shape of the hidden states, and does not matter."""
+    """Stands in for a module before the blocks. Its result has the shape of the hidden states; the values do not matter."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         received = self._running().received
-        assert received is not None  # a part without the first modules
+        assert received is not None  # the first part has no placeholders
         return received.detach()
 
 
 class Gate(nn.Module):
-    """Around the first or last local block: puts in what was received, keeps what is to be sent."""
+    """Wraps the first or last local block: replaces its input by what was received, and keeps its output to be sent."""
 
     def __init__(self, inner: nn.Module, crossing: Crossing, *, takes: bool, gives: bool) -> None:
         super().__init__()
@@ -111,13 +111,13 @@ class Gate(nn.Module):
             return output
         hidden = output[0] if isinstance(output, tuple) else output
         self._crossing.sent = hidden
-        # What follows in this part is not used: without its graph.
+        # What the model computes after this block is not used, so it needs no graph.
         return (hidden.detach(), *output[1:]) if isinstance(output, tuple) else hidden.detach()
 
 
 @dataclass(frozen=True)
 class _CrossingPlace:
-    """Where a module hangs: ``holder[key]``. ``layer``: before 0, blocks, after; see ``Anatomy.layer_of``."""
+    """Where a module is registered: ``holder[key]``. ``layer``: see ``Anatomy.layer_of``. ``absent``: its stand-in."""
 
     holder: dict[str, nn.Module | None]
     key: str
@@ -126,7 +126,7 @@ class _CrossingPlace:
 
 
 class Views:
-    """All views of one model, cut as ``cut`` says, in layers: 0 before, the blocks, and one for what comes after."""
+    """All views of one model. ``cut`` counts layers: 0 for what comes before the blocks, the blocks, one for the rest."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, cut: StageCut) -> None:
         self._cut = cut
@@ -152,13 +152,13 @@ class Views:
             self._ends.append(place)
 
     def modules(self, layers: range) -> list[nn.Module]:
-        """What ``layers`` consist of."""
+        """Return the modules that ``layers`` consist of."""
         places = (*self._ends, *self._blocks.values())
         found = [place.holder[place.key] for place in places if place.layer in layers]
         return [module for module in found if module is not None]
 
     def free(self) -> None:
-        """Let go of all modules that are in no local part."""
+        """Replace all modules that are in no local part by their stand-ins, so that their memory is freed."""
         local = set(self._cut.local_layers())
         for place in (*self._ends, *self._blocks.values()):
             if place.layer not in local:
@@ -166,7 +166,7 @@ class Views:
 
     @contextlib.contextmanager
     def of(self, part: int, received: torch.Tensor | None) -> Iterator[Crossing]:
-        """The model is as ``part`` sees it. Yields where the hidden states that it sends will be."""
+        """Put the model into the view of ``part``. Yields the Crossing that takes the hidden states to be sent."""
         layers = self._cut.layers(part)
         places = (*self._ends, *self._blocks.values())
         whole = [place.holder[place.key] for place in places]
@@ -184,7 +184,7 @@ class Views:
             self._crossing.running = False
 
     def _set_gates(self, layers: range) -> None:
-        # Without local blocks, the stand-in of the nearest block is the gate.
+        # If the part has no blocks, the gate goes around the stand-in of the nearest block.
         first = min(max(layers.start, 1), self._last - 1)
         final = max(min(layers.stop - 1, self._last - 1), 1)
         takes, gives = layers.start > 0, layers.stop <= self._last
@@ -197,7 +197,7 @@ class Views:
 
 
 def _split_modules(model: nn.Module, anatomy: Anatomy) -> Iterator[tuple[nn.Module, int]]:
-    """Every module that only some parts need, and its layer. Others (rotary tables, masks) stay everywhere."""
+    """Yield every module that only some parts need, with its layer. Others (rotary tables, masks) stay in all parts."""
     for layer, block in enumerate(model.get_submodule(anatomy.blocks).children(), 1):
         yield block, layer
     for names, layer in ((anatomy.before, 0), (anatomy.after, anatomy.count + 1)):

@@ -1,8 +1,9 @@
 """Split backward: linear layers whose weight gradients are computed later than the gradients of their inputs.
 
-The stage before waits for the gradient of what it sent, not for those of weights. So a schedule may let the weights wait
-until there is nothing more urgent (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for them, its input and
-the gradient of its output, is kept until ``WeightGradients.run``. All other layers compute theirs with those of the inputs.
+The previous stage waits for the gradient of the activations that it sent, not for gradients of weights. So a schedule may
+put weight gradients off until nothing more urgent is left (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for
+its weight gradient, its input and the gradient of its output, is kept until the job in ``WeightGradients`` that computes it
+has run. All other layers compute their weight gradients together with those of their inputs.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ class WeightGradients:
         self._jobs: list[Callable[[], None]] = []
 
     def put(self, job: Callable[[], None]) -> None:
-        """``job`` computes the gradient of a weight and adds it to that of the parameter."""
+        """Add ``job``, which computes the gradient of a weight and adds it to that of the parameter."""
         self._jobs.append(job)
 
     def take(self) -> list[Callable[[], None]]:
-        """What one backward has left to do."""
+        """Return the jobs that one backward has left, and forget them."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
     def product(
         self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, *, transposed: bool
     ) -> torch.Tensor:
-        """x W^T + b, or x W + b of a ``transposed`` weight, as the layer itself computes it. W's gradient comes later."""
+        """Compute x W^T + b, or x W + b for a ``transposed`` weight, as the layer itself does. W's gradient comes later."""
         return _Product.apply(x, weight, bias, self, transposed)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -54,7 +55,7 @@ class _Product(torch.autograd.Function):
             flat = x.reshape(-1, x.shape[-1])
             y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
             y = y.view(*x.shape[:-1], weight.shape[1])
-        ctx.save_for_backward(x.to(y.dtype))  # under autocast the product is of another dtype
+        ctx.save_for_backward(x.to(y.dtype))  # under autocast the product has another dtype
         ctx.weight, ctx.later, ctx.transposed, ctx.dtype = weight, later, transposed, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
@@ -83,9 +84,9 @@ def _add_gradient(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, 
 
 
 def split_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]:
-    """Let the linear layers of ``model`` leave their weight gradients to ``later``; returns what undoes it.
+    """Let the linear layers of ``model`` leave their weight gradients to ``later``. Return a function that undoes this.
 
-    Other layers take part if they have an attribute ``weight_gradients``, None: it is set to ``later``.
+    Other layers take part if they have an attribute ``weight_gradients``: it is set to ``later``, and to None by the undo.
     """
     ordinary = [layer for layer in model.modules() if _transposed(layer) is not None and _is_plain(layer)]
     willing = [layer for layer in model.modules() if hasattr(layer, "weight_gradients")]
@@ -122,7 +123,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _transposed(layer: nn.Module) -> bool | None:
-    """Whether the weight is [in, out]; None if it is no ordinary linear layer."""
+    """True if the weight is [in, out], False if it is [out, in], None if ``layer`` is not an ordinary linear layer."""
     if type(layer).forward is nn.Linear.forward:
         return False
     kind = type(layer)

@@ -1,7 +1,7 @@
 """split_pretrained: the local stage of an unmodified Hugging Face model, under the model's own names.
 
 The model counts as ``blocks + 2`` layers: 0 is what runs before the repeated blocks, then each block, then what runs after.
-See the note in ``views`` for how a part runs, and ``probe`` for how it is made certain that the split is right.
+See the note in ``pretrained_views`` for how a part runs, and ``pretrained_proof`` for how the split is proven correct.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .pretrained_proof import compare, examine, specimen
 from .pretrained_views import Views
 
 HIDDEN = "hidden_states"
-# Keywords that ask for something of all layers, of which a part has only some.
+# Keywords that need all layers, of which a part has only some.
 OF_ALL_LAYERS = ("past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def split_pretrained(
     model: nn.Module, num_stages: int, stage: int, partition_method: Method = "best", chunks: int = 1
 ) -> PretrainedPipeline:
-    """Stage ``stage`` of a transformers model. Layers of other stages are taken out of ``model``, which is changed.
+    """Return stage ``stage`` of a transformers model. ``model`` is changed: layers of other stages are taken out of it.
 
-    Before that, the parts are run against the whole model, or against a small copy of it, on a few tokens; every stage does
+    Before that, the parts of the model, or of a small copy, are compared with the whole on a few tokens; every stage does
     so by itself. A model on the meta device can be split before it gets its values.
     partition_method: see ``partition.bounds_of``; a list counts blocks + 2 layers.
-    Raises ModelError, which names the model's class, if the split is not certain to be right (encoder-decoder models, a
+    Raises ModelError, which names the model's class, if the split is not certain to be correct (encoder-decoder models, a
     loss over all layers, ...), and PipelineError if there are too few layers for the stages.
     """
     _refuse(model)
@@ -85,7 +85,7 @@ def _facts(model: nn.Module, anatomy: Anatomy) -> list[LayerFacts]:
 
 
 def _of_full_length(model: nn.Module, anatomy: Anatomy) -> Anatomy:
-    """What was seen on a copy, for a model that may have more blocks."""
+    """Return the anatomy that was seen on a copy, for ``model``, which may have more blocks."""
     try:
         for name in (*anatomy.before, *anatomy.after):
             model.get_submodule(name)
@@ -106,7 +106,7 @@ def _try(model: nn.Module, anatomy: Anatomy, bounds: tuple[int, ...]) -> None:
     pipeline = PretrainedPipeline(model, anatomy, StageCut(bounds, 1, parts, 0))
 
     def forward(batches: list[Any]) -> list[Any]:
-        # One part after the other for all batches: what a model keeps from block to block by itself would get mixed up.
+        # Each part runs on all batches before the next: state that a model keeps from block to block would get mixed up.
         values = [pipeline.inputs_of(batch) for batch in batches]
         for part in range(parts):
             values = [pipeline(value, part, batch) for value, batch in zip(values, batches, strict=True)]
@@ -116,19 +116,20 @@ def _try(model: nn.Module, anatomy: Anatomy, bounds: tuple[int, ...]) -> None:
 
 
 class PretrainedPipeline(Pipelined):
-    """One stage of a Hugging Face model. Made by ``split_pretrained``. Has the children of ``model``, under their names.
+    """One stage of a Hugging Face model, made by ``split_pretrained``. It has the children of ``model``, under their names.
 
-    A batch is a mapping of the model's keywords (input_ids, attention_mask, position_ids, labels, ...). Between parts goes
-    a dict: "hidden_states" [batch, length, width], and all other keywords but the labels, as the later parts need them.
-    The last part takes the labels from its own batch, and returns what the model returns: ``.loss``, ``.logits``.
+    A batch is a mapping of the model's keywords (input_ids, attention_mask, position_ids, labels, ...). Parts send each
+    other a dict: "hidden_states" [batch, length, width], and all other keywords except labels and inputs_embeds, because
+    later parts need them. The last part takes the labels from its own batch, and returns what the model returns:
+    ``.loss``, ``.logits``.
     """
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, cut: StageCut) -> None:
         super().__init__()
-        # The same dicts, so that this module and the model always have the same children and parameters.
+        # These are the same dicts, so this module and the model always have the same children and parameters.
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self._held = (model,)  # in a tuple: not a child, whose names would get a prefix
+        self._held = (model,)  # in a tuple, so that it is not a child, whose names would get a prefix
         self._cut = cut
         self._views = Views(model, anatomy, cut)
         self._empty = {part for part, (start, end) in enumerate(pairwise(cut.bounds)) if start == end}
@@ -152,11 +153,11 @@ class PretrainedPipeline(Pipelined):
         return self.whole_model.config
 
     def free(self) -> None:
-        """Let go of the layers of other stages."""
+        """Drop the layers of other stages, so that their memory is freed."""
         self._views.free()
 
     def train(self, mode: bool = True) -> PretrainedPipeline:
-        """As of any module; the model itself is no child, and changes with it."""
+        """Set the mode as any module does, and also that of the model itself, which is not a child."""
         super().train(mode)
         self.whole_model.training = mode
         return self
@@ -166,7 +167,7 @@ class PretrainedPipeline(Pipelined):
         return self._views.modules(self._cut.layers(self._cut.part(chunk)))
 
     def inputs_of(self, batch: Any) -> dict[str, Any]:
-        """All keywords but the labels. Raises PipelineError for what would need all layers in one place."""
+        """Return all keywords but the labels. Raises PipelineError for keywords that need all layers in one place."""
         if not isinstance(batch, Mapping):
             raise PipelineError(
                 f"a batch for {type(self.whole_model).__name__} is a dict of its keywords, got {type(batch).__name__}. "
@@ -185,7 +186,7 @@ class PretrainedPipeline(Pipelined):
         keywords = dict(value)
         received: torch.Tensor | None = keywords.pop(HIDDEN) if part else None
         if received is not None and "input_ids" not in keywords:
-            keywords["inputs_embeds"] = received.detach()  # for its shape
+            keywords["inputs_embeds"] = received.detach()  # only its shape is used
         if self.is_last(chunk) and batch is not None and "labels" in batch:
             keywords["labels"] = batch["labels"]
         with self._views.of(part, received) as crossing:
@@ -196,7 +197,7 @@ class PretrainedPipeline(Pipelined):
         return {**{name: item for name, item in dict(value).items() if name not in (HIDDEN, "inputs_embeds")}, HIDDEN: sent}
 
     def loss_of(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss that the model computed. Raises PipelineError if the batch had no labels."""
+        """Return the loss that the model computed. Raises PipelineError if the batch had no labels."""
         if output.loss is None:
             raise PipelineError(
                 f"{type(self.whole_model).__name__} computed no loss: it had no labels. Remedy: put labels into the batch, "

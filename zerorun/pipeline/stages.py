@@ -1,4 +1,4 @@
-"""How many stages a pipeline has, and which of them is this process's."""
+"""Finds the number of pipeline stages, and the stage of this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import PipelineError
 
 @runtime_checkable
 class HasPipeAxis(Protocol):
-    """zerorun's Topology, of which the pipe axis matters here."""
+    """zerorun's Topology, of which only the pipe axis is used here."""
 
     @property
     def pipe(self) -> int: ...
@@ -23,7 +23,7 @@ class HasPipeAxis(Protocol):
 
 @runtime_checkable
 class HasNamedAxes(Protocol):
-    """DeepSpeed's ProcessTopology, of which the axis "pipe" matters here."""
+    """DeepSpeed's ProcessTopology, of which only the axis "pipe" is used here."""
 
     def get_dim(self, axis: str) -> int: ...
 
@@ -31,9 +31,9 @@ class HasNamedAxes(Protocol):
 
 
 def find_stage(num_stages: int | None, topology: Any, stage: int | None) -> tuple[int, int]:
-    """(number of stages, the local stage), from what is given; without a topology, ranks of one stage are neighbours.
+    """Return (number of stages, the local stage). Without a topology, the ranks of one stage have consecutive numbers.
 
-    Raises PipelineError if it cannot be known, or if ``num_stages`` and ``topology`` disagree.
+    Raises PipelineError if these cannot be known, or if ``num_stages`` and ``topology`` disagree.
     """
     if topology is None:
         if num_stages is None:
@@ -67,11 +67,11 @@ def _stage_of_rank(num_stages: int) -> int:
 
 
 def _rank() -> int:
-    if not dist.is_initialized() and "RANK" in os.environ:  # as the launcher says; it will be joined later
+    if not dist.is_initialized() and "RANK" in os.environ:  # set by the launcher; the group is joined later
         return int(os.environ["RANK"])
     if not dist.is_initialized():
         raise PipelineError(
-            "which stage is this process's cannot be known before the process group is there. Remedy: call "
+            "the stage of this process is unknown until the process group exists. Remedy: call "
             "zerorun.init_distributed() first, or give stage=."
         )
     return dist.get_rank()

@@ -1,1 +1,1 @@
-"""What one rank holds and sends, decided before anything is allocated: frozen data, for any rank of any world."""
+"""The plan of what one rank holds and sends, made before anything is allocated: frozen data, for any rank of any world."""

@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def plan_of(model: str, config: str, world_size: int, rank: int, ranks_per_node: int, device: str) -> ShardingPlan:
-    """The plan of ``rank``, with the states of its optimizer; the model is made without values.
+    """Make the plan of ``rank``, with the states of its optimizer. The model is made on the meta device, without values.
 
     Raises ConfigError, ModelError, PipelineError or TopologyError.
     """

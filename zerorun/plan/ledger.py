@@ -1,6 +1,6 @@
 """The byte ledger of a plan: what a rank holds after a step, by kind.
 
-Kinds in host memory are named "host ...", and those in files "disk ..."; they come up only where there is any.
+Kinds in host memory are named "host ...", and those in files "disk ...". They appear only if they are not empty.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ DEVICE_KINDS = ("parameters", "gradients", "master", "moments", "slots", "buffer
 
 
 def kind_in(place: str, kind: str) -> str:
-    """``kind`` as the ledger calls it where it lies in ``place``."""
+    """Return the ledger's name for ``kind`` in ``place``."""
     return kind if place == DEVICE else f"{place} {kind}"
 
 
 def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
-    """Bytes by kind, as ``engine.memory_report()`` counts them after a step.
+    """Return the bytes by kind, as ``engine.memory_report()`` counts them after a step.
 
-    ``slots``: everything a stage would not need by its formula (shared slots, receive buffers, and what a unit with a slot
-    of its own holds beyond its shard). Padding of flat buffers is inside the kinds. Without the states of the optimizer if
-    the plan does not know them.
+    ``slots``: everything that the formula of the stage does not include (shared slots, receive buffers, and what a unit
+    with a slot of its own holds beyond its shard). Each kind includes the padding of flat buffers. The optimizer's states
+    are missing if the plan does not know them.
     """
     ledger: defaultdict[str, int] = defaultdict(int)
     ledger |= dict.fromkeys(DEVICE_KINDS, 0)
@@ -37,7 +37,7 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
             for buffer in group.buffers:
                 ledger[kind_in(buffer.place, buffer.kind)] += buffer.bytes
             size = next(states) if group.trainable and plan.states is not None else 0
-            if size:  # some optimizers keep nothing
+            if size:  # some optimizers keep no states
                 ledger[kind_in(unit.states_place, "moments")] += size
     ledger["parameters"] += plan.kept_apart
     ledger["slots"] += plan.param_slots.bytes + plan.grad_slots.bytes + receive_buffer_bytes(plan)
@@ -48,7 +48,7 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
 
 
 def total_of(ledger: Mapping[str, int], place: str) -> int:
-    """Bytes of the kinds in ``place``: "device", "host" or "disk"."""
+    """Return the bytes of all kinds in ``place``: "device", "host" or "disk"."""
     found = dict.fromkeys(("device", "host", "disk"), 0)
     for kind, size in ledger.items():
         found["device" if kind in DEVICE_KINDS else kind.split()[0]] += size
@@ -56,7 +56,7 @@ def total_of(ledger: Mapping[str, int], place: str) -> int:
 
 
 def with_states(plan: ShardingPlan, states: OptimizerStates) -> ShardingPlan:
-    """``plan``, with the bytes of what the optimizer will keep."""
+    """Return ``plan`` with the bytes of the states that the optimizer will keep."""
     return replace(plan, states=tuple(_states_of(group, states, plan.whole) for group in plan.trainable))
 
 

@@ -1,6 +1,6 @@
 """Making the plan: what the configuration means for ranks, units, slots and placements.
 
-Shapes are all that is looked at. The model is not touched, and neither process groups nor devices are needed.
+Only shapes are looked at. The model is not changed, and neither process groups nor devices are needed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, 
 from .units import ROOT, UnitPolicy, UnitSpec, choose_units
 from .weights import apart_from, is_packed, stored_bytes
 
-# Elements of the average parameter from which on gradients need no packing: reading many small tensors costs more.
+# If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
+# more than packing them.
 LARGE_NUMEL = 65536
-# Ranges of addresses that mapped shards may take. Linux allows a process 65,530 by default.
+# The most address ranges that mapped shards may take. Linux allows a process 65,530 by default.
 MOST_RANGES = 16384
-# Bytes of other ranks' parameters, in units, that stay mapped to pages between their turns: see mapped_shards.py.
+# The first units keep the pages of other ranks' parameters mapped between their turns, up to this many bytes in all: see
+# mapped_shards.py.
 KEPT_BYTES = 32 << 20
 _FP32 = torch.float32.itemsize
 
@@ -50,12 +52,12 @@ def make_plan(
     replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE,
     maps_shards: bool = True,
 ) -> ShardingPlan:
-    """The plan of rank ``topology.rank`` for its part ``model`` of the model.
+    """Make the plan of rank ``topology.rank`` for ``model``, its part of the whole model.
 
-    ``transport``: NCCL, GLOO or PEER_MEMORY. ``device_type``: of the ranks' devices, "cpu" or "cuda".
-    ``replication_of``: which ranks beyond the data-parallel ones have a parameter, too. ``maps_shards``: False where ranks
+    ``transport``: NCCL, GLOO or PEER_MEMORY. ``device_type``: that of the ranks' devices, "cpu" or "cuda".
+    ``replication_of``: which ranks besides the data-parallel ones also have a parameter. ``maps_shards``: False if ranks
     turned out to have no memory in common. Raises ConfigError for unknown classes in ``unit_policy``, and for an optimizer
-    that cannot be updated on a disk.
+    whose states cannot be updated on a disk.
     """
     return _Planner(model, config, raw, topology, transport, device_type, replication_of, maps_shards).plan()
 
@@ -69,21 +71,27 @@ def wire_dtype(config: Config) -> torch.dtype:
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
-    """The dtype of parameters and activations; None: as the module has them."""
+    """The dtype of parameters and activations; None if they keep the dtypes of the module."""
     if config.fp16.enabled:
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled else None
 
 
 def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
-    """What ``config`` asks for, without process groups. Raises TopologyError if the degrees do not divide."""
+    """Return the topology that ``config`` asks for, without process groups.
+
+    Raises TopologyError if the degrees do not divide the ranks.
+    """
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
     degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
     return Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
 
 
 def _shard_degree(config: Config, world_size: int, ranks_per_node: int) -> int | None:
-    """Ranks that a unit is divided over; None: all. Raises TopologyError if nodes cannot hold whole groups of ranks."""
+    """Return the number of ranks that shard a unit; None means all data-parallel ranks.
+
+    Raises TopologyError if each node is to be a group and the ranks do not fill whole nodes.
+    """
     settings = config.zero_optimization
     if settings.stage == 0:
         return None
@@ -95,7 +103,7 @@ def _shard_degree(config: Config, world_size: int, ranks_per_node: int) -> int |
 
 
 def _policy(config: Config, topology: Topology) -> Policy:
-    """The row of the stage. A group of one shares slots only where that moves something to the host."""
+    """Return the stage's row of the table. In a shard group of one rank, units share slots only if they are offloaded."""
     settings = config.zero_optimization
     if topology.shard > 1:
         return STAGES[settings.stage]
@@ -115,10 +123,10 @@ def _unit_policy(config: Config) -> UnitPolicy:
 
 
 def _overlap(config: Config, transport: str, topology: Topology) -> bool:
-    """Whether units are gathered before they are needed, and reduced while the backward goes on.
+    """Return whether units are gathered before they are needed, and reduced while backward goes on.
 
-    Stage 3 is chosen to save memory. Where ranks copy from one another's memory by themselves, nothing goes on behind the
-    computation: being early would only hide the wait for a slower rank, at the price of a slot and a unit's gradients.
+    Stage 3 is chosen to save memory. If ranks copy from each other's memory themselves, no transfer runs behind the
+    computation: gathering early would only hide the wait for a slower rank, at the cost of a slot and a unit's gradients.
     """
     settings = config.zero_optimization
     if settings.overlap_comm is not None:
@@ -127,7 +135,10 @@ def _overlap(config: Config, transport: str, topology: Topology) -> bool:
 
 
 def _slot_count(config: Config, overlap: bool, numels: list[int]) -> int:
-    """One for the unit in use, and one for the next to ``overlap``, unless the configuration asks for other look-ahead."""
+    """Return the number of shared parameter slots: one for the unit in use, and with ``overlap`` one for the next unit.
+
+    The keys for prefetching and live parameters, if they are in the file, set another look-ahead.
+    """
     settings, sources = config.zero_optimization, config.sources
     largest = max(numels, default=0)
     ahead = int(overlap)
@@ -140,20 +151,22 @@ def _slot_count(config: Config, overlap: bool, numels: list[int]) -> int:
 
 
 def _grad_slot_count(param_slots: int, *, goes_on: bool) -> int:
-    """A slot is filled when its unit is left. Where its reduction ``goes_on`` behind the computation, it is on the wire
-    while the next unit's is filled."""
+    """Return the number of shared gradient slots. A slot is filled when backward leaves its unit.
+
+    If the reduction ``goes_on`` behind the computation, one slot is being sent while the next unit's slot is filled.
+    """
     return max(param_slots - 1, 2 if goes_on else 1)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------
 
 _Members = list[tuple[str, nn.Parameter]]
-_Place = tuple[int, int]  # index of a unit, and of a flat group in it
+_Place = tuple[int, int]  # (index of a unit, index of a flat group in it)
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """One call of ``make_plan``: see there."""
+    """The state of one call of ``make_plan``, whose arguments it holds."""
 
     model: nn.Module
     config: Config
@@ -186,17 +199,17 @@ class _Planner:
 
     @cached_property
     def groups(self) -> list[list[FlatGroupPlan]]:
-        """The flat groups of each unit, laid out; nothing else is known of them yet."""
+        """The flat groups of each unit, with their layouts; ``_complete`` fills in the other fields."""
         return [[self._lay_out(members) for members in self._by_kind(spec)] for spec in self.specs]
 
     @cached_property
     def sharing(self) -> list[int]:
-        """Units that need no slots of their own, where the policy has shared ones."""
+        """Indices of the units that use shared slots, if the policy has any."""
         return [index for index, spec in enumerate(self.specs) if spec.shares_slots and spec.name != ROOT]
 
     @cached_property
     def mapped(self) -> set[_Place]:
-        """Flat groups that are made of the memory of all ranks. None is where they are too many."""
+        """The flat groups whose buffer is made of the memory of all ranks. Empty if they need too many address ranges."""
         found = {
             (index, number)
             for index in (self.sharing if self.policy.share_param_slots and self._can_map else ())
@@ -239,7 +252,7 @@ class _Planner:
         return param.requires_grad and id(param) in self.raw.group_of
 
     def _dtype(self, param: nn.Parameter) -> torch.dtype:
-        """That ``param`` is kept in. What is packed keeps its own, which says nothing about its values."""
+        """The dtype in which ``param`` is kept. Packed memory keeps its own, which says nothing about its values."""
         wanted = compute_dtype(self.config)
         return param.dtype if wanted is None or not param.is_floating_point() or is_packed(param) else wanted
 
@@ -249,7 +262,7 @@ class _Planner:
             kind = self._dtype(param), self._is_trained(param), self.replication_of(param), is_packed(param)
             kinds[kind].append((name, param))
         for (_, trained, _, _), members in kinds.items():
-            if trained:  # neighbours of one parameter group make one optimizer piece
+            if trained:  # neighbouring parameters of one optimizer group form one piece
                 members.sort(key=lambda member: self.raw.group_of[id(member[1])])
             yield members
 
@@ -275,13 +288,13 @@ class _Planner:
 
     @staticmethod
     def _in_whole_pages(group: FlatGroupPlan) -> bool:
-        layout, wide = group.layout, group.dtype.itemsize >= 2  # PAGED elements are whole pages then
+        layout, wide = group.layout, group.dtype.itemsize >= 2  # then PAGED elements fill whole pages
         return wide and layout.numel > 0 and layout.even and all(bound % PAGED == 0 for bound in layout.bounds)
 
     # -- units ---------------------------------------------------------------------------------------------------
 
     def _units(self, param_slots: int, grad_slots: int) -> tuple[UnitPlan, ...]:
-        """``param_slots``, ``grad_slots``: how many are shared; 0 where none are."""
+        """Plan the units. ``param_slots``, ``grad_slots``: the number of shared slots; 0 if the policy has none."""
         names = {id(module): name for name, module in self.model.named_modules()}
         turn = {index: turn for turn, index in enumerate(self.sharing)}
         units, kept = [], 0
@@ -319,7 +332,11 @@ class _Planner:
         return replace(found, buffers=tuple(self._buffers(unit, found)))
 
     def _buffers(self, unit: UnitPlan, group: FlatGroupPlan) -> Iterator[Buffer]:
-        """What lies in slots of the unit's own beyond its shard is a slot's, where the stage would share it."""
+        """Yield the buffers that ``group`` allocates.
+
+        A unit may have its own slot although the stage has shared ones. What this slot holds beyond the shard then counts
+        as "slots".
+        """
         policy, size = self.policy, group.dtype.itemsize
         whole, shard = group.layout.numel * size, group.shard_numel * size
         if unit.resident and policy.share_param_slots:
@@ -343,7 +360,7 @@ class _Planner:
     # -- what units have in common -------------------------------------------------------------------------------
 
     def _staging(self, units: Sequence[UnitPlan], disk: DiskPlan | None) -> StagingPlan:
-        """Buffers for the largest flat group that is updated in host memory, where that needs any."""
+        """Plan the staging buffers for the largest flat group that is updated in host memory, if it needs any."""
         on_disk = buffer_bytes(disk.masters, disk.states or 0) if disk is not None and disk.masters else 0
         updated = [group for unit in units if unit.placement.optimizer for group in unit.trainable]
         rounded = [group.shard_numel * group.dtype.itemsize for group in updated if group.dtype.itemsize < _FP32]
@@ -352,7 +369,7 @@ class _Planner:
         return StagingPlan(max(gradients, default=0), max(rounded, default=0), on_disk, apart)
 
     def _disk(self, units: Sequence[UnitPlan]) -> DiskPlan | None:
-        """Raises ConfigError for an optimizer that cannot work there."""
+        """Plan what is kept in files. Raises ConfigError for an optimizer whose states cannot be updated there."""
         settings = self.config.zero_optimization
         states_there, params_there = settings.offload_optimizer.device == "nvme", settings.offload_param.device == "nvme"
         if not (states_there or params_there):
@@ -371,6 +388,6 @@ def _slots(count: int, sizes: Sequence[int]) -> SlotPlan:
 
 
 def by_layout(layout: Layout, members: Iterable[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
-    """The parameters in the order in which they lie in the flat buffer."""
+    """Return the parameters in their order in the flat buffer."""
     by_name = dict(members)
     return [by_name[entry.name] for entry in layout.entries]

@@ -1,12 +1,13 @@
-"""Optimizer states: what an optimizer keeps for its parameters, found by one step on tiny tensors.
+"""Optimizer states: what an optimizer keeps for its parameters, found by a trial step on tiny tensors.
 
 A parameter of the trial has prime numbers as dimensions, so that the shape of a state tells which dimensions it follows:
-(3, 5) for the moments of Adam, (3, 1) and (1, 5) for the factors of Adafactor. Step counts (0-dim) are left out, as the
-ledger leaves them out.
+[3, 5] for the moments of Adam, [3, 1] and [1, 5] for the factors of Adafactor. Step counts (0-dim tensors) are left out,
+as in the ledger.
 
-Optimizers of other packages may keep other states for large tensors than for small ones, such as 8-bit codes for those of
-4096 elements and more. So theirs are also tried on a tensor of each number of elements that the model has, or of a smaller
-one that looks alike: the same remainder, and more than any threshold. What they keep for more grows evenly from there.
+Optimizers of other packages may keep other states for large tensors than for small ones, such as 8-bit codes for tensors of
+4096 elements and more. Their trial step therefore includes a tensor for each number of elements that the model has, or a
+smaller one that behaves the same: it has the same remainder modulo ``_EVEN`` and more elements than any threshold. From
+there on, the bytes grow evenly with the number of elements.
 """
 
 from __future__ import annotations
@@ -29,31 +30,31 @@ from ..optim.requested import RawOptimizer
 from .weights import stored_bytes
 
 _PRIMES = (3, 5, 7, 11, 13, 17)  # dimensions of a parameter in the trial; 255,255 elements for one with all six
-_TRIED_AS_IT_IS = 1 << 14  # elements, up to which a number of them is tried
-_EVEN = 1 << 12  # elements: a multiple of all blocks in use, and the usual threshold
+_TRIED_AS_IT_IS = 1 << 14  # elements: up to this many, the trial uses the number itself
+_EVEN = 1 << 12  # elements: a multiple of all block sizes in use, and the usual threshold
 
-_Trial = tuple[int, tuple[int, ...]]  # group, shape
+_Trial = tuple[int, tuple[int, ...]]  # (parameter group, shape)
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One state of a parameter. ``axes``: for each dimension, the parameter's that it follows; or its size, negated."""
+    """One state of a parameter. ``axes``: for each dimension, the parameter's dimension that it follows, or -size."""
 
     dtype: torch.dtype
     axes: tuple[int, ...]
-    flat: bool  # one dimension, of all the parameter's elements
+    flat: bool  # the state has one dimension, with as many elements as the parameter
 
     def shape(self, parameter: torch.Size) -> tuple[int, ...]:
-        """The shape for a parameter of this shape."""
+        """Return the state's shape for a ``parameter`` of this shape."""
         if self.flat:
             return (parameter.numel(),)
         return tuple(parameter[axis] if axis >= 0 else -axis for axis in self.axes)
 
 
 class OptimizerStates:
-    """The sizes of the states of ``raw``. ``unknown`` says why there are none, if they cannot be found.
+    """The sizes of the states of ``raw``. ``unknown`` says why they are not known, if they cannot be found.
 
-    The optimizer itself is not touched: a copy of it, or another of its kind, takes the step, on ``device``.
+    The optimizer itself is not touched: a copy of it, or a new one of its class, takes the step, on ``device``.
     """
 
     def __init__(self, raw: RawOptimizer, device: torch.device) -> None:
@@ -64,7 +65,7 @@ class OptimizerStates:
             trials += sorted({trial for group, shape in _shapes(raw) for trial in _alike(group, shape)})
         try:
             kept = _take_step(raw, trials, device) if kinds else {}
-        except Exception as error:  # an optimizer of the user's, which may want anything
+        except Exception as error:  # an optimizer of the user's may raise anything
             kept = {}
             self.unknown = f"the optimizer's states are not counted: a trial step failed with {error!r}"
         self._states = {
@@ -73,7 +74,7 @@ class OptimizerStates:
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
 
     def bytes(self, group: int, shape: Sequence[int]) -> int:
-        """Of the states of one tensor of ``shape`` in parameter group ``group``."""
+        """Return the bytes of the states of one tensor of ``shape`` in parameter group ``group``."""
         first, *more = _alike(group, tuple(shape))
         found = self._tried.get(first)
         if found is None or found == self._as_small(group, first[1]):
@@ -81,14 +82,17 @@ class OptimizerStates:
         return found + sum(self._tried[trial] - found for trial in more) * ((prod(shape) - prod(first[1])) // _EVEN)
 
     def _as_small(self, group: int, shape: Iterable[int]) -> int:
-        """The bytes for a tensor of this shape if its states are what a small one has."""
+        """Return the bytes for a tensor of this shape, assuming that it has the states of a small one."""
         parameter = torch.Size(shape)
         states = self._states.get((group, len(parameter)), ())
         return sum(prod(state.shape(parameter)) * state.dtype.itemsize for state in states)
 
 
 def _kinds(raw: RawOptimizer) -> list[tuple[int, int]]:
-    """(group, number of dimensions) of all that any rank's optimizer may see: ranks take the same trial step."""
+    """Return (group, number of dimensions) of all tensors that any rank's optimizer may get.
+
+    All ranks therefore take the same trial step.
+    """
     groups = enumerate(raw.groups)
     return sorted({(index, p.dim() if raw.whole else 1) for index, group in groups for p in group["params"]})
 
@@ -98,7 +102,7 @@ def _shapes(raw: RawOptimizer) -> set[_Trial]:
 
 
 def _alike(group: int, shape: tuple[int, ...]) -> list[_Trial]:
-    """The trial for a tensor of ``shape``, and if it is large, one with ``_EVEN`` elements more."""
+    """Return the trial for a tensor of ``shape``, and for a large one a second trial with ``_EVEN`` more elements."""
     ones, numel = (1,) * (len(shape) - 1), prod(shape)
     if not shape or numel <= _TRIED_AS_IT_IS:
         return [(group, (*ones, numel) if shape else ())]
@@ -107,7 +111,7 @@ def _alike(group: int, shape: tuple[int, ...]) -> list[_Trial]:
 
 
 def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) -> dict[_Trial, dict[str, Any]]:
-    """The states after one step on tensors of these shapes."""
+    """Return the states after one step on tensors of these shapes."""
     members: list[list[torch.Tensor]] = [[] for _ in raw.groups]
     tried = {}
     for group, shape in trials:
@@ -124,14 +128,14 @@ def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) ->
 
 
 def _step_once(optimizer: torch.optim.Optimizer) -> None:
-    """A step that is compiled by nobody: one would take longer than what it is for."""
+    """Take a step without torch.compile: compiling would take longer than the estimate that the step is for."""
     compiles = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
         optimizer.step()
 
 
 def state_count(raw: RawOptimizer) -> int:
-    """States of a parameter. Raises ConfigError unless the optimizer is one that updates in a single pass."""
+    """Return the number of states per parameter. Raises ConfigError unless the optimizer updates in a single pass."""
     tried: torch.optim.Optimizer | None = raw.optimizer
     if tried is None:
         tiny = [{**group, "params": [torch.zeros(1)]} for group in raw.groups]
@@ -146,7 +150,10 @@ def state_count(raw: RawOptimizer) -> int:
 
 
 def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tensor) -> dict[str, Any]:
-    """What ``optimizer`` keeps for a parameter like ``tensor`` in its ``group``, after a step of a copy of it on zeros."""
+    """Return the states that ``optimizer`` keeps for a parameter like ``tensor`` in its ``group``.
+
+    They are those after a step of a copy of the optimizer, with zeros as parameter and gradient.
+    """
     members: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
     members[group].append(torch.zeros_like(tensor))
     members[group][0].grad = torch.zeros_like(tensor)
@@ -156,7 +163,7 @@ def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tenso
 
 
 def _copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
-    """A copy of ``optimizer`` with its settings, over other parameters, without its hooks and what schedulers put on it."""
+    """Copy ``optimizer`` with its settings over other parameters, without hooks and methods patched by schedulers."""
     made: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         if not (callable(value) and hasattr(type(optimizer), key)):

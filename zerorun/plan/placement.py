@@ -1,4 +1,4 @@
-"""Placement: what of a unit lies in host memory or in a file instead of on the device. Pure data."""
+"""Placement: which parts of a unit are kept in host memory or in a file instead of on the device. Pure data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """``optimizer``: master, moments and reduced gradients are not on the device. ``params``: the shard is not.
+    """Where a unit is kept. ``optimizer``: master, moments and reduced gradients are not on the device.
 
-    They are in host memory then; ``states_on_disk``: master and moments in a file; ``params_on_disk``: the shard.
+    ``params``: the parameter shard is not on the device. Both are in host memory then, except that ``states_on_disk`` puts
+    master and moments in a file, and ``params_on_disk`` the shard.
     """
 
     optimizer: bool = False
@@ -25,11 +26,11 @@ ON_DEVICE = Placement()
 def place_units(
     numels: Sequence[int], *, optimizer: bool, ratio: float, params: bool, states_on_disk: bool, params_on_disk: bool
 ) -> list[Placement]:
-    """The placement of each unit, of ``numels`` trainable elements, the root first.
+    """Return the placement of each unit. ``numels``: their trainable elements, the root unit first.
 
-    ``ratio``: share of the optimizer's elements that goes to the host. The rest stays with the first units: their gradients
-    come last in a backward, and their weights are needed first, so that hiding them is hardest. A unit is not cut, so the
-    share is met to half of a unit.
+    ``ratio``: the share of the optimizer's elements that goes to the host. The rest stays on the device, and belongs to the
+    first units: their gradients come last in a backward and their weights are needed first, so that their transfers are the
+    hardest to hide. Units are not cut, so the share is accurate to half a unit.
     """
     stay, total, before = (1.0 - ratio) * sum(numels), sum(numels), 0
     placed = []

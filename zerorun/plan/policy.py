@@ -1,4 +1,4 @@
-"""The policy table: what a ZeRO stage means for slots and shards. Three answers, no classes."""
+"""The policy table: what a ZeRO stage means for slots and shards. Each stage is three flags, and not a class."""
 
 from __future__ import annotations
 

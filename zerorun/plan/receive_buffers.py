@@ -1,4 +1,4 @@
-"""How large the buffers get into which reductions receive, from the order in which a step's reductions begin and end.
+"""The size of the buffers that reductions receive into, from the order in which a step's reductions begin and end.
 
 NCCL has buffers of its own, which are not counted.
 """
@@ -12,11 +12,14 @@ from ..distributed.transports import NCCL, PEER_MEMORY
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
-_PEERS = 16  # buffers at most that stand for those of all peers, with as many bytes: the pool looks at each
+_PEERS = 16  # at most this many buffers stand for those of all peers, with the same bytes: the pool looks at each one
 
 
 def receive_buffer_bytes(plan: ShardingPlan) -> int:
-    """Bytes that one rank has come to after a step, or two: the second finds what the first has left. In host memory."""
+    """Return the bytes of one rank's receive buffers, in host memory, after two steps.
+
+    The second step finds the buffers that the first has left, and may need more.
+    """
     if plan.transport == NCCL or plan.topology.data_parallel_size == 1:
         return 0
     receiving = _Receiving(plan)
@@ -26,7 +29,7 @@ def receive_buffer_bytes(plan: ShardingPlan) -> int:
 
 
 def _stretches(plan: ShardingPlan) -> int:
-    """Where ranks read each other's memory: a stretch of each peer, on both axes."""
+    """Return the bytes of stretches: where ranks read each other's memory, one for each peer, on both axes."""
     if plan.transport != PEER_MEMORY:
         return 0
     topology, over_shards, over_replicas = plan.topology, 0, 0
@@ -40,22 +43,22 @@ def _stretches(plan: ShardingPlan) -> int:
 
 
 def _part_of_replica(plan: ShardingPlan, numel: int) -> tuple[int, int]:
-    """What of a shard this rank adds up for all replicas."""
+    """Return the range of a shard that this rank sums for all replicas."""
     step, rank = -(-numel // plan.topology.replicate), plan.topology.replicate_rank
     return min(step * rank, numel), min(step * (rank + 1), numel)
 
 
 class _Receiving:
-    """The pool of one rank, and what of it is in use."""
+    """The buffer pool of one rank, and which of its buffers are in use."""
 
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
         self.pool = BufferPool(torch.device("meta"))
         self._reductions = Reductions(self._start, self._finish, overlap=plan.overlap)
-        self._received: dict[int, list[list[torch.Tensor]]] = {}  # by unit: those of each flat group
+        self._received: dict[int, list[list[torch.Tensor]]] = {}  # index of a unit -> the buffers of each flat group
 
     def step(self) -> None:
-        """The reductions of one step. Those of one micro-batch may still be on their way when the next begins."""
+        """Run the reductions of one step. Those of a micro-batch may still be in flight when the next one begins."""
         trained = [unit for unit in reversed(self._plan.units) if unit.trainable]
         for _ in range(self._plan.micro_batches if self._plan.shares_grads else 1):
             for unit in sorted(trained, key=lambda unit: unit.deferred):

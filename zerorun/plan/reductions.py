@@ -1,4 +1,4 @@
-"""In which order reductions begin and end. The runtime runs them so, and plans count what they need."""
+"""The order in which reductions begin and end. The runtime follows it, and plans use it to count buffers and calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from .sharding_plan import UnitPlan
 
-# Reductions on their way at a time. Through gloo each has a receive buffer; with one, ranks would wait for the slower.
+# The most reductions in flight. Through gloo each has a receive buffer; with only one, ranks would wait for the slower.
 MAX_REDUCING = 2
 
 
@@ -25,8 +25,8 @@ U = TypeVar("U", bound=HasGradSlot)
 class Reductions(Generic[U]):
     """The reductions in flight, oldest first. ``start`` and ``finish`` do the work for one unit.
 
-    ``vacate`` returns when the slot of a unit whose reduction is over may be written. Without ``overlap`` each reduction
-    ends before anything else is done.
+    ``vacate`` waits until the slot of a unit whose reduction has ended may be overwritten. Without ``overlap`` each
+    reduction ends before anything else is done.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Reductions(Generic[U]):
     ) -> None:
         self._start, self._finish, self._vacate, self._overlap = start, finish, vacate, overlap
         self._in_flight: deque[U] = deque()
-        self._occupant: dict[int, U] = {}  # of the shared slots, by index
+        self._occupant: dict[int, U] = {}  # index of a shared slot -> the unit in it
 
     def free_slot(self, unit: U) -> None:
-        """Let the shared slot of ``unit`` be its own from here on, if it has one: what is on its way from it ends."""
+        """Hand its shared slot over to ``unit``, if it has one. End a reduction that is still in flight from the slot."""
         if unit.grad_slot < 0:
             return
         before = self._occupant.get(unit.grad_slot)
@@ -52,7 +52,7 @@ class Reductions(Generic[U]):
         self._occupant[unit.grad_slot] = unit
 
     def begin(self, unit: U) -> None:
-        """Begin to reduce ``unit``; others end first, where too many are on their way."""
+        """Begin to reduce ``unit``. If too many reductions are in flight, end the oldest first."""
         while len(self._in_flight) >= MAX_REDUCING:
             self._end(self._in_flight[0])
         self._start(unit)
@@ -61,7 +61,7 @@ class Reductions(Generic[U]):
             self._end(unit)
 
     def end(self, of: U | None = None) -> None:
-        """End all that are on their way, or those up to the one of a unit."""
+        """End all reductions in flight, or only those up to and including that of the unit ``of``."""
         while self._in_flight if of is None else of in self._in_flight:
             self._end(self._in_flight[0])
 
@@ -72,7 +72,7 @@ class Reductions(Generic[U]):
 
 
 def reduce(unit: UnitPlan, reductions: Reductions[UnitPlan]) -> None:
-    """What becomes of a planned unit's gradients when it is left in a backward that reduces."""
+    """Do what the runtime does with a unit's gradients when a backward that reduces leaves the unit."""
     if unit.grad_slot < 0:
         reductions.end(of=unit)
     if not unit.gradients_stay:

@@ -1,12 +1,12 @@
-"""The sharding plan: what one rank holds of a model, and where it lies. Frozen data.
+"""The sharding plan: what one rank holds of a model, and where it is kept. Frozen data.
 
 A plan is made (make.py) from shapes and the configuration alone, without process groups and devices, for any rank. The
-builder executes it; whatever wants to know bytes, owners, slots or collectives reads it.
+builder executes it. Code that needs bytes, owners, slots or collectives reads them from the plan.
 
 [Note: slots]
 A *slot* is a flat buffer at a fixed address that holds one unit's unsharded parameters, or its full gradients. Units that
-share slots take turns: unit i uses slot i modulo the number of slots, always the same one, so that tensors which autograd
-saved see the right bytes again after the unit is unsharded for the backward. A unit that shares none has its own.
+share slots take turns: unit i always uses slot i modulo the number of slots, so that tensors which autograd saved see the
+right bytes again after the unit is unsharded for the backward. A unit that shares no slot has its own.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def _degrees(topology: Topology) -> dict[str, int]:
     return {name: getattr(topology, name) for name in ("replicate", "shard", "rank", "pipe", "tensor")}
 
 
-# As they are in JSON: "bfloat16", and the degrees with the rank.
+# In JSON, a dtype is written as "bfloat16", and a topology as its degrees and the rank.
 DType = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(lambda dtype: str(dtype).removeprefix("torch."))]
 Place = Annotated[Topology, PlainValidator(_topology), PlainSerializer(_degrees)]
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that a flat group allocates for its tensor ``tensor``, or a part of it. ``kind``: as the ledger calls it.
+    """Memory that a flat group allocates for its tensor ``tensor``, or for a part of it. ``kind``: its kind in the ledger.
 
-    A tensor that is a view of another, or lies in a slot that units share, has none.
+    A tensor that is a view of another one, or that is in a slot shared by units, has no buffer.
     """
 
     tensor: str
@@ -87,14 +87,14 @@ class PiecePlan:
 
 @dataclass(frozen=True)
 class FlatGroupPlan:
-    """Parameters of a unit that lie end to end in one flat buffer. They have one dtype, and are trained all or none.
+    """Parameters of a unit that lie end to end in one flat buffer. They have one dtype, and either all or none are trained.
 
-    ``dtype``: in which they are kept; ``given_dtype``: in which the module has them. ``packed``: memory that classes of
-    other packages read in their own way (weights.py). ``optimizer_groups``: by parameter, the optimizer's parameter group;
-    empty if frozen. ``owned``: the elements whose master this rank has; ``master_is_weight``: that is the weight itself.
-    ``resident``: the flat buffer is its unit's own and whole all the time, and the shard a part of it. ``mapped``: the flat
-    buffer is made of the memory of all ranks, and gathers move nothing. ``unpacked``: gradients are reduced from where
-    autograd leaves them. ``buffers``: the memory that this rank allocates.
+    ``dtype``: the dtype in which they are kept; ``given_dtype``: the one that the module has. ``packed``: memory that
+    classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
+    parameter group; empty if frozen. ``owned``: the range of elements whose master this rank has; ``master_is_weight``: the
+    master is the weight itself. ``resident``: the flat buffer belongs to this unit alone and is always whole, and the shard
+    is a part of it. ``mapped``: the flat buffer is made of the memory of all ranks, so that gathers move nothing.
+    ``unpacked``: gradients are reduced from where autograd leaves them. ``buffers``: the memory that this rank allocates.
     """
 
     layout: Layout
@@ -117,7 +117,7 @@ class FlatGroupPlan:
 
     @property
     def low(self) -> int:
-        """First element of this rank's shard."""
+        """The first element of this rank's shard."""
         return self.layout.bounds[self.shard_rank]
 
     @property
@@ -139,28 +139,28 @@ class FlatGroupPlan:
 
     @property
     def numel_of_parameters(self) -> int:
-        """Elements without padding."""
+        """The number of elements without padding."""
         return self.layout.numel - self.layout.padding
 
     @property
     def shard_pieces(self) -> list[Piece]:
-        """What this rank's shard has of the parameters."""
+        """The parts of parameters that are in this rank's shard."""
         return self.layout.pieces(self.shard_rank)
 
     def own_bytes(self, tensor: str) -> int:
-        """That this rank allocates for ``tensor``."""
+        """Return the bytes that this rank allocates for ``tensor``."""
         return sum(buffer.bytes for buffer in self.buffers if buffer.tensor == tensor)
 
     def owned_runs(self) -> list[ParameterRun]:
-        """What this rank updates, with ``offset`` counted from the beginning of its owned range."""
+        """Return the runs that this rank updates, with ``offset`` counted from the beginning of its owned range."""
         if self.owns_everything:
             return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(self.layout.entries)]
         return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in self.shard_pieces]
 
     def pieces(self, *, whole: bool) -> Iterator[PiecePlan]:
-        """The tensors that the optimizer gets; with ``whole`` one for each parameter, in its own shape.
+        """Yield the tensors that the optimizer gets; with ``whole``, one for each parameter, in its own shape.
 
-        See [Note: pieces] of zero/pieces.py. ``whole`` layouts have no parameter in two shards.
+        See [Note: pieces] in zero/pieces.py. In ``whole`` layouts no parameter is in two shards.
         """
         members: list[list[ParameterRun]] = []
         group = -1
@@ -181,9 +181,9 @@ class FlatGroupPlan:
 class UnitPlan:
     """A part of the model whose parameters are unsharded, resharded and reduced together.
 
-    ``modules``: names of those that enter and leave it. ``param_slot``, ``grad_slot``: index of the shared slot, -1 for one
-    of its own. ``deferred``: its gradients may come after its turn, so they are reduced when the backward is over.
-    ``keeps_others``: mapped pages of other ranks' parameters stay between its turns.
+    ``modules``: names of the modules whose forward enters and leaves it. ``param_slot``, ``grad_slot``: index of the shared
+    slot, or -1 if the unit has its own. ``deferred``: its gradients may come after its turn, so they are reduced when the
+    backward is over. ``keeps_others``: pages of other ranks' parameters stay mapped between its turns.
     """
 
     index: int
@@ -198,7 +198,7 @@ class UnitPlan:
 
     @property
     def resident(self) -> bool:
-        """True if its parameters are whole all the time: it has a slot of its own for them."""
+        """True if its parameters are always whole, because it has a slot of its own for them."""
         return self.param_slot < 0
 
     @property
@@ -213,23 +213,23 @@ class UnitPlan:
 
     @property
     def states_place(self) -> str:
-        """Where master and moments lie."""
+        """Where master and moments are kept: DEVICE, HOST or DISK."""
         return DISK if self.placement.states_on_disk else HOST if self.placement.optimizer else DEVICE
 
     @property
     def params_place(self) -> str:
-        """Where the shards lie, if the unit shares slots."""
+        """Where the parameter shards are kept if the unit shares slots: DEVICE, HOST or DISK."""
         return DISK if self.placement.params_on_disk else HOST if self.placement.params else DEVICE
 
     @property
     def param_slot_bytes(self) -> int:
-        """That its parameters take in a shared slot."""
+        """The bytes that its parameters take in a shared slot."""
         needing = (group for group in self.flat_groups if not group.mapped)
         return sum(aligned_bytes(group.layout.numel * group.dtype.itemsize) for group in needing)
 
     @property
     def grad_slot_bytes(self) -> int:
-        """That its gradients take in a shared slot."""
+        """The bytes that its gradients take in a shared slot."""
         return sum(aligned_bytes(group.layout.numel * torch.float32.itemsize) for group in self.trainable)
 
 
@@ -247,9 +247,10 @@ class SlotPlan:
 
 @dataclass(frozen=True)
 class StagingPlan:
-    """Bytes of buffers between places: two for gradients, two for rounded weights, and those a disk is updated in.
+    """Staging buffers between device, host and disk, in bytes: two of ``gradients``, two of ``rounded`` weights, ``disk``.
 
-    ``apart``: the device has memory of its own; else nothing goes through buffers on its way to the host.
+    ``disk``: the buffers in which states on a disk are updated. ``apart``: the device has memory of its own; if it does
+    not, nothing goes through buffers on its way to the host.
     """
 
     gradients: int = 0
@@ -267,9 +268,9 @@ NO_STAGING = StagingPlan()
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What this rank keeps in files. ``masters``: unit -> elements of each of its masters, which have ``states`` states.
+    """What this rank keeps in files. ``masters``: unit -> the number of elements of each of its masters.
 
-    ``states``: None if masters and states are not to lie in files.
+    ``states``: the number of optimizer states per master; None if masters and states are not kept in files.
     """
 
     masters: dict[int, tuple[int, ...]]
@@ -281,11 +282,11 @@ class DiskPlan:
 class ShardingPlan:
     """Everything that rank ``topology.rank`` holds. ``topology`` has no process groups.
 
-    ``transport``: of parameters and gradients, NCCL, GLOO or PEER_MEMORY. ``device_type``: "cpu" or "cuda".
-    ``compute_dtype``: of parameters and activations; None: as the module has them. ``wire_dtype``: in which gradients are
-    sent. ``overlap``: whether collectives go on behind the computation. ``whole``: no parameter is cut.
-    ``micro_batches``: of a step. ``kept_apart``, ``buffers``: bytes of parameters that no unit has, and of the module's
-    buffers. ``states``: bytes of optimizer states, by trained flat group; None if they are not known.
+    ``transport``: NCCL, GLOO or PEER_MEMORY, for parameters and gradients. ``device_type``: "cpu" or "cuda".
+    ``compute_dtype``: the dtype of parameters and activations; None if they keep the module's. ``wire_dtype``: the dtype in
+    which gradients are sent. ``overlap``: collectives go on behind the computation. ``whole``: no parameter is cut.
+    ``micro_batches``: their number per step. ``kept_apart``: bytes of the parameters that are in no unit. ``buffers``:
+    bytes of the module's buffers. ``states``: bytes of optimizer states by trained flat group; None if they are not known.
     """
 
     topology: Place
@@ -314,9 +315,9 @@ class ShardingPlan:
     def trainable(self) -> tuple[FlatGroupPlan, ...]:
         return tuple(group for group in self.flat_groups if group.trainable)
 
-    @cached_property  # hooks ask for it
+    @cached_property  # cached because hooks read it
     def shares_params(self) -> bool:
-        """True if some units share slots for parameters, so that these are whole only while they are used."""
+        """True if some units share slots for parameters, which are then whole only while they are used."""
         return any(not unit.resident for unit in self.units)
 
     @cached_property
@@ -326,5 +327,5 @@ class ShardingPlan:
 
     @property
     def reads_peers(self) -> bool:
-        """True if the ranks that shard copy from one another's memory by themselves."""
+        """True if the ranks of a shard group copy from each other's memory themselves."""
         return reads_peers(self.transport, self.topology)

@@ -1,7 +1,8 @@
 """The collectives of one step, in order, with labels and the bytes that this rank sends.
 
-They are those of a step whose order all ranks know, where every micro-batch goes through the units in the order in which
-the model defines them. What depends on batches is not here: activations between pipeline stages and between tensor ranks.
+The step is one whose order all ranks know already, and in which every micro-batch goes through the units in the order in
+which the model defines them. Traffic that depends on batches is left out: activations between pipeline stages and between
+tensor ranks.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
 CONTROL = "control"
-# Numbers that ranks add up before an update, in fp64: see ShardedModel.norm. With NCCL, two more for each part of the
+# fp64 numbers that ranks sum before an update: see ShardedModel.norm. With NCCL, there are two more for each part of the
 # model: see Communicator.told_order.
 SUMMARY_NUMEL = 7
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call, as ``engine.communication_report()`` counts it. ``bytes``: that this rank sends."""
+    """One call, as ``engine.communication_report()`` counts it. ``bytes``: the bytes that this rank sends."""
 
     label: str
     bytes: int
 
 
 def step_collectives(plan: ShardingPlan) -> list[Collective]:
-    """Those of one step with an update, its micro-batches included, in the order in which they are issued."""
+    """Return the collectives of one step with an update, over all its micro-batches, in the order of their issue."""
     return _Step(plan).run()
 
 
@@ -41,11 +42,11 @@ class _Step:
         self._plan = plan
         self._issued: list[Collective] = []
         self._reductions = Reductions(self._start_reduction, self._finish_reduction, overlap=plan.overlap)
-        self._occupants: dict[int, UnitPlan] = {}  # of the parameter slots that units share
+        self._occupants: dict[int, UnitPlan] = {}  # shared parameter slot -> the unit in it
 
     def run(self) -> list[Collective]:
         plan = self._plan
-        order = plan.units[1:]  # the root is whole all the time
+        order = plan.units[1:]  # the root unit stays unsharded
         for micro_batch in range(plan.micro_batches):
             self._pass(order, "for forward", reduces=False)
             reduces = plan.shares_grads or micro_batch == plan.micro_batches - 1
@@ -68,7 +69,7 @@ class _Step:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def _pass(self, order: Sequence[UnitPlan], phase: str, *, reduces: bool) -> None:
-        """As the runtime goes along its trace: leave the unit before, then gather ahead as far as slots are free."""
+        """Follow the runtime along its trace: leave the unit before, then gather ahead as far as slots are free."""
         ahead = -1
         for position in range(len(order)):
             if reduces and position:
@@ -104,7 +105,7 @@ class _Step:
         for group in unit.trainable:
             if self._plan.topology.shard > 1:
                 self._issued.append(Collective(label, self._bytes_to_shards(group)))
-            if self._plan.transport == NCCL:  # goes on to the replicas by itself
+            if self._plan.transport == NCCL:  # which continues with the sum over replicas by itself
                 self._sum_over_replicas(unit, group)
 
     def _bytes_to_shards(self, group: FlatGroupPlan) -> int:
@@ -126,7 +127,7 @@ class _Step:
             self._issued.append(Collective(f"{unit.name}: reduce-scatter gradients over replicas", sent))
 
     def _bytes_over_replicas(self, numel: int) -> list[int]:
-        """Of an all-reduce: one call through NCCL, else a reduce-scatter and an all-gather."""
+        """Return the bytes of an all-reduce, by call: one call through NCCL, else a reduce-scatter and an all-gather."""
         size, wire = self._plan.topology.replicate, self._plan.wire_dtype.itemsize
         if self._plan.transport == NCCL:
             return [2 * numel * (size - 1) // size * wire]

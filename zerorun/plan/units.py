@@ -1,10 +1,10 @@
-"""Which parameters form a unit.
+"""Units: which parameters are unsharded, resharded and reduced together.
 
 [Note: choosing units]
-A unit is entered and left through its module's forward, so units never lie inside one another: a policy takes the
-outermost modules that fit. A module without a forward of its own is never called: in its place stand its children.
-Whatever no unit takes, and every parameter that two units share (tied weights), belongs to the root unit, which stays
-gathered from the beginning of a forward to the end of its backward.
+A unit is entered and left through its module's forward, so units are never nested: a policy takes the outermost modules
+that fit. A module without a forward of its own is never called, so its children take its place. The parameters of no other
+unit, and every parameter that two units share (tied weights), belong to the root unit, which stays unsharded from the
+beginning of a forward to the end of its backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UnitPolicy:
     """How to cut a model into units. ``kind``: by_block, by_block_and_size, by_block_group, size_based or classes."""
 
     kind: str = "by_block"
-    block_count: int = 2  # blocks in a unit, for by_block_group
+    block_count: int = 2  # blocks per unit, for by_block_group
     numel: int = 50_000_000  # elements, for size_based and by_block_and_size
     classes: tuple[str, ...] = ()
 
@@ -44,7 +44,7 @@ class UnitSpec:
 def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes.
 
-    What stays apart (weights.py) is in none of them.
+    Parameters that stay apart (weights.py) are in no unit.
     """
     specs = _candidates(module, policy)
     owners: dict[int, set[int]] = defaultdict(set)
@@ -100,11 +100,12 @@ def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, block): members of the outermost lists in which one class with parameters comes at least twice.
+    """Return (name, block) for the members of the outermost lists in which a class with parameters occurs at least twice.
 
-    Members that have no forward, such as the inner lists of a list of lists, give their own members in their place.
+    A member without a forward, such as the inner list of a list of lists, is replaced by its own members.
 
-    Of a model that is cut into pipeline stages, a list may be short: there a module made of others is a block as well.
+    In a model that is cut into pipeline stages, a list may be short: there, a module that contains modules with parameters
+    is a block even if its class occurs only once.
     """
     return list(_blocks(module, "", set()))
 
@@ -131,7 +132,7 @@ def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
 
 
 def _callable_members(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children, and in place of those without a forward their own, and so on."""
+    """Yield the children; a child without a forward is replaced by its own children, recursively."""
     for name, child in _children(module, prefix):
         if has_forward(child):
             yield name, child
@@ -140,12 +141,12 @@ def _callable_members(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.
 
 
 def has_forward(module: nn.Module) -> bool:
-    """False for lists, dicts and other modules that only hold parameters or modules: hooks on them never run."""
+    """False for lists, dicts and other modules that only hold parameters or modules, so that hooks on them never run."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def _grouped(blocks: Sequence[tuple[str, nn.Module]], count: int) -> list[UnitSpec]:
-    """Neighbouring blocks of one list, ``count`` to a unit."""
+    """Group neighbouring blocks of one list, ``count`` to a unit."""
     specs: list[UnitSpec] = []
     last_parent, filled = None, 0
     for name, block in blocks:
@@ -197,7 +198,7 @@ def _without_forward(name: str, part: nn.Module) -> ConfigProblem:
 
 
 def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], *, is_root: bool) -> bool:
-    """Smallest modules with at least ``numel`` elements, bottom up. True if ``module`` holds a unit."""
+    """Find the smallest modules with at least ``numel`` elements, bottom up. Return True if ``module`` contains a unit."""
     before = len(found)
     holds = False
     for name, child in _children(module, prefix):

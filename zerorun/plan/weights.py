@@ -1,12 +1,13 @@
-"""Weights: which parameters are plain, so that they may be cast, flattened and cut, and what becomes of all others.
+"""Weights: which parameters are plain, so that they may be cast, flattened and cut, and how all others are treated.
 
 [Note: three kinds]
-A *plain* weight is memory that holds its values: nn.Parameter, and subclasses of it that only mark it, or that are trained.
-A *packed* one is frozen memory that a class of another package reads in its own way, whatever dtype it says it has: its
-bytes are gathered like those of a plain weight, and never cast. Which classes read them anew in every forward, through
-the parameter, cannot be told from outside; the known ones are named here.
-All other frozen parameters stay *apart*: those without memory of their own (wrappers around other tensors), and those whose
-layers keep further references to it. They belong to no unit; every rank has them whole, as they are.
+A *plain* weight holds its values in its own memory: nn.Parameter, subclasses that only mark it, and subclasses that are
+trained.
+A *packed* weight is frozen memory that a class of another package reads in its own way, whatever its dtype says. Its bytes
+are gathered like those of a plain weight, and never cast. It cannot be seen from outside whether a class reads this memory
+anew, through the parameter, in every forward, so the classes that are known to do so are listed here.
+All other frozen parameters stay *apart*: those without memory of their own (wrappers around other tensors), and those to
+whose memory their layers keep other references. They belong to no unit, and every rank has them whole and unchanged.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from ..errors import ModelError
 
 PLAIN, PACKED, APART = "plain", "packed", "apart"
 
-# Classes of packed weights, and what to know when one of their layers puts another tensor in the place of its weight.
+# Classes of packed weights -> what to tell the user if a layer replaces its weight by another tensor.
 _PACKED = {
     "bitsandbytes.nn.modules.Params4bit": (
         "on some CPUs layers of bitsandbytes repack their weights when they evaluate, unless each Linear4bit has "
         "support_avx512bf16_for_cpu = False"
     )
 }
-# What to do instead of training a wrapper, by the name of its class.
+# Class name of a wrapper -> what to do instead of training it.
 _INSTEAD = {
     "WeightWithDynamicFloat8CastTensor": "use Float8LinearConfig(enable_fsdp_float8_all_gather=False): plain weights",
     "DTensor": "give initialize() the model before fully_shard() or parallelize_module(), in whose place zerorun works",
 }
-_TENSOR_METHODS = ("to", "__torch_function__")  # a class that has its own reads, moves or casts its values in its own way
+_TENSOR_METHODS = ("to", "__torch_function__")  # a class that overrides one reads, moves or casts values in its own way
 
 
 def kind_of(param: torch.Tensor) -> str:
-    """PLAIN, PACKED or APART."""
+    """Return PLAIN, PACKED or APART: see [Note: three kinds]."""
     found = type(param)
     if _is_wrapper(param):
         return APART
@@ -49,23 +50,23 @@ def kind_of(param: torch.Tensor) -> str:
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """True for memory that is gathered as bytes: see the note."""
+    """True for a packed weight, which is gathered as bytes: see [Note: three kinds]."""
     return kind_of(param) == PACKED
 
 
 def stays_apart(param: torch.Tensor) -> bool:
-    """True for what every rank keeps whole: see the note."""
+    """True for a parameter that every rank keeps whole: see [Note: three kinds]."""
     return kind_of(param) == APART
 
 
 def repacking(param: torch.Tensor) -> str:
-    """What is known of layers that give a packed ``param`` another tensor; "" for all others."""
+    """Return what is known about layers that replace the packed ``param`` by another tensor; "" if it is not packed."""
     found = _packed_class(param)
     return _PACKED[found] if found is not None else ""
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """True for a subclass that carries out operations itself, mostly on other tensors that it holds."""
+    """True for a subclass that carries out operations itself, usually on other tensors that it holds."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
@@ -75,8 +76,10 @@ def _packed_class(param: torch.Tensor) -> str | None:
 
 
 def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:
-    """Raise ModelError for parameters that are not plain and could not be trained, or not be kept. ``trains``: with an
-    optimizer."""
+    """Raise ModelError for a parameter that is not plain, if it is to be trained or if it cannot be counted and saved.
+
+    ``trains``: there is an optimizer.
+    """
     for name, param in model.named_parameters():
         if kind_of(param) == PLAIN:
             continue
@@ -98,7 +101,7 @@ def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:
 
 
 def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
-    """Raise ModelError for parameters that stay apart and are not on ``device``: moving them is their classes' business."""
+    """Raise ModelError for parameters that stay apart and are not on ``device``: only their own classes can move them."""
     for name, param in model.named_parameters():
         for _, inner in inner_tensors(param) if stays_apart(param) else ():
             if inner.device != device:
@@ -108,11 +111,11 @@ def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
                 )
 
 
-# -- what they consist of ----------------------------------------------------------------------------------------
+# -- the tensors inside a weight ---------------------------------------------------------------------------------
 
 
 def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(path, plain tensor) of all that a wrapper consists of, with paths like ".qdata"; a plain tensor's own is ""."""
+    """Yield (path, plain tensor) for each tensor inside a wrapper, with paths like ".qdata"; "" for a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield "", tensor.detach()
         return
@@ -122,7 +125,7 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of ``tensor`` in memory of its own; of a wrapper, one of the same class."""
+    """Return a copy of ``tensor`` in CPU memory of its own. The copy of a wrapper has the same class."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach().to("cpu", copy=True)
     attributes, context = tensor.__tensor_flatten__()
@@ -132,30 +135,30 @@ def copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """What ``tensor`` occupies, whatever dtype it says it has."""
+    """Return the bytes that ``tensor`` occupies, whatever its dtype says."""
     return sum(inner.numel() * inner.element_size() for _, inner in inner_tensors(tensor))
 
 
 def apart_from(module: nn.Module, taken: Iterable[torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Parameters of ``module`` by name, without those in ``taken``, which units have."""
+    """Return the parameters of ``module`` by name, without those in ``taken``, which are in units."""
     known = {id(param) for param in taken}
     return {name: param for name, param in module.named_parameters() if id(param) not in known}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous ``tensor``: [bytes] uint8."""
+    """Return the memory of a contiguous ``tensor`` as [bytes] uint8."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def scales(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What layers put into their state dict beside parameters and buffers: the scales of packed weights, mostly."""
+    """Return the tensors in the state dict that are neither parameters nor buffers: mostly scales of packed weights."""
     known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found = module.state_dict(keep_vars=True)
     return {name: v for name, v in found.items() if isinstance(v, torch.Tensor) and id(v) not in known}
 
 
 def sums_of_scales(module: nn.Module) -> list[str]:
-    """One line for each of ``scales``, with a checksum: to be compared between ranks. Empty if all weights are plain."""
+    """Return one line with a checksum for each of ``scales``, for comparing ranks. Empty if all weights are plain."""
     if all(kind_of(param) == PLAIN for param in module.parameters()):
         return []
     lines = []

@@ -1,4 +1,4 @@
-"""A plan as people and other programs read it: a table, and JSON."""
+"""A plan in written form: a table for people, and JSON for other programs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _ADAPTER = TypeAdapter(ShardingPlan)
 
 
 def to_json(plan: ShardingPlan, *, indent: int | None = None) -> str:
-    """Everything in ``plan``. ``from_json`` makes an equal one of it."""
+    """Return everything in ``plan`` as JSON, from which ``from_json`` makes an equal plan."""
     return _ADAPTER.dump_json(plan, indent=indent).decode()
 
 
 def from_json(text: str | bytes) -> ShardingPlan:
-    """Raises pydantic's ValidationError for text that is no plan."""
+    """Read a plan written by ``to_json``. Raises pydantic's ValidationError for text that is not a plan."""
     return _ADAPTER.validate_json(text)
 
 
 def as_table(plan: ShardingPlan) -> str:
-    """Units with their flat groups, bytes by kind, and the collectives of a step."""
+    """Return a table of the units with their flat groups, the bytes by kind, and the collectives of a step."""
     topology = plan.topology
     lines = [
         f"rank {topology.rank} of {topology.world_size}: {topology.pipe} pipeline stages x {topology.replicate} replicas x "
@@ -51,7 +51,7 @@ def _slots(count: int, nbytes: int) -> str:
 
 
 def _slot_of(unit: UnitPlan) -> str:
-    """Of parameters and of gradients."""
+    """Return "parameter slot/gradient slot"; "own" is a slot that is not shared."""
     return "/".join("own" if slot < 0 else str(slot) for slot in (unit.param_slot, unit.grad_slot))
 
 

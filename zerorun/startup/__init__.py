@@ -1,1 +1,1 @@
-"""What initialize() is given, checked and divided before any engine exists."""
+"""Checking and dividing of what initialize() is given, before any engine exists."""

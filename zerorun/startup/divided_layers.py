@@ -1,4 +1,4 @@
-"""Layers that tensor ranks divide: how, by which plan, and what follows for gradients. Loaded where there are some."""
+"""Division of layers over tensor ranks, by a plan, and its effect on gradients. Imported only if layers are divided."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .parallelized_model import ParallelizedModel
 
 
 def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int) -> ParallelPlan:
-    """How the layers of ``model``, which are whole, are to be divided over ``size`` ranks. Raises ModelError."""
+    """Plan how to divide the layers of ``model``, which are still whole, over ``size`` ranks. Raises ModelError."""
     if not isinstance(model, Pipelined):
         made = plan_of(model, section.plan or None, size, vocab_parallel_loss=section.vocab_parallel_loss)
         if section.sequence_parallel:
@@ -51,7 +51,7 @@ def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int) -> P
 
 
 def _refuse_whole_model_keys(section: TensorParallel) -> None:
-    """Raise ModelError for what needs to see the whole model, and not the layers of one stage."""
+    """Raise ModelError for settings that need the whole model rather than the layers of one stage."""
     for key, instead in (
         ("sequence_parallel", "it works on a Hugging Face model that is not cut by hand."),
         ("vocab_parallel_loss", "let loss_fn call zerorun.tensor_parallel.vocab_parallel_cross_entropy."),
@@ -63,10 +63,10 @@ def _refuse_whole_model_keys(section: TensorParallel) -> None:
 
 
 def _refuse_unmatched(model: Pipelined, plan: Mapping[str, Any]) -> None:
-    """Raise ModelError for a pattern that matches nothing on any stage: its layers would stay whole unnoticed."""
+    """Raise ModelError for a pattern that matches nothing on any stage: layers would stay whole without notice."""
     names = model.parameter_names()
     for pattern, style in plan.items():
-        if style not in HOOKED and not matches_names(names, pattern):  # modules that are hooked need no parameters
+        if style not in HOOKED and not matches_names(names, pattern):  # styles that only hook modules need no parameters
             raise ModelError(
                 f"tensor_parallel.plan: pattern {pattern!r} matches no layer of any stage. Remedy: use names as of the "
                 f'PipelineModule\'s parameter_names(), such as {names[0]!r}; "*" stands for one part between dots.'
@@ -76,7 +76,10 @@ def _refuse_unmatched(model: Pipelined, plan: Mapping[str, Any]) -> None:
 def divide_layers(
     model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology, device: torch.device
 ) -> ParallelizedModel:
-    """Divide the layers in place by ``plan``; None: the model is made of divided layers. All ranks must call it."""
+    """Divide the layers in place by ``plan``. All ranks must call it.
+
+    ``plan`` is None if the model is made of divided layers already.
+    """
     axis = make_axis(topology, device)
     undo = ParallelizedModel().undo
     if plan is not None:
@@ -94,7 +97,7 @@ def divide_layers(
 def divide_shapes_of_layers(
     model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology
 ) -> Callable[[nn.Parameter], Replication]:
-    """As ``divide_layers``, of a model on the meta device: nobody is needed for it."""
+    """Do as ``divide_layers`` for a model on the meta device, without other ranks."""
     place = (topology.tensor_rank, topology.tensor)
     nobody = Gloo("tensor", None, *place, torch.device("meta"), CommunicationStatistics())
     if plan is not None:
@@ -104,7 +107,7 @@ def divide_shapes_of_layers(
 
 def _convert(model: nn.Module, plan: ParallelPlan, config: Config, region: Region) -> Parallelized:
     own, section = plan.here(model), config.tensor_parallel
-    whole = getattr(model, "whole_model", model)  # of which a pipeline stage has some layers
+    whole = getattr(model, "whole_model", model)  # a pipeline stage has only some of its layers
     return carry_out(
         model,
         own,
@@ -115,7 +118,7 @@ def _convert(model: nn.Module, plan: ParallelPlan, config: Config, region: Regio
 
 
 def replication_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.Parameter], Replication]:
-    """How gradients are spread of parameters that tensor ranks have whole, and of those that they divide."""
+    """Return a function that tells how the gradient of a parameter is spread over tensor ranks."""
     shards, partial, first = shards_of(model), partial_of(model), topology.tensor_rank == 0
 
     def replication_of(param: nn.Parameter) -> Replication:
@@ -127,15 +130,15 @@ def replication_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.
 
 
 def _take_rank_zeros(model: nn.Module, axis: TransportAxis) -> None:
-    """What every tensor rank of a model made of divided layers has whole is tensor rank 0's."""
+    """Broadcast from tensor rank 0 what every tensor rank of a model made of divided layers has whole."""
     shards = shards_of(model)
-    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
+    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # ranks may have them in any order
         if id(tensor) not in shards and not tensor.is_meta:
             axis.broadcast(tensor.data, "tensor: whole weights")
 
 
 def _agree_on_random_numbers(axis: TransportAxis) -> None:
-    """The default generators go on as those of tensor rank 0. See tensor_parallel/random.py."""
+    """Give the default generators the state that tensor rank 0's have. See tensor_parallel/random.py."""
     for generator in generators(axis.transport.device):
         state = generator.get_state()
         axis.broadcast(state, "tensor: random state")

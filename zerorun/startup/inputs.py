@@ -1,6 +1,7 @@
-"""Intake: what initialize() and estimate_memory() are given, checked before anything is made of it.
+"""Intake: the arguments of initialize() and estimate_memory(), checked before anything is made from them.
 
-The configuration with all its values, and the optimizer: its parameter groups, and whether it can work on pieces.
+It returns the configuration with all values resolved, and the optimizer: its parameter groups, and whether it can work on
+pieces of parameters.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ def take_in(
     topology: Topology | None = None,
     scheduler_given: bool = False,
 ) -> tuple[Config, RawOptimizer]:
-    """The resolved configuration, and which parameters are optimized by what. Raises ConfigError or ModelError."""
+    """Return the resolved configuration and the optimizer that is asked for. Raises ConfigError or ModelError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
     model_parameters = _listed(model_parameters)
     source = _config_of(config, args)
-    divided = topology is not None or isinstance(model, Pipelined)  # then not the file tells how many see other data
+    divided = topology is not None or isinstance(model, Pipelined)  # then the file does not tell the data-parallel size
     loaded = load_config(
         source,
         optimizer_given=optimizer is not None,
@@ -70,7 +71,7 @@ def take_in(
 
 
 def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
-    """The configuration with the degrees of what initialize() was given. Raises ConfigError."""
+    """Return the configuration with the degrees of the given topology or model. Raises ConfigError if they disagree."""
     written = {
         "tensor_parallel.size": config.tensor_parallel.size,
         "pipeline.stages": config.pipeline.stages,
@@ -87,7 +88,7 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
 
 
 def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
-    """The optimizer with one number in each group: what a schedule would refuse is known before units are made."""
+    """Make the optimizer with one number in each group, so that a schedule can refuse it before units are made."""
     own = ("params", "param_names")
     settings = [{key: value for key, value in group.items() if key not in own} for group in raw.groups]
     groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
@@ -97,9 +98,9 @@ def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
 
 
 def _config_of(config: Any, args: Any) -> Any:
-    """The one configuration that is given, or ConfigError.
+    """Return the one configuration that is given. Raises ConfigError if there is none, or if there are two.
 
-    Beside the others, ``args.config`` may be of something else: many scripts have such an argument of their own.
+    If another source is given, ``args.config`` is not compared with it: many scripts use this argument for something else.
     """
     found = {f"args.{name}": getattr(args, name, None) for name in ("zerorun_config", "deepspeed_config")}
     for name, value in found.items():
@@ -122,7 +123,7 @@ def _config_of(config: Any, args: Any) -> Any:
 
 
 def _same_source(one: Any, other: Any) -> bool:
-    """True for the same object, equal dicts, and two spellings of one path."""
+    """True for the same object, for equal dicts, and for two spellings of one path."""
     if isinstance(one, (str, os.PathLike)) and isinstance(other, (str, os.PathLike)):
         return os.path.abspath(one) == os.path.abspath(other)
     return one is other or (isinstance(one, dict) and isinstance(other, dict) and one == other)
@@ -178,7 +179,7 @@ def _name(given: Any) -> str:
 def _raw_optimizer(
     model: nn.Module, config: Config, client: torch.optim.Optimizer | None, model_parameters: Iterable[Any] | None
 ) -> RawOptimizer:
-    """Which parameters are optimized, in which groups, and by what."""
+    """Return which parameters are optimized, in which groups, and by which optimizer. Raises ModelError."""
     name, params = "", {}
     if client is not None:
         refuse_unusable(client)
@@ -193,7 +194,7 @@ def _raw_optimizer(
     if whole and config.tensor_parallel.size > 1:
         chosen = type(client).__name__ if client is not None else name
         raise ModelError(
-            f"{chosen} looks at whole parameters, of which tensor-parallel ranks have parts (tensor_parallel.size = "
+            f"{chosen} needs whole parameters, but tensor-parallel ranks hold parts of them (tensor_parallel.size = "
             f"{config.tensor_parallel.size}). Remedy: use an optimizer that works element by element, such as AdamW, or "
             "pipeline stages and ZeRO in place of tensor ranks."
         )
@@ -211,7 +212,7 @@ def _raw_optimizer(
                 raise ModelError(f"parameter {known[id(param)]!r} is in the optimizer twice. Remedy: list it once.")
             group_of[id(param)] = index
     trained = any(param.requires_grad and id(param) in group_of for param in model.parameters())
-    if not trained and not isinstance(model, Pipelined):  # one stage may well have none
+    if not trained and not isinstance(model, Pipelined):  # a pipeline stage may well have no trainable parameter
         raise ModelError(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
@@ -227,7 +228,7 @@ def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[di
 
 
 def _listed(params: Any) -> list[Any] | None:
-    """``model_parameters`` as a list of parameters, without the names they may have, or of groups with such lists."""
+    """Return ``model_parameters`` as a list of parameters, or of groups with such lists. Names are dropped."""
     if params is None:
         return None
     single = isinstance(params, (torch.Tensor, str, dict)) or not isinstance(params, Iterable)
@@ -246,7 +247,7 @@ def _listed(params: Any) -> list[Any] | None:
 
 
 def refuse_unusable_extras(raw: RawOptimizer, lr_scheduler: Any, training_data: Any) -> None:
-    """Raise ModelError for a scheduler or training data that could not be used in the end."""
+    """Raise ModelError for a scheduler or training data that could not be used later."""
     if lr_scheduler is not None and not callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         raise ModelError(
             f"lr_scheduler must have step() or be a callable on the optimizer, got {type(lr_scheduler).__name__}. Remedy: "
@@ -261,7 +262,7 @@ def refuse_unusable_extras(raw: RawOptimizer, lr_scheduler: Any, training_data: 
 
 
 def is_scheduler(given: Any) -> bool:
-    """True for an instance, which is used as it is; False for what makes one, such as a class."""
+    """True for a scheduler instance, which is used as it is; False for a callable that makes one, such as a class."""
     return hasattr(given, "step") and not isinstance(given, type)
 
 
@@ -300,7 +301,7 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.Adagrad):  # which has state from the start
+    if isinstance(optimizer, torch.optim.Adagrad):  # it has state from the start
         raise ModelError(
             "torch.optim.Adagrad makes its state for whole parameters when it is constructed, but is to work on pieces of "
             'them. Remedy: leave it out, and set "optimizer": {"type": "Adagrad", "params": {"lr": ...}} in the '

@@ -1,4 +1,4 @@
-"""The model that a command is given by the name of a function."""
+"""The model that a command-line tool is given as the name of a function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import ModelError
 
 
 def model_from(name: str) -> nn.Module:
-    """The model that ``module:factory`` gives. Raises ModelError if it gives none."""
+    """Return the model that ``module:factory`` makes. Raises ModelError if it makes none."""
     module_name, _, factory = name.partition(":")
     try:
         model = getattr(importlib.import_module(module_name), factory)()

@@ -1,7 +1,7 @@
-"""Parallel: what initialize() does about the axes beyond data parallelism: cuts a model, and divides its layers.
+"""Axes beyond data parallelism in initialize(): cutting a model into stages, and dividing its layers.
 
-What only pipelines and tensor ranks need is imported where it is needed: together it would be a sixth of the time that the
-import of everything else takes.
+Modules that only pipelines and tensor ranks need are imported inside functions: together they take a sixth of the time that
+importing everything else takes.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``model_axes``,
 
 
 def is_part(model: nn.Module) -> bool:
-    """True if ranks have different parts of what ``model`` stands for: it is cut, or made of divided layers."""
+    """True if each rank has only a part of the model: ``model`` is a pipeline stage, or is made of divided layers."""
     return isinstance(model, Pipelined) or bool(shards_of(model))
 
 
 def cut(model: nn.Module, config: Config, topology: Topology) -> nn.Module:
-    """This rank's stage of ``model``. Raises ModelError or PipelineError, before any layer is taken out."""
+    """Return this rank's stage of ``model``. Raises ModelError or PipelineError before any layer is taken out."""
     section = config.pipeline
     if topology.pipe == 1 and not isinstance(model, Pipelined):
         return model
-    from ..pipeline.module import PipelineModule  # of no use to others
+    from ..pipeline.module import PipelineModule  # only pipelines need it
     from ..pipeline.split_pretrained import split_pretrained
 
     if isinstance(model, Pipelined):
@@ -84,7 +84,7 @@ def _check_stage(model: Pipelined, topology: Topology, chunks: int) -> None:
 
 
 def plan_layers(model: nn.Module, config: Config, topology: Topology) -> ParallelPlan | None:
-    """How the layers of ``model`` are to be divided, if they are not yet. To be asked before it is cut.
+    """Plan how to divide the layers of ``model``; None if they need not be divided. Must be called before ``cut``.
 
     Raises ModelError, with nothing changed.
     """
@@ -102,7 +102,7 @@ def divide(
 ) -> ParallelizedModel:
     """Divide the layers of ``model`` in place by ``plan``, unless it is made of divided layers. All ranks must call it.
 
-    Raises ModelError, on all ranks alike, with the model as it was.
+    Raises ModelError, on all ranks alike, and leaves the model as it was.
     """
     made = ParallelizedModel()
     if topology.tensor > 1:
@@ -118,7 +118,7 @@ def divide(
 def divide_shapes(
     model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology
 ) -> Callable[[nn.Parameter], Replication]:
-    """As ``divide``, of a model on the meta device: nobody is needed for it. Returns how gradients are spread."""
+    """Do as ``divide`` for a model on the meta device, without other ranks. Returns how gradients are spread."""
     replication_of = ParallelizedModel().replication_of
     if topology.tensor > 1:
         from .divided_layers import divide_shapes_of_layers
@@ -144,7 +144,7 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
 def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device) -> None:
     """Give stages that have copies of one parameter a transport to sum its gradients, and the same values.
 
-    Each tie has a name of its own, and so a flat group of its own, which lies alike on all its stages.
+    Each tie has its own name, and therefore its own flat group, which has the same layout on all its stages.
     """
     copies: Copies = {}
     transports: dict[tuple[int, ...], Transport] = {}
@@ -167,7 +167,7 @@ def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: 
 
 
 def _ties_of_stages(model: Pipelined, topology: Topology) -> Iterator[tuple[Tie, tuple[int, ...]]]:
-    """The parameters that several stages have, with those stages."""
+    """Yield each parameter that several stages have, with those stages."""
     for tie in model.ties():
         stages = tuple(sorted({part % topology.pipe for part in tie.parts}))
         if len(stages) > 1:

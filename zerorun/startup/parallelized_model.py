@@ -1,4 +1,4 @@
-"""ParallelizedModel: a model of which this rank has a part, and the way from parts to wholes and back."""
+"""ParallelizedModel: a model of which this rank has a part, and the conversion between parts and wholes."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ class ParallelizedModel:
     """A model of which this rank has a part. ``undo`` makes it whole again; all ranks must call it."""
 
     model_axes: dict[str, Transport] = field(default_factory=dict)  # axes over which gradients may have to be summed
-    shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> what of it is here
+    shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> the part of it that is here
     replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
     axis: TransportAxis | None = None
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """The whole of what ``part`` of ``param`` is on this rank: a value, gradient or state. All tensor ranks call it."""
+        """Return the whole value, gradient or state of ``param``. All tensor ranks must call it, each with its ``part``."""
         shard = self.shards.get(id(param))
         if shard is None or self.axis is None:
             return part
-        from ..tensor_parallel.layers import whole_of  # loaded already, where anything is divided
+        from ..tensor_parallel.layers import whole_of  # already imported if any layer is divided
 
         return whole_of(part.contiguous(), shard, self.axis)
 
     def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of ``whole``."""
+        """Return this rank's part of ``whole``, a value, gradient or state of ``param``."""
         shard = self.shards.get(id(param))
         return whole if shard is None or tuple(whole.shape) == shard.local_shape != shard.shape else shard.cut(whole)
 
     def of_tensor_ranks(self, number: int) -> list[int]:
-        """What each tensor rank gives. All of them must call it."""
+        """Return the ``number`` that each tensor rank passes, by tensor rank. All tensor ranks must call it."""
         if self.axis is None:
             return [number]
         mine = torch.tensor([number], device=self.axis.transport.device)
@@ -51,6 +51,6 @@ class ParallelizedModel:
         return found
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
-        """Let ``whole`` be that of another tensor rank, in place. All tensor ranks call it."""
+        """Overwrite ``whole`` with the one that ``tensor_rank`` has. All tensor ranks must call it."""
         if self.axis is not None:
             self.axis.transport.broadcast(whole, "edited parameters", tensor_rank)

@@ -1,4 +1,4 @@
-"""Parts: what each pipeline stage would hold of a model, made of shapes alone, for estimates."""
+"""Parts: what each pipeline stage would hold of a model, made from shapes alone, for estimates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .parallelize import cut, divide_shapes, plan_layers
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A stage as its first tensor rank has it, which holds as much as any other. ``topology`` is seen from that rank."""
+    """A stage as its first tensor rank has it, which holds as much as any other. ``topology`` is that of this rank."""
 
     model: nn.Module
     raw: RawOptimizer
@@ -30,13 +30,13 @@ class PlannedPart:
     replication_of: Callable[[nn.Parameter], Replication]
 
     def plan(self, config: Config, transport: str, device_type: str) -> ShardingPlan:
-        """What the rank holds of it: see ``make_plan``."""
+        """Return the plan of what the rank holds; see ``make_plan``."""
         given = (self.model, config, self.raw, self.topology, transport, device_type)
         return make_plan(*given, replication_of=self.replication_of)
 
 
 def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:
-    """Every stage of ``model``, or the one that a PipelineModule is. ``model`` stays as it is.
+    """Yield every stage of ``model``, or only its own stage if it is a PipelineModule. ``model`` is not changed.
 
     Raises ModelError or PipelineError, as ``initialize`` would.
     """
@@ -54,13 +54,13 @@ def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology:
 
 
 def _of_shapes(model: nn.Module, raw: RawOptimizer) -> tuple[nn.Module, RawOptimizer]:
-    """A copy of ``model`` on the meta device, and ``raw`` of its parameters."""
+    """Return a copy of ``model`` on the meta device, and ``raw`` with the parameters of the copy."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
-    same = dict(memo)  # deepcopy enters more
+    same = dict(memo)  # a copy, because deepcopy adds entries to memo
     groups = [{**group, "params": [same[id(param)] for param in group["params"]]} for group in raw.groups]
     group_of = {id(same[key]): group for key, group in raw.group_of.items()}
     return copy.deepcopy(model, memo), replace(raw, groups=groups, group_of=group_of)

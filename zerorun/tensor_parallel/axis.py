@@ -16,30 +16,30 @@ from ..distributed.transport.transport import Transport
 
 
 class Axis(Protocol):
-    """This is rank ``rank`` of ``size``. What a rank passes in must not change until all have called the same."""
+    """The axis, seen from rank ``rank`` of ``size``. A tensor passed in must not change until all ranks made the call."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum over ranks, as a new tensor."""
+        """Return the sum over ranks, as a new tensor."""
         ...
 
     def all_gather(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
-        """The ranks' tensors one after the other along ``dim``, where rank r has ``bounds[r] .. bounds[r + 1]``."""
+        """Return the ranks' tensors concatenated along ``dim``, where rank r has ``bounds[r] .. bounds[r + 1]``."""
         ...
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
-        """This rank's part along ``dim`` of the sum over ranks."""
+        """Return this rank's part, along ``dim``, of the sum over ranks."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
-        """Let ``tensor`` be that of rank 0, in place."""
+        """Overwrite ``tensor`` with that of rank 0, in place."""
         ...
 
 
 class TransportAxis:
-    """The tensor axis of processes."""
+    """The tensor axis whose ranks are processes."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -82,16 +82,16 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(flat: torch.Tensor, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """``parts`` lie one after the other in ``flat`` as they should: nothing is copied."""
+    """Join ``parts`` without a copy, because they are already in order, one after the other, in ``flat``."""
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return flat.view(shape)
 
 
 def make_axis(topology: Topology, device: torch.device) -> TransportAxis:
-    """The tensor axis of ``topology``. All ranks must call it.
+    """Return the tensor axis of ``topology``. All ranks must call this.
 
-    It is made once: layers and engines over one topology share it, and its counts.
+    The axis is made once: layers and engines over one topology share it and its statistics.
     """
     axis: TransportAxis | None = topology.shared.get("tensor axis")
     if axis is None:

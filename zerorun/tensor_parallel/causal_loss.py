@@ -1,4 +1,4 @@
-"""The loss of Hugging Face causal language models on logits that stay divided along the vocabulary."""
+"""The loss of Hugging Face causal language models, from logits that stay divided along the vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .styles import ParallelPlan
 
 
 def head_of(model: nn.Module) -> nn.Module:
-    """The layer that gives logits. Raises ModelError if ``model`` is no causal language model with the common loss."""
+    """Return the layer that gives logits. Raises ModelError unless ``model`` is a causal LM with the common loss."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     function = getattr(model, "loss_function", None)
     if not isinstance(head, nn.Module) or getattr(function, "__name__", None) != "ForCausalLMLoss":
@@ -34,7 +34,7 @@ def has_head(model: nn.Module) -> bool:
 
 
 def with_divided_head(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
-    """``plan`` with logits that are not gathered. Raises ModelError if the head is not in it."""
+    """Return ``plan`` with logits that are not gathered. Raises ModelError unless it divides the head by columns."""
     head, found = head_of(model), []
     for entry in plan.entries:
         is_head = not entry.parameter and model.get_submodule(entry.name) is head
@@ -50,7 +50,7 @@ def with_divided_head(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
 
 
 def use_divided_logits(model: nn.Module, region: Region) -> Callable[[], None]:
-    """Let ``model`` compute its loss from divided logits; returns what undoes it. The head is converted already."""
+    """Let ``model``, with its head converted already, compute its loss from divided logits. Return what undoes this."""
     head: Any = head_of(model)
     head.own_stream = False
     vocabulary: int = head.whole_sizes.get("out_features", head.whole_sizes.get("nf"))
@@ -65,7 +65,7 @@ def use_divided_logits(model: nn.Module, region: Region) -> Callable[[], None]:
         shift_labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Mean over targets, or sum over ``num_items_in_batch``; token n has n + 1 as its target."""
+        """Return the mean over targets, or their sum / ``num_items_in_batch``. The target of token n is token n + 1."""
         region.forget()
         if shift_labels is None:
             if labels is None:

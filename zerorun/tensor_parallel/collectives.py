@@ -1,8 +1,8 @@
 """The conjugate collectives of tensor parallelism, as differentiable functions, and the region between them.
 
 [Note: four pairs]
-Activations are *whole* on every tensor rank outside a region, or, with sequence parallelism, divided along the sequence;
-inside they are divided by columns (heads, hidden units). What is done forwards and what backwards belong together
+Outside a region, activations are *whole* on every tensor rank or, with sequence parallelism, divided along the sequence.
+Inside, they are divided by columns (heads, hidden units). Each operation of the forward belongs to one of the backward
 (Shoeybi et al. 2019, arXiv:1909.08053, figure 3; Korthikanti et al. 2022, arXiv:2205.05198, figure 5):
 
     enter   forward nothing          backward all-reduce         with sequence parallelism: all-gather / reduce-scatter
@@ -11,9 +11,9 @@ inside they are divided by columns (heads, hidden units). What is done forwards 
     split   forward take own part    backward all-gather         (whole to columns, and whole to sequence)
 
 [Note: one entry for several layers]
-Query, key and value, or gate and up, are separate layers that get the same tensor. Each enters the region by itself, but
-the entry of one tensor is made once and remembered until the region is left: its gradient is complete when all of them
-have added to it, and is then summed over ranks once.
+Query, key and value, or gate and up, are separate layers that get the same tensor. Each layer enters the region by itself,
+but a tensor is entered only once, and the result is remembered until the region is left. Its gradient is complete when all
+these layers have added to it, and is then summed over ranks once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Leave(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """``summed``: ranks use what they get differently, so that gradients are summands."""
+    """``summed``: ranks use the result in different ways, so each rank's gradient is a summand of the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, bounds: Sequence[int], summed: bool) -> torch.Tensor:
@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """``summed``: what comes in is a summand on each rank; else it is whole."""
+    """``summed``: each rank's input is a summand of the whole; else it is the whole."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, dim: int, bounds: Sequence[int], summed: bool) -> torch.Tensor:
@@ -109,12 +109,12 @@ def split_columns(x: torch.Tensor, axis: Axis, bounds: Sequence[int]) -> torch.T
 
 
 def enter_alone(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """``x`` as it is; its gradient is the sum over ranks. For what enters no region of layers."""
+    """Return ``x`` as it is; its gradient is summed over ranks. For tensors that enter without a ``Region``."""
     return _Enter.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave_alone(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum over ranks of the summands ``x``, which all use alike."""
+    """Return the sum over ranks of their summands ``x``. All ranks must use the sum in the same way."""
     return _Leave.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -125,12 +125,12 @@ def split_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def gather_sequence(x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
-    """This rank's part of the sequence -> whole [..., length, width], which all ranks use alike."""
+    """This rank's part of the sequence -> whole [..., length, width], which all ranks must use in the same way."""
     return _Gather.apply(x, axis, SEQUENCE, even_bounds(length, axis.size), False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def make_region(topology: Topology, device: torch.device) -> Region:
-    """The region of the tensor axis of ``topology``, made once. All ranks must call it."""
+    """Return the region of the tensor axis of ``topology``, which is made once. All ranks must call this."""
     region: Region | None = topology.shared.get("region")
     if region is None:
         region = topology.shared["region"] = Region(make_axis(topology, device))
@@ -138,13 +138,13 @@ def make_region(topology: Topology, device: torch.device) -> Region:
 
 
 class Region:
-    """Where a tensor rank is: inside a region or outside. One for the layers of a model that belong to one axis."""
+    """Knows whether a tensor rank is inside a region or outside. The layers of a model that share an axis share it."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.streams = Streams(axis.rank)
         self.divided: MutableMapping[torch.Tensor, TensorShard] = WeakIdKeyDictionary()  # parameters
-        self.sequence_length: int | None = None  # of the whole, while activations outside are divided along it
+        self.sequence_length: int | None = None  # of the whole sequence, while activations are divided along it
         self._outside: weakref.ref[torch.Tensor] | None = None
         self._inside: torch.Tensor | None = None
         self._version = -1
@@ -153,9 +153,9 @@ class Region:
         return self
 
     def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """``x`` as the layers inside may use it. The same tensor enters once.
+        """Return ``x`` as the layers inside may use it. The same tensor enters once.
 
-        While activations are divided along the sequence, each rank draws from its own stream outside regions, too.
+        While activations are divided along the sequence, each rank draws from its own stream outside regions as well.
         """
         if training and self.sequence_length is None:
             self.streams.enter(x.device)
@@ -172,7 +172,7 @@ class Region:
         return entered  # type: ignore[no-any-return]
 
     def forget(self) -> None:
-        """Nothing is inside any more, without a sum."""
+        """Forget the tensor that has entered, without a sum over ranks."""
         self._outside = self._inside = None
 
     def _check(self, x: torch.Tensor, length: int) -> None:
@@ -184,12 +184,12 @@ class Region:
             )
 
     def _fits(self, x: torch.Tensor) -> bool:
-        """False if what is remembered was made in another grad mode."""
+        """True if the remembered tensor requires grad exactly if a new one would."""
         assert self._inside is not None
         return self._inside.requires_grad == (x.requires_grad and torch.is_grad_enabled())
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks of the summands ``x``; with sequence parallelism, this rank's part of it."""
+        """Return the sum over ranks of their summands ``x``; with sequence parallelism, this rank's part of the sum."""
         self.forget()
         if self.sequence_length is None:
             self.streams.leave()

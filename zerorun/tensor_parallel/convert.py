@@ -1,4 +1,4 @@
-"""Dividing the layers of a model by a plan, and putting them together again."""
+"""Divides the layers of a model by a plan. What undoes this puts them together again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .styles import COLUMN, HOOKED, Assignment, ParallelPlan
 
 
 def convert(model: nn.Module, plan: ParallelPlan, region: Region) -> list[Callable[[], None]]:
-    """Divide ``model`` by ``plan``, which was made for it; returns what undoes it, last first. No values are exchanged."""
+    """Divide ``model`` by ``plan``, which was made for it, without exchanging values between ranks.
+
+    Return the functions that undo this, to be called from the last to the first.
+    """
     rank, undo = region.axis.rank, []
     for entry in plan.entries:
         undo.append(
@@ -57,7 +60,7 @@ def _convert(model: nn.Module, entry: Assignment, plan: ParallelPlan, region: Re
 
 
 def _convert_parameter(model: nn.Module, entry: Assignment, plan: ParallelPlan, region: Region) -> Callable[[], None]:
-    """A parameter of a module that stays what it is."""
+    """Convert one parameter; its module keeps its class."""
     owner: Any = model.get_submodule(entry.owner)
     if entry.style == "replicated_with_grad_allreduce":
         return _mark_partial(owner, (entry.leaf,))
@@ -74,6 +77,13 @@ def _convert_parameter(model: nn.Module, entry: Assignment, plan: ParallelPlan, 
 
 
 def _mark_partial(module: Any, names: tuple[str, ...]) -> Callable[[], None]:
-    had = vars(module).get("partial_gradients", ())
-    module.partial_gradients = (*had, *names)
-    return lambda: module.__dict__.pop("partial_gradients", None)
+    had = vars(module).get("partial_gradients")
+    module.partial_gradients = (*(had or ()), *names)
+
+    def undo() -> None:
+        if had is None:
+            vars(module).pop("partial_gradients", None)
+        else:
+            module.partial_gradients = had
+
+    return undo

@@ -1,4 +1,4 @@
-"""What a plan does to a model, in words and bytes."""
+"""Describes what a plan does to a model, in words and in bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .styles import Assignment, ParallelPlan
 
 
 def shards(model: nn.Module, plan: ParallelPlan, rank: int) -> dict[str, TensorShard]:
-    """Parameter name -> what ``rank`` keeps of it, of those that ``plan`` divides. ``model`` is whole."""
+    """Map the name of each parameter that ``plan`` divides to what ``rank`` keeps of it. ``model`` is whole."""
     found: dict[str, TensorShard] = {}
     for entry in plan.entries:
         for name, dim in _divided(model, entry).items():
@@ -19,7 +19,7 @@ def shards(model: nn.Module, plan: ParallelPlan, rank: int) -> dict[str, TensorS
 
 
 def _divided(model: nn.Module, entry: Assignment) -> dict[str, int]:
-    """Parameter name -> divided dimension."""
+    """Map the name of each parameter that ``entry`` divides to the divided dimension."""
     if not entry.lengths or entry.shared_heads or entry.style == "mla_kv_a_proj":
         return {}
     if entry.parameter:
@@ -34,14 +34,14 @@ def _divided(model: nn.Module, entry: Assignment) -> dict[str, int]:
 
 
 def bytes_per_rank(model: nn.Module, plan: ParallelPlan) -> list[int]:
-    """Bytes of parameters on each tensor rank."""
+    """Return the bytes of parameters on each tensor rank."""
     named = dict(model.named_parameters())
     total = sum(param.numel() * param.element_size() for param in named.values())
     result = []
     for rank in range(plan.size):
         saved = 0
         for name, shard in shards(model, plan, rank).items():
-            if name in named:  # of tied parameters one name
+            if name in named:  # tied parameters are listed under one name
                 whole = named[name].numel()
                 saved += (whole - whole * shard.length // max(shard.shape[shard.dim], 1)) * named[name].element_size()
         result.append(total - saved)
@@ -49,7 +49,7 @@ def bytes_per_rank(model: nn.Module, plan: ParallelPlan) -> list[int]:
 
 
 def describe(model: nn.Module, plan: ParallelPlan) -> str:
-    """One line for each pattern: style, number of modules or parameters, sizes on the ranks. ``model`` is whole."""
+    """Return one line per pattern: style, number of modules or parameters, sizes on the ranks. ``model`` is whole."""
     by_pattern: dict[tuple[str, str], list[Assignment]] = {}
     for entry in plan.entries:
         by_pattern.setdefault((entry.pattern, entry.style), []).append(entry)

@@ -18,7 +18,7 @@ KEY_VALUE_NAMES = {"k_proj", "key", "k_lin", "wk", "to_k", "k", "key_proj"}
 KEY_VALUE_NAMES |= {"v_proj", "value", "v_lin", "wv", "to_v", "v", "value_proj"}
 FUSED_NAMES = {"c_attn", "qkv", "query_key_value", "qkv_proj", "Wqkv", "wqkv", "W_pack", "in_proj", "attn_qkv", "qkv_lin"}
 FUSED_NAMES |= {"to_qkv"}
-# Column layers of MLPs that may lie in the same module as an attention.
+# Column-parallel layers of MLPs that may be in the same module as an attention.
 MLP_NAMES = {"fc1", "fc_in", "c_fc", "up", "gate", "up_proj", "gate_proj", "gate_up_proj", "w1", "w3", "lin1", "linear1"}
 MLP_NAMES |= {"dense_h_to_4h", "dense"}
 
@@ -30,17 +30,17 @@ _QUERY_WIDTHS = ("split_size", "embed_dim", "hidden_size", "all_head_size", "inn
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one attention: numbers of query heads and of key-value heads."""
+    """The numbers of query heads and of key-value heads of one attention."""
 
     query: int
     key_value: int
 
     def local(self, size: int) -> Heads:
-        """What one of ``size`` ranks computes. Fewer key-value heads than ranks: some ranks compute the same one."""
+        """Return the heads that one of ``size`` ranks computes. With fewer key-value heads than ranks, ranks share one."""
         return Heads(self.query // size, max(self.key_value // size, 1))
 
     def problem(self, name: str, size: int) -> str | None:
-        """Why ``size`` ranks cannot share them, or None."""
+        """Return why ``size`` ranks cannot divide the heads of ``name`` among them, or None."""
         if self.query % size:
             fitting = [n for n in range(1, self.query + 1) if self.query % n == 0 and _fits(self.key_value, n)]
             return (
@@ -71,7 +71,7 @@ class Attribute:
 
 
 def heads_of(attention: nn.Module, model: nn.Module) -> Heads | None:
-    """The heads of ``attention``, or None if nothing tells."""
+    """Return the heads of ``attention``, or None if neither it nor a configuration tells their number."""
     sources = [attention, getattr(attention, "config", None), text_config(model)]
     query = _first(sources, _QUERY_COUNTS)
     if query is None:
@@ -85,14 +85,14 @@ def counts_heads(module: nn.Module) -> bool:
 
 
 def text_config(model: nn.Module) -> Any:
-    """The configuration of the language model, or None."""
+    """Return the configuration of the language model, or None."""
     config = getattr(model, "config", None)
     get = getattr(config, "get_text_config", None)
     return get() if callable(get) else config
 
 
 def attributes_of(owner: str, attention: nn.Module, heads: Heads, query_width: int, size: int) -> list[Attribute]:
-    """The attributes of ``attention`` that hold numbers of heads, or widths of all heads, and what they become.
+    """Return the attributes of ``attention`` that hold numbers of heads, or widths of all heads, with their new values.
 
     ``query_width``: columns of all query heads; 0 if widths stay as they are.
     """
@@ -110,7 +110,7 @@ def attributes_of(owner: str, attention: nn.Module, heads: Heads, query_width: i
 
 
 def query_width_of(heads: Heads, layers: Iterable[tuple[str, int]]) -> int | None:
-    """Columns of all query heads. ``layers``: (own name, output width) of the attention's column-parallel layers."""
+    """Return the columns of all query heads, or None. ``layers``: (own name, output width) of column-parallel layers."""
     for name, width in layers:
         if name in FUSED_NAMES:
             return width * heads.query // (heads.query + 2 * heads.key_value)
@@ -120,7 +120,8 @@ def query_width_of(heads: Heads, layers: Iterable[tuple[str, int]]) -> int | Non
 
 
 def fused_lengths(name: str, width: int, heads: Heads) -> tuple[int, int, int]:
-    """Columns of query, key and value that lie one after the other in the ``width`` columns of layer ``name``."""
+    """Return the numbers of columns of query, key and value, which are consecutive blocks of the ``width`` columns of layer
+    ``name``. Raises ModelError if ``width`` does not fit ``heads``."""
     head, rest = divmod(width, heads.query + 2 * heads.key_value)
     if rest:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Styles of a plan that are no layers: what goes into a module enters the region, what comes out is summed over ranks."""
+"""Styles of a plan that need hooks, not layers: inputs of a module enter the region, or its output is summed over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def hook(module: nn.Module, entry: Assignment, axis: Axis) -> list[RemovableHand
     """Let ``module`` compute as the style of ``entry`` says."""
 
     def enter_all(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Hidden states and the router's weights: both get a summand of their gradient on each rank.
+        # Hidden states and router weights must both enter: each rank computes only a summand of their gradients.
         return tuple(entered(arg) for arg in args), {name: entered(arg) for name, arg in kwargs.items()}
 
     def entered(value: Any) -> Any:

@@ -1,12 +1,12 @@
 """Plans for models that ship none: proposed from names and shapes, proven by numbers, or refused.
 
 [Note: what is proposed]
-Blocks are the items of the outermost ModuleLists (and Sequentials of modules with children). In a block, linear layers are
-read in their order: one or more, and one that brings back the width, are a column- and row-parallel group: an MLP, or an
-attention if they are called as its projections are. Other layers stay whole. A fused query-key-value layer may hold three
-blocks, or query, key and value of one head after the other: both are tried. Every class of blocks is then proven by
-probe.py. Of Hugging Face models, embedding and head are divided by vocabulary; of others they stay whole, since nothing
-tells whether something uses their weights in another way.
+Blocks are the items of the outermost ModuleLists (and Sequentials of modules with children). The linear layers of a block
+are read in order. One or more layers, followed by one that restores the width, form a column- and row-parallel group: an
+attention if they have the names of its projections, else an MLP. Other layers stay whole. A fused query-key-value layer may
+hold three blocks, or query, key and value of one head after the other: both are tried. Every class of blocks is then proven
+by proof.py. In Hugging Face models, embedding and head are divided by vocabulary. In others they stay whole, because
+nothing tells whether their weights are also used in another way.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Linear:
 
 @dataclass(frozen=True)
 class _Group:
-    """Column-parallel layers and the row-parallel one that joins them, and what the columns may be."""
+    """Column-parallel layers, the row-parallel layer that joins them, and the styles that the columns may have."""
 
     columns: tuple[_Linear, ...]
     row: _Linear
@@ -59,7 +59,7 @@ class _Group:
 
 
 def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
-    """A plan for ``model`` over ``size`` ranks: name pattern -> style. Nothing is changed.
+    """Return a plan for ``model`` over ``size`` ranks: name pattern -> style. Nothing is changed.
 
     Raises ModelError, naming the class of the block and what differs in it, if no plan is proven to give the same outputs
     and gradients.
@@ -84,10 +84,10 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
 
 
 def prove_given(model: nn.Module, plan: ParallelPlan) -> None:
-    """Try out the blocks of ``model`` in which ``plan``, given by somebody, divides layers.
+    """Try out the blocks of ``model`` in which ``plan``, given by the user, divides layers.
 
-    Names tell neither how a fused layer is laid out nor what a block does between its layers. Raises ModelError if a block
-    then computes something else. A block that cannot be run alone is taken as it is given.
+    Names tell neither how a fused layer is laid out nor what a block does between its layers. Raises ModelError if a
+    divided block computes something else. For a block that cannot be run alone, the plan is accepted without a proof.
     """
     divided = [entry.name for entry in plan.entries if entry.style in COLUMN]
     proven: set[object] = set()
@@ -109,7 +109,7 @@ def prove_given(model: nn.Module, plan: ParallelPlan) -> None:
 
 
 def _containers(model: nn.Module) -> list[str]:
-    """Names of what holds the blocks."""
+    """Return the names of the modules that hold the blocks."""
     found: list[str] = []
     for name, module in model.named_modules():
         if not name or any(name.startswith(other + ".") for other in found):
@@ -129,12 +129,12 @@ def _linears(block: nn.Module) -> Iterator[_Linear]:
 
 
 def _kind(block: nn.Module) -> object:
-    """The same for blocks that compute the same."""
+    """Return a key that is equal for blocks that compute the same."""
     return type(block), tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
 
 
 def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
-    """The plan of the block ``name``, with names in it."""
+    """Return the proven plan of the block ``name``, with names relative to it. Raises ModelError if there is none."""
     block = model.get_submodule(name)
     label = f"{type(block).__name__} ({name})"
     groups = list(_groups(block))
@@ -144,8 +144,8 @@ def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
     call = capture(model, block, width)
     if call is None:
         raise ModelError(
-            f"no plan can be inferred for {label}: the model does not run on token ids alone, and the block not on hidden "
-            f"states alone, so that nothing can be tried out. {_REMEDY}"
+            f"no plan can be inferred for {label}: the model runs on token ids without calling this block, so that nothing "
+            f"can be tried out. {_REMEDY}"
         )
     reasons: list[str] = []
     for styles in product(*(group.styles for group in groups)):
@@ -181,7 +181,7 @@ def _groups(block: nn.Module) -> Iterator[_Group]:
 
 
 def _closes(columns: list[_Linear], row: _Linear) -> tuple[str, ...]:
-    """The styles that ``columns`` may have if ``row`` joins them; none if it does not."""
+    """Return the styles that ``columns`` may have if ``row`` joins them; () if it does not."""
     if not columns or row.out != columns[0].width:
         return ()
     first = columns[0]
@@ -199,7 +199,7 @@ def _closes(columns: list[_Linear], row: _Linear) -> tuple[str, ...]:
 
 
 def _vocabulary(model: nn.Module) -> dict[str, Style]:
-    """Embedding and head of a Hugging Face model, unless they share parameters with anything else."""
+    """Return the plan of embedding and head of a Hugging Face model; {} if they share parameters with anything else."""
     found: dict[str, Style] = {}
     chosen = {"get_input_embeddings": "embedding_rowwise", "get_output_embeddings": "colwise_gather_output"}
     for method, style in chosen.items():

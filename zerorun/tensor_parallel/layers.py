@@ -1,9 +1,9 @@
 """Layers whose weights are divided over the tensor axis: column- and row-parallel linear, vocabulary-parallel embedding.
 
 [Note: made or converted]
-A layer is made like the one of torch that it stands for, with the region; it draws the whole initial weight, as torch's
-would, and keeps its part. Or an existing layer is converted in place: it gets a class that is a subclass of its own, so
-that its name, hooks and ``isinstance`` stay. ``restore`` gives it its class and its whole weight back. A Hugging Face
+A new layer is made like its counterpart in torch, plus the region. It draws the whole initial weight, as torch's would, and
+keeps its part. An existing layer is converted in place: its class becomes a subclass of the class that it had, so its name
+and hooks stay, and ``isinstance`` still holds. ``restore`` gives it back its class and its whole weight. A Hugging Face
 ``Conv1D`` is a linear layer with a transposed weight.
 """
 
@@ -24,14 +24,14 @@ from .collectives import Region, gather_columns, split_columns
 
 
 class Parallel:
-    """What the layers of this file have in common. ``region``: of the axis; layers of one model share it."""
+    """Base class of the layers in this file. ``region``: that of the axis; the layers of one model share it."""
 
     region: Region
     tensor_shards: dict[str, TensorShard]
     partial_gradients: tuple[str, ...]
     ordinary: type[nn.Module]  # the class that a converted layer had
     whole_sizes: dict[str, int]  # attributes that were made smaller
-    weight_gradients: Any = None  # where they are left for later, if they are: see pipeline/split_backward.py
+    weight_gradients: Any = None  # the WeightGradients that takes them for later, if any: see pipeline/split_backward.py
 
     @property
     def axis(self) -> Axis:
@@ -39,15 +39,15 @@ class Parallel:
 
 
 class ColumnParallelLinear(Parallel, nn.Linear):
-    """y = x W^T + b with the rows of W, the columns of y, divided over the axis.
+    """y = x W^T + b with the rows of W, and so the columns of y, divided over the axis.
 
     x [..., in_features] is whole; y is [..., own columns], or whole with ``gather_output``.
     """
 
-    enters = True  # False: somebody before it has entered the region
+    enters = True  # False: a module around it has entered the region
     own_stream = True  # False: nothing leaves the region that it enters
     gather_output = False
-    used: tuple[int, int] | None = None  # the weight is whole, and these rows of it are used
+    used: tuple[int, int] | None = None  # if set, the weight is whole, and only these rows of it are used
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
 
 
 class RowParallelLinear(Parallel, nn.Linear):
-    """y = x W^T + b with the columns of W, those of x, divided over the axis.
+    """y = x W^T + b with the columns of W, and so those of x, divided over the axis.
 
     x is [..., own columns], or whole with ``split_input``; y [..., out_features] is whole.
     """
@@ -140,14 +140,14 @@ class VocabParallelEmbedding(Parallel, nn.Embedding):
 
 
 def make_column_parallel(layer: nn.Module, region: Region, own: Ranges, *, gather_output: bool = False) -> None:
-    """Let a linear ``layer`` keep the output columns ``own``. Raises ModelError if it is none."""
+    """Let ``layer`` keep only the output columns ``own``. Raises ModelError if it is not a linear layer."""
     dim = _output_dim(layer)
     _convert(layer, ColumnParallelLinear, region, {"weight": (dim, own), "bias": (0, own)}, ("out_features", "nf"))
     layer.gather_output = gather_output  # type: ignore[assignment]
 
 
 def use_columns(layer: nn.Module, region: Region, used: tuple[int, int]) -> None:
-    """Let a linear ``layer`` keep its whole weight and compute only the output columns ``used``, which ranks may share."""
+    """Let a linear ``layer`` keep its whole weight, but compute only the output columns ``used``, which ranks may share."""
     _output_dim(layer)
     _convert(layer, ColumnParallelLinear, region, {}, ())
     layer.used = used  # type: ignore[assignment]
@@ -155,13 +155,14 @@ def use_columns(layer: nn.Module, region: Region, used: tuple[int, int]) -> None
 
 
 def make_row_parallel(layer: nn.Module, region: Region, own: Ranges, *, split_input: bool = False) -> None:
-    """Let a linear ``layer`` keep the input columns ``own``. Raises ModelError if it is none."""
+    """Let ``layer`` keep only the input columns ``own``. Raises ModelError if it is not a linear layer."""
     _convert(layer, RowParallelLinear, region, {"weight": (1 - _output_dim(layer), own)}, ("in_features", "nx"))
     layer.split_input = split_input  # type: ignore[assignment]
 
 
 def make_vocab_parallel(layer: nn.Module, region: Region) -> None:
-    """Let an embedding keep its part of the table. Raises ModelError if it is none, or is normalised on use."""
+    """Let ``layer`` keep only its part of the table. Raises ModelError unless it is an nn.Embedding without max_norm and
+    sparse gradients."""
     if not isinstance(layer, nn.Embedding):
         raise ModelError(f"an nn.Embedding is needed for a vocabulary-parallel embedding, got {type(layer).__name__}.")
     if layer.max_norm is not None or layer.sparse:
@@ -174,7 +175,7 @@ def make_vocab_parallel(layer: nn.Module, region: Region) -> None:
 
 
 def restore(layer: nn.Module) -> None:
-    """Let a layer of this file be the ordinary one again, with whole weights. All tensor ranks must call it."""
+    """Turn a layer of this file back into the ordinary one, with whole weights. All tensor ranks must call this."""
     assert isinstance(layer, Parallel)
     join(layer, layer.axis)
     for name, size in layer.whole_sizes.items():
@@ -187,9 +188,9 @@ def restore(layer: nn.Module) -> None:
 
 
 def join(module: nn.Module, axis: Axis) -> None:
-    """Let the divided parameters of ``module`` itself be whole, and forget their gradients. All tensor ranks must call it.
+    """Make the divided parameters of ``module`` itself whole, and drop their gradients. All tensor ranks must call this.
 
-    A parameter that two layers share has become whole with the first of them.
+    A parameter that two layers share becomes whole with the first of them, and is skipped for the second.
     """
     for name, shard in getattr(module, "tensor_shards", {}).items():
         param = module._parameters.get(name)
@@ -199,10 +200,10 @@ def join(module: nn.Module, axis: Axis) -> None:
 
 
 def _put(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Let ``param`` have a value of another shape, and no gradient.
+    """Give ``param`` a value of another shape, and no gradient.
 
-    While somebody keeps the graph of an earlier forward, autograd expects gradients of the shape that the parameter had. It
-    forgets that if the dtype changes.
+    While somebody keeps the graph of an earlier forward, autograd expects gradients of the old shape. It forgets the shape
+    if the dtype changes, so another dtype is set in between.
     """
     param.grad = None
     if param.is_floating_point():
@@ -212,12 +213,12 @@ def _put(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _unfilled(param: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a parameter that zero.Init partitioned shows until it gets values, in another shape."""
+    """Return, in another shape, what a parameter that zero.Init partitioned shows until it gets values."""
     return param.data.flatten()[:1].view([1] * len(shape)).expand(shape)
 
 
 def whole_of(part: torch.Tensor, shard: TensorShard, axis: Axis) -> torch.Tensor:
-    """The whole tensor, of which each rank has a ``part``. All tensor ranks must call it."""
+    """Return the whole tensor, of which each rank has a ``part``. All tensor ranks must call this."""
     summand = torch.zeros(shard.shape, dtype=part.dtype, device=part.device)
     if part.is_meta:
         return summand
@@ -232,9 +233,9 @@ def _convert(
     divided: dict[str, tuple[int, Ranges]],
     sizes: tuple[str, ...],
 ) -> None:
-    """Give ``layer`` the class ``kind`` and its part of the parameters ``divided`` (dimension, ranges).
+    """Give ``layer`` the class ``kind``, and its part of each parameter in ``divided``: name -> (dimension, ranges).
 
-    A parameter that another layer has divided already, because the two are tied, is not divided again.
+    A parameter that a tied layer has divided already is not divided again.
     """
     converted: Any = layer
     converted.region, converted.partial_gradients = region, ()
@@ -255,7 +256,7 @@ def _convert(
 
 
 def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> TensorShard:
-    """Let ``param`` be this rank's part, ``own`` along ``dim``. Raises ModelError if it is divided in another way."""
+    """Reduce ``param`` to this rank's part, ``own`` along ``dim``. Raises ModelError if it is divided in another way."""
     known = region.divided.get(param)
     refuse_partitioned((), "a layer that is divided over tensor-parallel ranks")
     if known is None:
@@ -270,10 +271,10 @@ def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Tensor
 
 
 def _subclass(ordinary: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """A class that computes as ``kind`` does and is an ``ordinary`` one for everybody who asks."""
+    """Return a class that computes as ``kind`` does, and is a subclass of ``ordinary``."""
     if ordinary in (nn.Linear, nn.Embedding):
         return kind
-    if issubclass(ordinary, nn.Linear | nn.Embedding):  # what an embedding does to the result of super().forward() stays
+    if issubclass(ordinary, nn.Linear | nn.Embedding):  # an embedding may still change the result of super().forward()
         return type(f"{kind.__name__}{ordinary.__name__}", (ordinary, kind), {})
     members = {name: value for base in (Parallel, kind) for name, value in vars(base).items() if name not in _NOT_COPIED}
     return type(f"{kind.__name__}{ordinary.__name__}", (Parallel, ordinary), members)
@@ -288,10 +289,10 @@ def is_transposed(layer: nn.Module) -> bool:
 
 
 def computes_by_itself(layer: nn.Module) -> bool:
-    """True if ``layer`` is a linear layer or embedding whose class computes in a way of its own, and cannot be divided.
+    """True if ``layer`` is a linear layer or embedding whose class computes in its own way, so that it cannot be divided.
 
-    An embedding may do something to the result of ``super().forward``, which is whole, such as to scale it. The class of a
-    weight that is not plain computes, too.
+    An embedding may change the result of ``super().forward``, which is whole, for example scale it. A weight that is not
+    plain also counts, because its class takes part in the computation.
     """
     weight = getattr(layer, "weight", None)
     if isinstance(weight, torch.Tensor) and kind_of(weight) != PLAIN:
@@ -305,7 +306,7 @@ def computes_by_itself(layer: nn.Module) -> bool:
 
 
 def _output_dim(layer: nn.Module) -> int:
-    """The dimension of the weight that belongs to the output. Raises ModelError for what is not a linear layer."""
+    """Return the weight's dimension that belongs to the output. Raises ModelError if ``layer`` is not a linear layer."""
     if is_transposed(layer) and not computes_by_itself(layer):
         return 1
     if isinstance(layer, nn.Linear) and not computes_by_itself(layer):

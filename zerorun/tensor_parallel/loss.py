@@ -23,10 +23,10 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """``torch.nn.functional.cross_entropy`` of logits [..., own part of the vocabulary] and targets [...].
 
-    ``vocabulary``: number of all classes. ``targets`` are whole and the same on all tensor ranks. Computed in fp32. Each
-    rank tells the others the largest of its logits, the sum of exponentials relative to it, and the target's logit, if it
-    has it: 3 fp32 numbers for a token. ``reduction``: "mean" over targets that are not ``ignore_index``, "sum" or "none".
-    Raises ModelError for logits of another size than this rank's part.
+    ``vocabulary``: number of all classes. ``targets`` are whole and the same on all tensor ranks. The loss is computed in
+    fp32. For each token, each rank sends the others 3 fp32 numbers: its largest logit, the sum of exponentials relative to
+    that, and the target's logit if it has it. ``reduction``: "mean" over targets that are not ``ignore_index``, "sum" or
+    "none". Raises ModelError for logits of another size than this rank's part.
     """
     low, high = even_range(vocabulary, axis.rank, axis.size)
     if logits.shape[-1] != high - low:
@@ -46,7 +46,7 @@ def vocab_parallel_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they came, and two numbers for each token."""
+    """Keeps the logits in the dtype in which they came, and five values for each token."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Column- and row-parallel layers of a plan must belong together: what is left divided by one is joined by another."""
+"""Checks that column- and row-parallel layers of a plan belong together: what one leaves divided, another must join."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .styles import DIVIDED_COLUMN, Assignment
 
 
 def pairing_problems(model: nn.Module, entries: list[Assignment]) -> Iterator[str]:
-    """Columns that nothing joins, and rows whose input nothing divides, or divides otherwise.
+    """Yield a message for each column-parallel layer that no layer joins, and for each row-parallel layer whose input no
+    layer divides, or divides differently.
 
-    Partners are looked for in the module that holds the layer, then in the one around it.
+    Partners are searched in the module that holds the layer, then in the one around it.
     """
     columns = [e for e in entries if e.style in DIVIDED_COLUMN and not e.parameter]
     rows = [e for e in entries if e.style == "rowwise" and not e.parameter]
@@ -42,9 +43,10 @@ def pairing_problems(model: nn.Module, entries: list[Assignment]) -> Iterator[st
 
 
 def norms_of_heads(model: nn.Module, owner: str, planned: list[str]) -> list[str]:
-    """Names of norms in the attention ``owner`` that work on what its column-parallel layers give, not on what they get.
+    """Return the names of norms in the attention ``owner`` that work on outputs of its column-parallel layers, not on
+    their inputs.
 
-    They are told by their size. Each rank has a summand of their gradients, if they treat heads alike.
+    They are recognized by their size. If they treat all heads alike, each rank has a summand of their gradients.
     """
     holder = model.get_submodule(owner)
     projections = {name for name, _ in holder.named_children()} & (QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES)
@@ -66,7 +68,7 @@ def _input_width(layer: nn.Module) -> int | None:
 
 
 def norm_problems(model: nn.Module, entries: list[Assignment]) -> Iterator[str]:
-    """Norms of heads that a plan has forgotten."""
+    """Yield a message for each norm of heads that the plan leaves out."""
     planned = [entry.name for entry in entries]
     for owner in dict.fromkeys(entry.owner for entry in entries if entry.style in DIVIDED_COLUMN and not entry.parameter):
         for name in norms_of_heads(model, owner, planned):

@@ -1,4 +1,4 @@
-"""Converting an existing model to tensor parallelism in place, and back."""
+"""Converts an existing model to tensor parallelism in place, and back."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Parallelized:
         self._undo: list[Callable[[], None]] = []
 
     def describe(self) -> str:
-        """One line for each pattern of the plan: style, count, sizes."""
+        """Return one line for each pattern of the plan: style, count, sizes."""
         return self._description
 
     def undo(self) -> None:
-        """Whole weights and ordinary classes again; gradients are forgotten. All tensor ranks must call it."""
+        """Restore whole weights and ordinary classes, and drop gradients. All tensor ranks must call this."""
         while self._undo:
             self._undo.pop()()
 
@@ -47,14 +47,14 @@ def parallelize(
     sequence_parallel: bool = False,
     vocab_parallel_loss: bool = False,
 ) -> Parallelized:
-    """Divide the layers of ``model`` over the tensor axis of ``topology``, or of ``region``. All tensor ranks must call it.
+    """Divide the layers of ``model`` over the tensor axis of ``topology`` or of ``region``. All tensor ranks must call it.
 
-    ``plan``: name pattern -> style, see make_plan; None: the model's own, or else an inferred one. All ranks take the
-    values of tensor rank 0 first. Parameters on the meta device are divided in shape only. ``sequence_parallel``: hidden
-    states between regions are divided along the sequence, too; what blocks give away as hidden states on the way is
-    divided. ``vocab_parallel_loss``: of a Hugging Face causal language model; its logits stay divided.
+    ``plan``: name pattern -> style, see make_plan; None: the model's own, or else an inferred one. All ranks first take the
+    values of tensor rank 0. Parameters on the meta device are divided in shape only. ``sequence_parallel``: hidden states
+    between regions are also divided along the sequence; those that blocks output on the way stay divided.
+    ``vocab_parallel_loss``: for a Hugging Face causal language model, whose logits then stay divided.
 
-    Raises ModelError before anything is changed, see make_plan, infer_plan and blocks_of.
+    Raises ModelError before anything is changed; see make_plan, infer_plan and blocks_of.
     """
     if region is None:
         if topology is None:
@@ -73,7 +73,7 @@ def parallelize(
 def plan_of(
     model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vocab_parallel_loss: bool = False
 ) -> ParallelPlan:
-    """What ``parallelize`` would do, proven where layers are fused. Raises ModelError."""
+    """Return the plan that ``parallelize`` carries out, proven unless it is the model's own. Raises ModelError."""
     if plan is None and not own_plan(model):
         made = make_plan(model, infer_plan(model, size), size)
     else:
@@ -91,9 +91,10 @@ def carry_out(
     sequence_parallel: bool,
     vocab_parallel_loss_of: nn.Module | None,
 ) -> Parallelized:
-    """Convert ``model``, of which a plan has been made. All tensor ranks must call it.
+    """Convert ``model`` by ``made``, which is a plan for it. All tensor ranks must call this.
 
-    ``vocab_parallel_loss_of``: what computes its loss from divided logits: ``model``, or the model of which it is a stage.
+    ``vocab_parallel_loss_of``: the module that computes its loss from divided logits: ``model``, or the model of which it
+    is a stage; None if there is none.
     """
     result = Parallelized(model, made, region, describe(model, made))
     _take_rank_zeros(model, region)
@@ -106,6 +107,6 @@ def carry_out(
 
 
 def _take_rank_zeros(model: nn.Module, region: Region) -> None:
-    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # which ranks may have in any order
+    for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # ranks may have them in any order
         if not tensor.is_meta and part_of(tensor) is None:
             region.axis.broadcast(tensor.data, "tensor: whole weights")

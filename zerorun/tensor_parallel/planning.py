@@ -1,4 +1,4 @@
-"""Making a plan of tensor parallelism for a model. Everything is checked here, before anything is changed."""
+"""Makes a tensor-parallel plan for a model. Everything is checked here, before anything is changed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Assignment, ParallelPlan, S
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:
-    """The plan that a Hugging Face model ships, with full names; empty if it has none."""
+    """Return the plan that a Hugging Face model ships, with full names; {} if it has none."""
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if isinstance(plan, Mapping) and plan:
         return dict(plan)
@@ -43,12 +43,12 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
 
 
 def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> ParallelPlan:
-    """What becomes of each layer of ``model`` on ``size`` ranks. Nothing is changed.
+    """Plan what becomes of each layer of ``model`` on ``size`` ranks. Nothing is changed.
 
-    ``plan``: name pattern -> style, see styles.py; None: the model's own, of which patterns that match nothing are passed
-    over. Raises ModelError, with everything that was found: patterns that match nothing, styles that are not known, layers
-    of another kind than the style is for, heads that ``size`` does not divide, column- and row-parallel layers that do not
-    belong together, a model that is divided already or has LoRA adapters.
+    ``plan``: name pattern -> style, see styles.py; None: the model's own plan, whose patterns that match nothing are
+    ignored. Raises ModelError, which lists all problems: patterns that match nothing, unknown styles, layers of another
+    kind than the style is for, heads that ``size`` does not divide, column- and row-parallel layers that do not belong
+    together, a model that is divided already or has LoRA adapters.
     """
     patterns = own_plan(model) if plan is None else dict(plan)
     if size < 1 or not patterns:
@@ -81,7 +81,7 @@ def matches(model: nn.Module, pattern: str) -> bool:
 
 
 def matches_names(params: Iterable[str], pattern: str) -> bool:
-    """True if ``pattern`` matches one of the parameters of these names, or a module that has some of them."""
+    """True if ``pattern`` matches one of the parameter names ``params``, or a module that holds some of them."""
     names = {".".join(parts[:end]) for parts in (name.split(".") for name in params) for end in range(1, len(parts) + 1)}
     return any(_expression(pattern).fullmatch(name) for name in names)
 
@@ -110,13 +110,13 @@ class _Maker:
         self.problems: list[str] = []
 
     def matches(self, patterns: Mapping[str, Style], *, given: bool) -> Iterator[tuple[str, str, Style]]:
-        """(name, pattern, style) for all that a pattern matches."""
+        """Yield (name, pattern, style) for every module and parameter that a pattern matches."""
         chosen: dict[str, tuple[str, Style]] = {}
         for pattern, style in patterns.items():
             found = [name for name in (*self.modules, *self.params) if name and _expression(pattern).fullmatch(name)]
             if not found and given:
                 self.problems.append(
-                    f"pattern {pattern!r} matches no module or parameter. Remedy: use names as of model.named_modules(), "
+                    f"pattern {pattern!r} matches no module or parameter. Remedy: use names from model.named_modules(), "
                     '"*" for one part between dots.'
                 )
             for name in found:
@@ -130,7 +130,7 @@ class _Maker:
                 yield (name, *chosen[name])
 
     def enter(self, name: str, pattern: str, given: Style) -> None:
-        """Take ``name`` into the plan, or write down why it cannot be."""
+        """Add ``name`` to the plan, or record why it cannot be added."""
         style = given if isinstance(given, str) else str(given.get("style"))
         style = SYNONYMS.get(style, style)
         lengths = () if isinstance(given, str) else tuple(given.get("lengths", ()))
@@ -149,7 +149,7 @@ class _Maker:
             self.problems.append(str(error))
 
     def _parameter(self, name: str, pattern: str, style: str) -> Assignment:
-        """Matrices of all experts in one parameter [experts, out, in], or one number for each head."""
+        """Assign a parameter: the matrices of all experts [experts, out, in], or one number for each head."""
         shape, packed = self.params[name].shape, style.startswith("packed")
         if style in WHOLE:
             return Assignment(name, pattern, style, parameter=True)
@@ -186,7 +186,7 @@ class _Maker:
         return Assignment(name, pattern, style)
 
     def _latent(self, name: str, module: nn.Module) -> tuple[int, int]:
-        """Columns of the latent key-values, and of the rotary part that goes to all heads."""
+        """Return the columns of the latent key-values, and of the rotary part that goes to all heads."""
         width, _ = linear_sizes(name, module, "mla_kv_a_proj")
         rotary = getattr(text_config(self.model), "qk_rope_head_dim", None)
         if not isinstance(rotary, int) or rotary >= width:
@@ -228,12 +228,12 @@ class _Maker:
         return entry
 
     def _blocks(self, entry: Assignment, heads: Heads | None, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """The blocks of a fused layer, checked."""
+        """Return the lengths of the blocks of a fused layer. Raises ModelError if they do not fit."""
         if heads is not None:
             self._unshared(entry, heads)
         if not lengths and heads is None:
             raise ModelError(
-                f"{entry.name}: nothing tells the number of heads. Remedy: give the lengths of its blocks: "
+                f"{entry.name}: the number of heads is unknown. Remedy: give the lengths of its blocks: "
                 '{"style": "fused_colwise", "lengths": [query, key, value]}.'
             )
         lengths = lengths or (fused_lengths(entry.name, entry.lengths[0], heads) if heads is not None else ())
@@ -245,7 +245,7 @@ class _Maker:
         return lengths
 
     def _heads(self, entry: Assignment) -> Heads | None:
-        """The heads that a column layer projects to; None if it is in no attention. Raises ModelError if they misfit."""
+        """Return the heads that a column layer projects to; None if it does not. Raises ModelError if they do not fit."""
         owner = self.modules[entry.owner]
         known = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
         if entry.leaf not in known and entry.style != "fused_colwise":
@@ -268,7 +268,7 @@ class _Maker:
         return heads
 
     def follow_ties(self) -> None:
-        """Divide layers that are tied to one of the plan in the way that must follow."""
+        """Add layers that are tied to a layer of the plan, divided in the way that follows from the tie."""
         owners: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for name, module in self.modules.items():
             for own_name, param in module._parameters.items():
@@ -298,7 +298,7 @@ class _Maker:
         return [self.entries[name] for name in (*self.modules, *self.params) if name in self.entries]
 
     def attributes(self, entries: list[Assignment]) -> list[Attribute]:
-        """Numbers of heads and widths that the forward of attentions and experts uses."""
+        """Return the numbers of heads and the widths that the forwards of attentions and experts use."""
         found: list[Attribute] = []
         columns: dict[str, list[Assignment]] = {}
         for entry in entries:
@@ -328,7 +328,7 @@ class _Maker:
 
 
 def linear_sizes(name: str, module: nn.Module, style: str) -> tuple[int, int]:
-    """(out, in) features of a linear layer. Raises ModelError for what is none."""
+    """Return (out, in) features of a linear layer. Raises ModelError if ``module`` is not one."""
     if computes_by_itself(module) and (is_transposed(module) or isinstance(module, nn.Linear)):
         raise _wrong(name, module, style, "linear layers that compute as those of torch do")
     weight = module._parameters.get("weight")

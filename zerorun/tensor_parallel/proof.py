@@ -1,7 +1,7 @@
-"""Proof by numbers that a block which a plan divides computes what it did: outputs and all gradients.
+"""Proves by numbers that a block which a plan divides computes the same as before: output and all gradients.
 
-A copy of the block gets random values for every parameter, so that no bias is zero and no norm is one. It is run once as it
-is, and once divided, with threads as ranks, on the same input: batch 2, an odd number of tokens.
+A copy of the block gets random values for every parameter, so that no bias is zero and no norm is one. It is run once whole
+and once divided, with threads as ranks, on the same input: batch 2, an odd number of tokens.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from .threads import ThreadAxis, on_threads
 
 BATCH, TOKENS = 2, 5
 NOT_ALONE = "cannot be run on"
-# Of the largest element, and of the largest of all gradients: some are nothing but rounding, such as those of key biases.
-# fp32 rounds at 1e-6; a wrong layout differs in the first digit.
+# Relative to the largest element of a tensor, and to that of all tensors, because some gradients are nothing but rounding,
+# such as those of key biases. fp32 rounds at 1e-6; a wrong layout differs in the first digit.
 _TOLERANCE, _TOLERANCE_OF_ALL = 1e-3, 1e-4
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Outcome = dict[str, torch.Tensor]
 
 
 class _Stop(Exception):
-    """The block's inputs are known."""
+    """Ends a forward as soon as the block's inputs are known."""
 
 
 def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
-    """What ``block`` is called with when ``model`` gets token ids; None if it cannot be found out.
+    """Return the arguments of ``block`` when ``model`` gets token ids; None if the model then does not call it.
 
-    The model runs up to the block. If it does not take token ids, the block's inputs are hidden states of ``width``, if it
-    needs nothing else.
+    The model runs up to the block. If the model does not take token ids, the block's only argument is hidden states
+    [BATCH, TOKENS, width].
     """
     caught: list[Call] = []
 
@@ -77,7 +77,10 @@ def _takes_floats(call: Call) -> bool:
 
 
 def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> str | None:
-    """How ``block`` divided by ``plan`` differs from the whole, or None. ``call``: its inputs; random hidden states."""
+    """Return how ``block`` divided by ``plan`` differs from the whole, or None.
+
+    ``call``: the block's arguments, in which hidden states [BATCH, TOKENS, width] are replaced by random ones.
+    """
     pattern = _randomized(block)
     args, kwargs, weight = _randomized_call(call, width)
     with torch.enable_grad():
@@ -114,7 +117,7 @@ def _same(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
 
 
 def _randomized(block: nn.Module) -> nn.Module:
-    """A copy of ``block`` in fp32 on the CPU with random values. Tied parameters stay tied."""
+    """Return a copy of ``block`` in fp32 on the CPU with random values. Tied parameters stay tied."""
     generator = torch.Generator().manual_seed(0)
     memo: dict[int, Any] = {}
     for module in block.modules():
@@ -133,13 +136,13 @@ def _randomized(block: nn.Module) -> nn.Module:
 
 
 def _copy(block: nn.Module) -> nn.Module:
-    """A copy whose parameters have the same memory, until they are divided, and gradients of their own."""
+    """Return a copy with gradients of its own, whose parameters share the memory of ``block`` until they are divided."""
     memo: dict[int, Any] = {id(param): nn.Parameter(param.data) for param in block.parameters()}
     return copy.deepcopy(block, memo)
 
 
 def _plain(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """``tensor`` on the CPU, in fp32 if it is floating. For the meta device, which has no values: random, zero or true."""
+    """Return ``tensor`` on the CPU, in fp32 if it is floating. A meta tensor gets values: random, zero or true."""
     if tensor.is_meta:
         if tensor.is_floating_point():
             return torch.randn(tensor.shape, generator=generator)
@@ -153,7 +156,7 @@ def _plain(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _randomized_call(call: Call, width: int) -> tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]:
-    """Arguments with random hidden states, and the weights [batch, tokens, width] of the outputs in the loss."""
+    """Return the arguments with random hidden states, and the weights [batch, tokens, width] of the outputs in the loss."""
     generator = torch.Generator().manual_seed(1)
 
     def plain(value: Any) -> Any:
@@ -168,7 +171,7 @@ def _randomized_call(call: Call, width: int) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _run(block: nn.Module, args: Any, kwargs: Any, weight: torch.Tensor) -> Outcome:
-    """Output, gradients of the inputs and of all parameters, by what they are."""
+    """Return the output and the gradients of the inputs and of all parameters, keyed by what they are."""
     fresh_args, fresh_kwargs = copy.deepcopy((args, kwargs))
     output = block(*fresh_args, **fresh_kwargs)
     output = output if isinstance(output, torch.Tensor) else output[0]
@@ -188,12 +191,12 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _whole(block: nn.Module, outcome: Outcome, axis: Axis) -> Outcome:
-    """``outcome`` with the gradients of divided parameters put together."""
+    """Return ``outcome`` with the gradients of divided parameters put together, and partial gradients summed."""
     shards, partial = shards_of(block), partial_of(block)
     for name, param in block.named_parameters():
         key = f"the gradient of {name}"
         if id(param) in shards:
             outcome[key] = whole_of(outcome[key], shards[id(param)], axis)
         elif id(param) in partial:
-            outcome[key] = axis.all_reduce(outcome[key], "probe")
+            outcome[key] = axis.all_reduce(outcome[key], "proof")
     return outcome

@@ -1,15 +1,15 @@
 """Random numbers in tensor-parallel regions: a stream of its own for each rank inside, the common one outside.
 
 [Note: streams]
-Outside a region all tensor ranks hold the same activations, and must draw the same numbers: the default generators, which
-initialize() makes equal. Inside a region each rank has other heads or columns and must draw its own. So on entry one number
-is drawn from the default generator, the same on all ranks; that and the rank give the seed of the region, and on leaving
-the default generator is put back to where it was after that draw. Everything follows from the state of the default
-generator on entry, so whatever restores that state for a recomputation restores the region's numbers, too, and checkpoints
-need to know of nothing else.
+Outside a region, all tensor ranks hold the same activations and must draw the same numbers, from the default generators,
+which initialize() makes equal. Inside a region, each rank has different heads or columns and must draw its own numbers. So
+on entry one number is drawn from the default generator, the same on all ranks; this number and the rank give the seed of
+the region. On leaving, the default generator is set back to its state after that draw. Everything follows from the state of
+the default generator on entry. So whatever restores that state for a recomputation also restores the region's numbers, and
+checkpoints need to save nothing else.
 
-A recomputation may stop half-way and never leave. Whoever started it has put back the generator, which then does not have
-the region's seed any more: that is how ``enter`` knows that it is not inside.
+A recomputation may stop half-way and never leave the region. Its caller then restores the generator, which no longer has
+the region's seed: that is how ``enter`` knows that it is not inside.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Streams:
         return self._seed is not None and torch.default_generator.initial_seed() == self._seed
 
     def enter(self, device: torch.device) -> None:
-        """Draw from this rank's own stream from here on. Inside already: goes on."""
+        """Draw from this rank's own stream from here on. This has no effect if already inside."""
         if self.inside:
             return
         drawn = int(torch.randint(_MODULUS, (), dtype=torch.int64))
@@ -46,7 +46,7 @@ class Streams:
             generator.manual_seed(self._seed)
 
     def leave(self) -> None:
-        """Go on with the common stream."""
+        """Return to the common stream."""
         if self.inside:
             for generator, state in self._outside:
                 generator.set_state(state)
@@ -54,5 +54,5 @@ class Streams:
 
 
 def region_seed(drawn: int, rank: int) -> int:
-    """The seed of a region for tensor rank ``rank``. ``drawn``: from the common stream on entry."""
+    """Return the seed of a region for tensor rank ``rank``. ``drawn``: the number from the common stream on entry."""
     return (drawn * _MULTIPLIER + rank + 1) % _MODULUS

@@ -1,12 +1,12 @@
 """Sequence parallelism of a converted model: between regions each rank has a part of the sequence.
 
 [Note: where the sequence is divided]
-Blocks are the items of one ModuleList. The hidden states [..., sequence, width] are divided at the input of the first and
-gathered at the output of the last (Korthikanti et al. 2022, arXiv:2205.05198). Inside a block, a module that holds planned
-layers and nothing else gathers its hidden states once, as it may use their shape; where column-parallel layers lie beside
-norms, they gather by themselves. Row-parallel layers give back parts. Parameters of blocks that are not divided see parts
-only: their gradients are summands. Everything else in a block must work on each position by itself, so that layers that are
-no norms have to be in the plan.
+Blocks are the items of one ModuleList. The hidden states [..., sequence, width] are divided at the input of the first block
+and gathered at the output of the last (Korthikanti et al. 2022, arXiv:2205.05198). Inside a block, a module that holds only
+planned layers gathers its hidden states once, because it may use their shape; where column-parallel layers are next to
+norms, each gathers by itself. Row-parallel layers return parts of the sequence. Undivided parameters of blocks see only
+these parts, so their gradients are summands. Everything else in a block must work on each position by itself, so layers
+with parameters that are not norms must be in the plan.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
 
 
 class SequenceParallel:
-    """The hooks of one model. Its blocks are converted already."""
+    """The hooks of one model, whose blocks are converted already."""
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, region: Region) -> None:
         self.region = region
@@ -37,7 +37,7 @@ class SequenceParallel:
         for block in blocks:
             self._mark_partial(block)
         inner = plan.within(name)
-        for entry in inner.entries:  # by itself each: whoever recomputes a block may call its forward without hooks
+        for entry in inner.entries:  # one hook each: a recomputation may call a block's forward without its hooks
             layer = model.get_submodule(f"{name}.{entry.name}")
             self.handles.append(layer.register_forward_pre_hook(self._inside))
         self._gather_at_owners(model, inner, name)
@@ -48,7 +48,7 @@ class SequenceParallel:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
-        return self  # as the region that copies of a model share
+        return self  # copies of a model share it, as they share the region
 
     def remove(self) -> None:
         """Take the hooks away, before the layers are restored."""
@@ -122,7 +122,7 @@ def has_blocks(plan: ParallelPlan) -> bool:
 
 
 def blocks_of(model: nn.Module, plan: ParallelPlan) -> str:
-    """The name of the ModuleList whose items hold all divided layers but embedding and head. Raises ModelError."""
+    """Return the name of the ModuleList whose items hold all divided layers but embedding and head. Raises ModelError."""
     inner = [e for e in plan.entries if (e.style in COLUMN or e.style.startswith("rowwise")) and not e.parameter]
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(other + ".") for other in lists)]
@@ -143,7 +143,7 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> str:
 
 
 def _is_planned(module: nn.Module, name: str, planned: set[str]) -> bool:
-    """True if every parameter below ``module`` is one of a module in the plan."""
+    """True if every parameter below ``module`` belongs to a module in the plan."""
     return all(own and f"{name}.{own}" in planned for own, child in module.named_modules() if child._parameters)
 
 

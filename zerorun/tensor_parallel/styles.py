@@ -1,8 +1,8 @@
-"""Styles of tensor parallelism, and plans as data: which layer of a model is divided how.
+"""Styles of tensor parallelism, and plans as data: how each layer of a model is divided.
 
 [Note: styles]
-A plan maps patterns of module or parameter names ("*" stands for one part between dots) to styles. They are those of the
-tensor-parallel plans of Hugging Face, and mean what they mean there:
+A plan maps patterns of module or parameter names ("*" stands for one part between dots) to styles. These are the styles of
+Hugging Face's tensor-parallel plans, with the same meaning:
 
     colwise, rowwise                linear layers: columns of output, of input (Shoeybi et al. 2019, arXiv:1909.08053)
     colwise_gather_output           the output is whole again (also called colwise_rep)
@@ -46,10 +46,11 @@ Style = str | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Assignment:
-    """One module, or one parameter if ``parameter``, and what becomes of it.
+    """One module, or one parameter if ``parameter`` is set, and its style.
 
-    ``lengths``: the divided dimension as blocks, of which each rank has an even part. ``dim``: of a parameter.
-    ``shared_heads``: the layer stays whole, and ranks use the columns of one of so many heads.
+    ``lengths``: the blocks that make up the divided dimension; each rank has an even part of each. ``dim``: the divided
+    dimension of a parameter. ``shared_heads``: if not 0, the layer stays whole, and each rank uses the columns of one of
+    this many heads.
     """
 
     name: str
@@ -61,17 +62,17 @@ class Assignment:
     shared_heads: int = 0
 
     def own(self, rank: int, size: int) -> Ranges:
-        """What ``rank`` keeps of the divided dimension."""
+        """Return the ranges of the divided dimension that ``rank`` keeps."""
         return fused_ranges(self.lengths, rank, size)
 
     def used(self, rank: int, size: int) -> tuple[int, int]:
-        """The columns of its head that ``rank`` uses of a whole layer."""
+        """Return the columns of a whole layer that ``rank`` uses: those of its head."""
         head, width = rank * self.shared_heads // size, self.lengths[0] // self.shared_heads
         return head * width, (head + 1) * width
 
     @property
     def owner(self) -> str:
-        """The module that holds it."""
+        """The name of the module that holds it."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -88,7 +89,7 @@ class ParallelPlan:
     attributes: tuple[Attribute, ...] = ()
 
     def here(self, model: nn.Module) -> ParallelPlan:
-        """The part that is in ``model``, of which other layers are on other pipeline stages."""
+        """Return the part of the plan for layers that are in ``model``; others are on other pipeline stages."""
         known = {name for name, module in model.named_modules() if not getattr(module, "is_elsewhere", False)}
         known |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
         entries = tuple(entry for entry in self.entries if entry.name in known)
@@ -97,7 +98,7 @@ class ParallelPlan:
         )
 
     def within(self, prefix: str) -> ParallelPlan:
-        """The part that belongs to the module ``prefix``, with names relative to it."""
+        """Return the part of the plan for the module ``prefix``, with names relative to it."""
         start = prefix + "."
         entries = [replace(e, name=e.name[len(start) :]) for e in self.entries if e.name.startswith(start)]
         attributes = [

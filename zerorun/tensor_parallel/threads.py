@@ -1,4 +1,4 @@
-"""Ranks of a tensor axis that are threads of one process: to try out a plan, and to test layers without processes."""
+"""A tensor axis whose ranks are threads of one process, to try out plans and to test layers without processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class ThreadAxis:
 
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
-    """``work(axis)`` on ``size`` threads that are the ranks of one axis; results by rank, or the error of the first."""
+    """Run ``work(axis)`` on ``size`` threads, the ranks of one axis. Return the results by rank.
+
+    If ranks fail, the error of the lowest one is raised.
+    """
     meeting = _Meeting(size)
     results: list[Any] = [None] * size
     errors: dict[int, BaseException] = {}

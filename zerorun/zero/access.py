@@ -1,4 +1,4 @@
-"""Access to the values of a sharded model: state dicts, GatheredParameters, masters and moments by parameter."""
+"""Access to the values of a sharded model: state dicts, GatheredParameters, and masters and moments by parameter."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -
 
 
 def gathered(model: ShardedModel, flat_group: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
-    """The flat buffer [numel] made of every rank's ``owned`` [owned]. Collective unless this rank owns everything."""
+    """Return the flat buffer [numel] made from every rank's ``owned`` [owned]. Collective unless a rank owns everything."""
     owned = owned.to(model.comm.device)
     if owned.numel() == flat_group.layout.numel:
         return owned
     full = torch.empty(flat_group.layout.numel, dtype=owned.dtype, device=owned.device)
     model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
-    model.comm.fence()  # the script may write to parameters next, which others read
+    model.comm.fence()  # the script may write to parameters next, which other ranks may still be reading
     return full
 
 
@@ -44,18 +44,18 @@ def entry_view(home: ParameterHome, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tensor:
-    """The flat compute-dtype parameters [numel] of a flat group. Collective for units that share slots."""
+    """Return the flat compute-dtype parameters [numel] of a flat group. Collective for units that share slots."""
     unit.updated()
     if unit.resident:
         return flat_group.full
     full = torch.empty(flat_group.layout.numel, dtype=flat_group.dtype, device=runtime.comm.device)
     unit.gather_into(runtime.comm, flat_group, full, "on request").wait()
-    runtime.comm.fence()  # as above
+    runtime.comm.fence()  # as in gathered()
     return full
 
 
 def full_state_dict(model: ShardedModel) -> dict[str, torch.Tensor]:
-    """The module's state dict with full CPU tensors, one unit at a time. Collective at stage 3."""
+    """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3."""
     values: dict[int, torch.Tensor] = {}
     for unit in model.units:
         for flat_group in unit.flat_groups:
@@ -69,9 +69,9 @@ def full_state_dict(model: ShardedModel) -> dict[str, torch.Tensor]:
 
 
 def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> Any:
-    """Make plain ``module.state_dict()`` give full tensors or raise, never placeholders. Returns the hook's handle.
+    """Make plain ``module.state_dict()`` return full tensors or raise, never placeholders. Returns the hook's handle.
 
-    ``is_part``: of a model that looks whole, this rank has only a part.
+    ``is_part``: the model looks whole, but this rank has only a part of it.
     """
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -87,7 +87,7 @@ def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> A
 
 
 def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Any:
-    """Let ``module.load_state_dict()`` set masters, too, where they are not the weights. Returns the hook's handle."""
+    """Let ``module.load_state_dict()`` also set masters that are not the weights themselves. Returns the hook's handle."""
 
     def after(module: nn.Module, incompatible: Any) -> None:
         model.finish_updates()
@@ -100,18 +100,18 @@ def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Any:
 
 
 class WholeValues:
-    """Whole values of the parameters of ``module``, which an engine manages, asked for layer by layer. Collective."""
+    """Full values of the parameters of ``module``, which an engine manages, read layer by layer. Collective."""
 
     def __init__(self, module: nn.Module) -> None:
         model = model_of(module)
         assert model is not None
         self._model: ShardedModel = model
-        self._flats: dict[tuple[int, bool], torch.Tensor] = {}  # by flat group: neighbours are in one
+        self._flats: dict[tuple[int, bool], torch.Tensor] = {}  # by flat group, because neighbouring parameters share one
 
     def value(self, param: torch.Tensor, *, master: bool = False) -> torch.Tensor:
-        """``param`` in its shape, on the engine's device; with ``master`` what the optimizer has of it, if it has.
+        """Return ``param`` in its shape, on the engine's device; with ``master``, its fp32 master if it has one.
 
-        Not to be written to. Valid until ``forget_all_but`` is called without it.
+        The value must not be written to. It is valid until ``forget_all_but`` is called without ``param``.
         """
         home = self._model.homes[id(param)]
         flat_group = home.flat_group
@@ -123,15 +123,15 @@ class WholeValues:
         return self._model.parts.whole(param, entry_view(home, self._flats[key]))
 
     def forget_all_but(self, params: Iterable[torch.Tensor]) -> None:
-        """Give the memory back of what is not together with any of ``params``."""
+        """Free the memory of all flat groups that contain none of ``params``."""
         needed = {id(self._model.homes[id(param)].flat_group) for param in params}
         self._flats = {key: flat for key, flat in self._flats.items() if key[0] in needed}
 
 
 def restore_module(model: ShardedModel) -> None:
-    """Give the parameters full values in memory of their own, and take the hooks away. Collective."""
+    """Give the parameters full values in memory of their own, and remove the hooks. Collective."""
     runtime = model.runtime
-    with contextlib.suppress(OrderError):  # that ranks went different ways is told before, or does no harm any more
+    with contextlib.suppress(OrderError):  # that ranks went different ways was raised before, or does no harm any more
         runtime.comm.fence()
     for unit in model.units:
         for flat_group in unit.flat_groups:
@@ -140,13 +140,16 @@ def restore_module(model: ShardedModel) -> None:
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
     runtime.comm.fence()
-    runtime.comm.control.barrier()  # others may still be looking whether this rank has settled
+    runtime.comm.control.barrier()  # other ranks may still be checking whether this one has settled
     runtime.remove_hooks()
     model.forget()
 
 
 def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] | None:
-    """(parameter, unit) of a parameter in the graph of ``loss`` that was read outside its unit's forward: a placeholder."""
+    """Return (parameter, unit) of a parameter in the graph of ``loss`` that was read outside its unit's forward, or None.
+
+    There, the parameter was a placeholder.
+    """
     homes = {
         id(param): (name, unit)
         for unit in units
@@ -154,7 +157,7 @@ def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] 
         for flat_group in unit.flat_groups
         for name, param in zip(flat_group.names, flat_group.params, strict=True)
     }
-    seen, stack = set(), [(loss.grad_fn, 0)]  # nodes, with the unit whose forward made them, as far as is known
+    seen, stack = set(), [(loss.grad_fn, 0)]  # (node, index of the unit whose forward made it, as far as is known)
     while stack and homes:
         node, inside = stack.pop()
         if node is None or (node, inside) in seen:
@@ -172,7 +175,7 @@ def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] 
 
 
 def _store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
-    """Write the part of ``value`` (a full parameter) that this rank keeps into ``owned``."""
+    """Write this rank's part of ``value`` (a full parameter) into ``owned``."""
     flat = value.reshape(-1)
     if owned.numel() == flat_group.layout.numel:
         place = flat_group.layout.entries[entry]
@@ -198,15 +201,16 @@ def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor)
 
 
 class GatheredParameters:
-    """Inside the block the given parameters have their full values, on every rank. All ranks must enter it.
+    """Give the parameters their full values inside the block, on every rank. All ranks must enter it.
 
-    So have those that are divided over tensor-parallel ranks; layers cannot run with them.
+    Parameters that are divided over tensor-parallel ranks are whole as well; layers cannot run with them in the block.
 
-    ``params``: one parameter or an iterable, in any order; those that neither an engine nor ``Init`` has taken are left
-    alone. With ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without, the
-    block is for reading: raises ReleasedParameterError at its end if a value was changed, since ranks could differ. Raises
-    OrderError, on all ranks alike, if they were given different parameters, and ModelError if another pipeline stage has
-    the parameter, too, or ``modifier_rank`` is on one that has not.
+    ``params``: one parameter or an iterable, in any order; parameters that belong neither to an engine nor to ``Init`` are
+    left alone. With ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without
+    it, the block is for reading: it raises ReleasedParameterError at its end if a value was changed, because ranks could
+    differ. Raises OrderError, on all ranks alike, if they were given different parameters, and ModelError if a shape was
+    changed. With ``modifier_rank``, raises ModelError if another pipeline stage also has the parameter, or if
+    ``modifier_rank`` is on a stage that does not have it.
     """
 
     def __init__(
@@ -216,8 +220,8 @@ class GatheredParameters:
         self._params = chosen if enabled else []
         self._modifier_rank = modifier_rank
         self._held: list[tuple[ShardedModel, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
-        self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # of Init, which no engine has yet
-        self._being_made: list[torch.Tensor] = []  # of Init, in its block: these are whole by turns
+        self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
+        self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
 
     def __enter__(self) -> None:
         if Init.outermost is not None:
@@ -248,7 +252,7 @@ class GatheredParameters:
             self._held.append((model, home, managed, value, _checksum(value)))
 
     def _managed(self) -> list[tuple[ShardedModel, ParameterHome]]:
-        """Where those are that an engine has and no block holds: each once, in the order of the engine's units."""
+        """Return the homes of the parameters that an engine has and no block holds, each once, in the order of units."""
         found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.guard.held}
         return sorted(found.values(), key=lambda pair: (pair[0].number, pair[1].place))
 
@@ -258,7 +262,7 @@ class GatheredParameters:
             model.runtime.guard.held.discard(id(param))
             name, now = home.name, _value_now(home, param, value)
             if reshaped:
-                pass  # nothing is kept
+                pass  # no new values are kept
             elif kind is None and self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
                 _take_from(model, self._modifier_rank, fresh)
@@ -279,7 +283,10 @@ class GatheredParameters:
             )
 
     def _reshaped(self) -> list[str]:
-        """What the block has given other shapes; with ``modifier_rank``, on any rank, as its values would be sent."""
+        """Return descriptions of the parameters whose shapes were changed in the block.
+
+        With ``modifier_rank``, all ranks of the stage return some if any rank has one, because values would be sent.
+        """
         found: list[str] = []
         for model, members in groupby(self._held, lambda held: held[0]):
             changed = [
@@ -294,7 +301,7 @@ class GatheredParameters:
         return found
 
     def _release_unsettled(self, *, keep: bool) -> list[str]:
-        """Partition again what an engine does not have yet; returns what was changed without ``modifier_rank``."""
+        """Partition again the parameters that no engine has yet. Return those changed without ``modifier_rank``."""
         unsettled, self._unsettled = self._unsettled, []
         being_made, self._being_made = self._being_made, []
         if keep and self._modifier_rank is not None:
@@ -309,16 +316,16 @@ class GatheredParameters:
 
 
 def _value_now(home: ParameterHome, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """``value``, that ``param`` was given for a block, or the tensor that the script has put in its place.
+    """Return ``value``, which ``param`` was given for a block, or the tensor by which the script has replaced it.
 
-    Layers that ran inside the block have left their own.
+    If a layer ran inside the block, ``param`` shows its own view or placeholder again; then ``value`` counts.
     """
     own = (home.flat_group.views[home.entry], *home.flat_group.loud[home.entry : home.entry + 1])
     return value if param.data_ptr() in [tensor.data_ptr() for tensor in own] else param.detach()
 
 
 def _take_from(model: ShardedModel, rank: int, whole: torch.Tensor) -> None:
-    """Let ``whole`` be that of ``rank`` of the world, on all ranks of its pipeline stage, in place."""
+    """Overwrite ``whole`` with the one of ``rank``, a rank of the world, on all ranks of its pipeline stage."""
     comm = model.comm
     data = comm.topology.ranks_along("data", comm.topology.rank_at(tensor=0))
     source = comm.topology.coordinate(rank)
@@ -338,7 +345,7 @@ def _refuse_other_stage(model: ShardedModel, home: ParameterHome, rank: int) -> 
 
 
 def _refuse_copies(home: ParameterHome) -> None:
-    """Raise ModelError for a parameter that several pipeline stages have: they would get different values."""
+    """Raise ModelError for a parameter that several pipeline stages have: its copies would get different values."""
     if any(axis != "tensor" for axis in home.flat_group.plan.replication.sums):
         raise ModelError(
             f"{home.name!r} is tied to a parameter of another pipeline stage, which would not change "
@@ -346,11 +353,11 @@ def _refuse_copies(home: ParameterHome) -> None:
         )
 
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 
 def _checksum(value: torch.Tensor) -> tuple[float, float]:
-    """Of the bits: packed values may read as NaN, which equals nothing."""
+    """Return a checksum of the bits, because packed values may read as NaN, which equals nothing."""
     bits = value.detach().contiguous().reshape(-1).view(_INTEGERS[min(value.element_size(), 4)])
     wide = bits.double()
     weights = torch.arange(1, wide.numel() + 1, dtype=torch.float64, device=wide.device)
@@ -361,7 +368,7 @@ def _checksum(value: torch.Tensor) -> tuple[float, float]:
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """The full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
+    """Return the full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
     found = find(param)
     if found is None or found[1].flat_group.master is None:
         return None
@@ -375,16 +382,19 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Set the master and the weight of ``param`` to ``value`` (full, the same on all ranks, which must all call it)."""
+    """Set the master and the weight of ``param`` to ``value``. All ranks must call it with the same full value.
+
+    Raises ModelError if no engine has ``param``, or if several pipeline stages have it.
+    """
     model, home = _managed(param)
     _refuse_copies(home)
     _store_weight(model, home, model.parts.part(param, value))
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
-    """The full optimizer state ``key`` (such as "exp_avg") of ``param``, in its shape. All ranks must call it.
+    """Return the full optimizer state ``key`` (such as "exp_avg") of ``param``, in its shape. All ranks must call it.
 
-    None if no engine optimizes ``param`` or there is no state yet. Raises ModelError if the state has another shape.
+    None if no engine optimizes ``param`` or if there is no state yet. Raises ModelError if the state has another shape.
     """
     found = find(param)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
@@ -399,7 +409,10 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
-    """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks)."""
+    """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks).
+
+    Does nothing on a rank that has no such state yet. Raises ModelError as ``safe_set_full_fp32_param`` does.
+    """
     model, home = _managed(param)
     _refuse_copies(home)
     flat, known = _owned_state(model, home.flat_group, key)
@@ -414,7 +427,10 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the fp32 master of ``param``, flat and maybe empty: a view. None if no engine optimizes it."""
+    """Return a view of this rank's part of the fp32 master of ``param``, flat and maybe empty.
+
+    None if no engine optimizes ``param``.
+    """
     found = find(param)
     if found is None or found[1].flat_group.master is None:
         return None
@@ -422,9 +438,10 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
-    """This rank's part of the optimizer state ``key`` of ``param``, flat and maybe empty: a copy. Nobody waits for it.
+    """Return a copy of this rank's part of the optimizer state ``key`` of ``param``, flat and maybe empty.
 
-    None if no engine optimizes ``param`` or this rank has no state yet. Raises ModelError if the state has another shape.
+    It does not wait for other ranks. None if no engine optimizes ``param`` or if this rank has no state yet. Raises
+    ModelError if the state has another shape.
     """
     found = find(param)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
@@ -434,7 +451,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
 
 
 def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
-    """What ``owned`` [owned] of a flat group has of the parameter at ``home``: flat, a view, maybe empty."""
+    """Return a view of the part of ``owned`` [owned] that belongs to the parameter at ``home``, flat and maybe empty."""
     for run in home.flat_group.plan.owned_runs():
         if run.entry == home.entry:
             return owned[run.offset : run.offset + run.numel]
@@ -442,7 +459,7 @@ def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
 
 
 def _owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
-    """(state ``key`` of what this rank owns of ``flat_group`` [owned], whether there is any)."""
+    """Return (state ``key`` of the elements of ``flat_group`` that this rank owns [owned], whether there is any)."""
     assert model.optimizer is not None
     assert flat_group.master is not None
     flat = torch.zeros_like(flat_group.master, dtype=torch.float32)
@@ -453,7 +470,7 @@ def _owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[
             continue
         if state.shape != piece.tensor.shape:
             raise ModelError(f"optimizer state {key!r} has shape {tuple(state.shape)}, not that of its parameter.")
-        flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # which may be a wrapper
+        flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # the state may be a wrapper
         known = True
     return flat, known
 

@@ -1,4 +1,4 @@
-"""Disks: room for what the plan puts on one, asked for by all ranks before any of them begins."""
+"""Disks: files for what the plan puts on disks. All ranks check for room before any of them allocates it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .offload.host_link import Disk
 from .offload.nvme import StateFile, file_bytes, mapped_file, require_room
 
 T = TypeVar("T")
-Agree = Callable[[Callable[[], T]], T]  # calls on all ranks, and raises on all alike
+Agree = Callable[[Callable[[], T]], T]  # calls a function on all ranks, and raises on all ranks alike
 
 
 def open_disk(plan: DiskPlan | None, config: Config, agree: Agree[Disk | None]) -> Disk | None:
-    """The files of this rank; None if nothing is to lie on a disk.
+    """Make the files of this rank; None if nothing is kept on a disk.
 
-    Raises SwapError, on all ranks alike, for a folder that cannot be used or has not the room for all ranks of this node.
+    Raises SwapError, on all ranks alike, if a folder cannot be used or has no room for all ranks of this node.
     """
     if plan is None:
         return None
@@ -38,35 +38,35 @@ def open_disk(plan: DiskPlan | None, config: Config, agree: Agree[Disk | None]) 
 
 @dataclass(frozen=True)
 class _Files:
-    """What ``plan`` wants, in the folders of ``config``."""
+    """The files that ``plan`` asks for, in the folders of ``config``."""
 
     plan: DiskPlan
     config: Config
 
     @property
     def states_folder(self) -> Path | None:
-        """None if no states go there."""
+        """The folder for masters and optimizer states; None if they are not kept on a disk."""
         section = self.config.zero_optimization.offload_optimizer
         return _folder(section.nvme_path) if self.plan.states is not None else None
 
     @property
     def params_folder(self) -> Path | None:
-        """None if no parameters go there."""
+        """The folder for parameter shards; None if they are not kept on a disk."""
         section = self.config.zero_optimization.offload_param
         return _folder(section.nvme_path) if section.device == "nvme" else None
 
     @property
     def folders(self) -> list[Path]:
-        """All that something goes to, each once."""
+        """All folders that are used, each once."""
         return [folder for folder in dict.fromkeys((self.states_folder, self.params_folder)) if folder is not None]
 
     def bytes_in(self, folder: Path) -> int:
-        """That this rank puts there."""
+        """Return the bytes that this rank keeps in ``folder``."""
         states = file_bytes(self.plan.masters, self.plan.states or 0) if folder == self.states_folder else 0
         return states + (self.plan.param_bytes if folder == self.params_folder else 0)
 
     def require(self) -> None:
-        """Raise SwapError if the ranks of this node do not find room together."""
+        """Raise SwapError if a folder has no room for all ranks of this node together."""
         for folder in self.folders:
             require_room(folder, _local_ranks() * self.bytes_in(folder))
 

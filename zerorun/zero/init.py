@@ -1,22 +1,22 @@
 """Init: build a model whose parameters are partitioned as they are created.
 
 [Note: how it works]
-Inside ``with Init():`` a parameter is whole from its creation until a parameter of another module is created or touched;
-then every rank keeps its part of rank 0's values, and the parameter becomes a loud placeholder. Every torch function that
+Inside ``with Init():`` a parameter is whole from its creation until a parameter of another module is created or touched.
+Then every rank keeps its part of rank 0's values, and the parameter becomes a loud placeholder. Every torch function that
 gets such a placeholder as an argument, or reads its ``.data``, first makes it whole again. So initialisation code of any
-kind, wherever it stands, works on full tensors, and draws the same random numbers as it would without ``Init``. At no time
-does a rank hold more than its parts and the parameters of one module, or of those modules that one function works on.
+kind, wherever it is, works on full tensors, and draws the same random numbers as it would without ``Init``. A rank never
+holds more than its parts and the parameters of one module, or of those modules that one function works on.
 
-[Note: memory that several tensors look at]
-``p.data``, ``p[0]`` and ``nn.Parameter(p.detach())`` look at the memory of ``p``, and what is written to one of them is
-written to all. That must stay so after ``p`` has become a placeholder. So each part remembers the memory that its
-parameter had. A function that gets any tensor in this memory first makes whole what lies there: in the same memory as
-long as somebody keeps that, or else in new memory for all of it. Gathers must be the same on all ranks, whenever their
-garbage collectors run; so all parameters that were partitioned stay alive while the block lasts.
+[Note: memory that several tensors share]
+``p.data``, ``p[0]`` and ``nn.Parameter(p.detach())`` share the memory of ``p``: what is written to one of them is seen by
+all. This must still hold after ``p`` has become a placeholder. So each part remembers the memory that its parameter had. A
+function that gets any tensor in this memory first makes the parameters there whole: in the same memory if some tensor still
+keeps it alive, or else in new memory for all of them. Gathers must be the same on all ranks, no matter when their garbage
+collectors run, so all parameters that were partitioned stay alive until the block ends.
 
-``nn.Parameter(p)`` is no torch function, and gives a tensor that looks at the one element of p's placeholder. It is found
-by that, and gets the memory of ``p``, as soon as it is registered or used. Nor is ``p.set_(values)`` one: a partitioned
-parameter that does not show its placeholder any more has got other values, which count.
+``nn.Parameter(p)`` is not a torch function, and returns a tensor that shares the one element of p's placeholder. It is
+recognised by this, and gets the memory of ``p`` as soon as it is registered or used. Nor is ``p.set_(values)`` a torch
+function: a partitioned parameter that no longer shows its placeholder was given other values, and these count.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from .placeholders import is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
-_ALIGNMENT = 16  # bytes; of every dtype
+_ALIGNMENT = 16  # bytes; enough for every dtype
 _OTHER_CODE = "ranks run different code inside zerorun.zero.Init"
 _SAME_CODE = "run the same code on all ranks, and go through no set in it: its order differs from process to process"
-_numbers = count()  # of partitioned parameters
+_numbers = count()  # numbers for partitioned parameters
 
 
 class _Memory:
-    """Memory that parameters had while they were whole; it is there as long as some other tensor looks at it."""
+    """Memory that parameters had while they were whole. It exists as long as some other tensor shares it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = StorageWeakRef(storage)
-        self.parts: WeakSet[_Part] = WeakSet()  # of the partitioned parameters that looked at it
+        self.parts: WeakSet[_Part] = WeakSet()  # the parts of the partitioned parameters that had this memory
 
     def storage(self) -> torch.UntypedStorage | None:
         found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)  # type: ignore[attr-defined]
@@ -66,8 +66,8 @@ class _Memory:
 class _Part:
     """What this rank keeps of a partitioned parameter: ``shard`` [ceil(numel / ranks)] and the shape of the whole.
 
-    ``memory``: where the whole lay, from byte ``low`` to ``high``; None: nobody else can look at it. ``stride``: None if
-    it was contiguous.
+    ``memory``: where the whole parameter was, from byte ``low`` to ``high``; None if no other tensor can share it.
+    ``stride``: that of the whole parameter; None if it was contiguous.
     """
 
     shard: torch.Tensor
@@ -77,27 +77,27 @@ class _Part:
     low: int = 0
     high: int = 0
     stride: tuple[int, ...] | None = None
-    order: int = field(default_factory=lambda: next(_numbers))  # of partitioning: the same on all ranks
+    order: int = field(default_factory=lambda: next(_numbers))  # number in the order of partitioning, equal on all ranks
 
 
 @dataclass(eq=False)
 class _Shown:
-    """The placeholder of a parameter, also while that is whole: others may have been made of it."""
+    """The placeholder of a parameter. It is kept while the parameter is whole: tensors may have been made from it."""
 
     tensor: torch.Tensor
     param: Callable[[], torch.Tensor | None]
 
 
-# parameter -> what this rank keeps of it, and shows. By identity; an entry goes with its parameter.
+# parameter -> the part that this rank keeps, and the placeholder. By identity; an entry is dropped with its parameter.
 _partitioned = WeakIdKeyDictionary()
 _shown_by = WeakIdKeyDictionary()
-# What is known of a storage, by its key.
+# Key of a storage -> the placeholder in it, or the memory that it was for whole parameters.
 _shown: WeakValueDictionary[int, _Shown] = WeakValueDictionary()
 _memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 
 
 class Held:
-    """A partitioned parameter that has its full value for a while. Made by ``hold``."""
+    """A partitioned parameter that has its full value for a while. ``hold`` makes it."""
 
     def __init__(self, param: torch.Tensor, part: _Part) -> None:
         self.param, self._part = param, part
@@ -106,7 +106,7 @@ class Held:
         param.data = whole
 
     def put_back(self) -> None:
-        """Let it be partitioned as it was before: what the full value has become is forgotten."""
+        """Partition the parameter as it was before. Changes of the full value are dropped."""
         self.param.data = placeholder(self._part.shard.new_empty(()).expand(self._part.shape))
         _keep(self.param, self._part)
 
@@ -114,8 +114,8 @@ class Held:
 def hold(params: Iterable[torch.Tensor]) -> list[Held]:
     """Give those of ``params`` that ``Init`` partitioned their full values, and return them. All ranks must call it.
 
-    They are taken in the order of their partitioning, which is the same on all ranks: that of ``params`` need not be.
-    Raises OrderError on all ranks alike if they are not the same parameters.
+    They are made whole in the order of their partitioning, which is the same on all ranks; the order of ``params`` need not
+    be. Raises OrderError, on all ranks alike, if ranks pass different parameters.
     """
     found = {id(param): (param, part) for param in params if (part := _partitioned.get(param)) is not None}
     chosen = sorted(found.values(), key=lambda pair: pair[1].order)
@@ -125,15 +125,15 @@ def hold(params: Iterable[torch.Tensor]) -> list[Held]:
 
 
 def partitioned_as(param: torch.Tensor) -> int | None:
-    """The number under which ``Init`` partitioned ``param``, the same on all ranks; None if it did not."""
+    """Return the number under which ``Init`` partitioned ``param``, the same on all ranks; None if it did not."""
     part = _partitioned.get(param)
     return part.order if part is not None else None
 
 
 def divide_again(held: Sequence[Held], source: int) -> None:
-    """Partition the full values that rank ``source`` has now. All ranks must call it, for what ``hold`` gave.
+    """Partition the full values that rank ``source`` has now. All ranks must call it, with the result of ``hold``.
 
-    Raises OrderError on all ranks alike, with the parameters as before, if their shapes or dtypes differ.
+    Raises OrderError, on all ranks alike, if shapes or dtypes differ; the parameters are then as before ``hold``.
     """
     try:
         take_values([one.param for one in held], source)
@@ -147,9 +147,9 @@ def divide_again(held: Sequence[Held], source: int) -> None:
 
 
 def take_values(params: Sequence[torch.Tensor], source: int) -> None:
-    """Let ``params``, which are whole, have the values that they have on rank ``source``. All ranks must call it.
+    """Give ``params``, which are whole, the values that they have on rank ``source``. All ranks must call it.
 
-    Raises OrderError on all ranks alike if their shapes or dtypes differ.
+    Raises OrderError, on all ranks alike, if their shapes or dtypes differ.
     """
     now = [f"a parameter of shape {tuple(param.shape)} and {param.dtype}" for param in params]
     with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -160,11 +160,11 @@ def take_values(params: Sequence[torch.Tensor], source: int) -> None:
             if _is_expanded(param):
                 param.data = values
             else:
-                param.copy_(values)  # others may look at its memory
+                param.copy_(values)  # in place, because other tensors may share its memory
 
 
 def _number_alike() -> None:
-    """Count on from one number on all ranks. It may differ after an error that only some had."""
+    """Continue numbering from the same number on all ranks. Numbers may differ after an error on some ranks only."""
     global _numbers
     if world.size() > 1:
         _numbers = count(max(map(int, _of_all(torch.tensor([next(_numbers)], device="cpu")))))
@@ -184,19 +184,19 @@ def _of_all(mine: torch.Tensor) -> list[torch.Tensor]:
 
 
 def whole_value(param: torch.Tensor) -> torch.Tensor | None:
-    """The full value of a parameter that ``Init`` partitioned; None for any other. All ranks must call it."""
+    """Return the full value of a parameter that ``Init`` partitioned; None for any other. All ranks must call it."""
     part = _partitioned.get(param)
     return _whole(part) if part is not None else None
 
 
 def part_of(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part [ceil(numel / ranks)] of a parameter that ``Init`` partitioned, in place; None for any other."""
+    """Return this rank's part [ceil(numel / ranks)] of a parameter that ``Init`` partitioned, in place; else None."""
     part = _partitioned.get(param)
     return part.shard if part is not None else None
 
 
 def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:
-    """Turn a parameter on the meta device into a partitioned one on ``device``: its part, still to be filled."""
+    """Turn a parameter on the meta device into a partitioned one on ``device``. Return its part, still to be filled."""
     shard = torch.zeros(-(-param.numel() // world.size()), dtype=param.dtype, device=device)
     made = nn.Parameter(placeholder(param, device), requires_grad=param.requires_grad)
     for holder in module.modules():
@@ -208,22 +208,22 @@ def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> t
 
 
 def forget_part(param: torch.Tensor) -> None:
-    """The engine has taken the values over."""
+    """Forget that ``Init`` partitioned ``param``: its values are elsewhere now."""
     _partitioned.pop(param, None)
     _shown_by.pop(param, None)
 
 
 def partitioned(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of ``model`` that ``Init`` partitioned, in the order of their names."""
+    """Return the parameters of ``model`` that ``Init`` partitioned, in the order of ``model.parameters()``."""
     return [param for param in model.parameters() if param in _partitioned]
 
 
 @torch.no_grad()
 def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[[nn.Parameter, torch.Tensor], Any]) -> None:
-    """Give those of ``params`` that ``model`` still has their values, of which ``share_of(param, whole)`` is this rank's.
+    """Give each of ``params`` that ``model`` still has this rank's share of its values, ``share_of(param, whole)``.
 
-    ``params``: partitioned ones, the same in the same order on all ranks, which must all call it: one after the other is
-    put together. Where a rank keeps none of it, it is freed at once.
+    ``params``: partitioned parameters, the same in the same order on all ranks. All ranks must call it, because parameters
+    are put together one after the other. A rank that keeps nothing of a parameter frees it at once.
     """
     here = {id(param) for param in model.parameters()}
     for param in params:
@@ -231,13 +231,13 @@ def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[
         forget_part(param)
         if id(param) in here:
             param.data = share_of(param, whole)  # type: ignore[arg-type]
-        del whole  # before the next is made
+        del whole  # before the next one is put together
 
 
 def _whole(part: _Part) -> torch.Tensor:
     size, numel = world.size(), part.shape.numel()
     flat = torch.empty(part.shard.numel() * size, dtype=part.shard.dtype, device=part.shard.device)
-    if size == 1:  # gloo would let go of its tensors a little later
+    if size == 1:  # no collective: gloo would keep its tensors alive a little longer
         flat.copy_(part.shard)
     else:
         world.all_gather_flat(flat, part.shard, "zerorun.zero.Init: all-gather of a parameter")
@@ -245,10 +245,10 @@ def _whole(part: _Part) -> torch.Tensor:
 
 
 def release(param: torch.Tensor) -> None:
-    """Keep this rank's part of rank 0's value, and leave a placeholder."""
+    """Keep this rank's part of rank 0's value of ``param``, which becomes a placeholder."""
     size, rank = world.size(), world.rank()
     whole = param.detach()
-    flat = whole.contiguous().view(-1)  # not reshape(): it may give a view of fewer elements in memory
+    flat = whole.contiguous().view(-1)  # not reshape(), which may return a view with fewer elements in memory
     if size > 1:
         world.broadcast(flat, 0, "zerorun.zero.Init: broadcast of a parameter")
     length = -(-flat.numel() // size)
@@ -258,7 +258,7 @@ def release(param: torch.Tensor) -> None:
     part = _Part(shard, param.shape)
     if not _is_expanded(whole):
         if not whole.is_contiguous() and size > 1:
-            whole.copy_(flat.view(whole.shape))  # for others who look at it
+            whole.copy_(flat.view(whole.shape))  # for other tensors that share the memory
         _remember_memory(part, whole)
     shown = _shown_by.get(param)
     reusable = shown is not None and (shown.tensor.shape, shown.tensor.dtype) == (param.shape, param.dtype)
@@ -276,20 +276,20 @@ def _keep(param: torch.Tensor, part: _Part) -> None:
 
 
 def _is_left_alone(param: torch.Tensor) -> bool:
-    """True for what is partitioned already, has no values, or cannot be cut."""
+    """True for a parameter that is partitioned already, has no values, or cannot be cut."""
     return param in _partitioned or param.is_meta or stays_apart(param)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
-    """True if several elements lie at one address: such memory cannot be filled from a whole value."""
+    """True if several elements share one address. Such memory cannot be filled from a whole value."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-# -- memory that several tensors look at -------------------------------------------------------------------------
+# -- memory that several tensors share ---------------------------------------------------------------------------
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of the storage that ``tensor`` looks at, and the one behind the last."""
+    """Return (the first byte of ``tensor`` in its storage, the byte after the last)."""
     low = int(tensor.storage_offset())
     length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return low * tensor.itemsize, (low + (length if tensor.numel() else 0)) * tensor.itemsize
@@ -304,19 +304,19 @@ def _remember_memory(part: _Part, whole: torch.Tensor) -> None:
 
 
 def _shown_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The other parameter of whose placeholder ``tensor`` was made."""
+    """Return the other parameter from whose placeholder ``tensor`` was made, or None."""
     shown = _shown.get(storage_key(tensor))
     param = shown.param() if shown is not None else None
     return param if param is not tensor else None
 
 
 def _has_new_values(tensor: torch.Tensor) -> bool:
-    """True for a partitioned parameter that was given other memory by set_()."""
+    """True for a partitioned parameter to which set_() has given other memory."""
     return tensor in _partitioned and storage_key(tensor) != storage_key(_shown_by[tensor].tensor)
 
 
 def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
-    """The parts that ``tensor`` needs whole: its own, and those of parameters that had the memory it looks at."""
+    """Return the parts that must be whole to use ``tensor``: its own, and those of parameters that shared its memory."""
     part = _partitioned.get(tensor)
     if part is not None:
         return _overlapping(part.memory, part.low, part.high) if part.high > part.low else [part]
@@ -325,12 +325,12 @@ def _parts_behind(tensor: torch.Tensor) -> list[_Part]:
 
 
 def _number_behind(tensor: torch.Tensor) -> int:
-    """The order in which what ``tensor`` needs is made whole, whatever that in a function's arguments is."""
+    """Return the sort key by which tensors are made whole, so that the order of a function's arguments does not matter."""
     return min((part.order for part in _parts_behind(tensor)), default=-1)
 
 
 def _overlapping(memory: _Memory, low: int, high: int) -> list[_Part]:
-    """The parts of ``memory`` from byte ``low`` to ``high``, those that overlap with them, and so on."""
+    """Return the parts of ``memory`` from byte ``low`` to ``high``, those that overlap with them, and so on."""
     found: list[_Part] = []
     rest = sorted(memory.parts, key=lambda part: part.order)
     while more := [part for part in rest if part.low < high and low < part.high]:
@@ -341,7 +341,7 @@ def _overlapping(memory: _Memory, low: int, high: int) -> list[_Part]:
 
 
 def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Tensor]:
-    """Give their values back to the parameters of ``parts``, which overlap in ``memory``; returns the parameters."""
+    """Give the parameters of ``parts``, which overlap in ``memory``, their values back, and return the parameters."""
     storage = memory.storage() if memory is not None else None
     base = 0
     if storage is None and (len(parts) > 1 or parts[0].stride is not None):
@@ -350,7 +350,7 @@ def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Te
     params = []
     for part in parts:
         param, whole = part.param(), _whole(part)
-        if param is None:  # it was of an earlier block
+        if param is None:  # a parameter of an earlier block that is gone
             continue
         if storage is not None:
             offset = (part.low - base) // whole.itemsize
@@ -363,7 +363,7 @@ def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Te
 
 
 def _share_memory(copy: torch.Tensor, param: torch.Tensor) -> None:
-    """Let ``copy``, which was made of the placeholder of ``param``, look at what ``param`` has become."""
+    """Let ``copy``, which was made from the placeholder of ``param``, share the memory that ``param`` has now."""
     if copy.shape != param.shape:
         raise ModelError(
             f"a tensor of shape {tuple(copy.shape)} looks at a part of a parameter of shape {tuple(param.shape)} that "
@@ -373,7 +373,7 @@ def _share_memory(copy: torch.Tensor, param: torch.Tensor) -> None:
 
 
 def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
-    """Raise ModelError for a parameter that Init did not partition but shows a placeholder: it has no values."""
+    """Raise ModelError for a parameter that Init did not partition but that shows a placeholder: it has no values."""
     if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or any(param.stride()):
         return
     if param.untyped_storage().nbytes() == param.itemsize and _reads_loud(param.detach()):
@@ -385,15 +385,15 @@ def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
 
 
 def _reads_loud(tensor: torch.Tensor) -> bool:
-    """True if ``tensor`` reads as a placeholder, which may have been moved or cast. Takes no memory for one in place."""
+    """True if ``tensor`` reads as a placeholder, even one that was moved or cast. An expanded one takes no memory."""
     if tensor.numel() and not any(tensor.stride()):
         tensor = tensor.as_strided((1,), (1,))
     return bool(is_loud(tensor).all())
 
 
 def refuse_overwritten(model: nn.Module) -> None:
-    """Raise ModelError if somebody wrote to a placeholder, whose values would be lost: those of its part count."""
-    with torch._C.DisableTorchFunction():  # should this be in a block: nothing is to become whole
+    """Raise ModelError if a placeholder was written to: these values would be lost, because those of the parts count."""
+    with torch._C.DisableTorchFunction():  # in case this is called inside a block: nothing must become whole
         for name, param in model.named_parameters():
             part = _partitioned.get(param)
             if part is None:
@@ -407,7 +407,7 @@ def refuse_overwritten(model: nn.Module) -> None:
 
 
 def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
-    """Raise ModelError if ``Init`` has partitioned one of ``params``, or is about to: then ``what`` cannot be done."""
+    """Raise ModelError if ``Init`` has partitioned one of ``params``, or is about to: then ``what`` cannot be made."""
     if Init.open or any(param in _partitioned for param in params):
         raise ModelError(
             f"{what} cannot be made of parameters that zerorun.zero.Init partitions: they are spread over all ranks, of "
@@ -417,14 +417,14 @@ def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
 
 
 class Init(TorchFunctionMode):
-    """Context in which new parameters are partitioned as they are created. All ranks must run the same code in it.
+    """Context in which parameters are partitioned as they are created. All ranks must run the same code in it.
 
-    ``module``: partition an existing module at once. ``config_dict_or_path`` is accepted for loops made for DeepSpeed;
-    nothing of it is needed here. ``enabled=False`` makes the context do nothing.
+    ``module``: partition an existing module at once. ``config_dict_or_path`` is accepted for scripts written for DeepSpeed,
+    and not used. ``enabled=False`` makes the context do nothing.
     """
 
-    open: ClassVar[int] = 0  # blocks that the program is in
-    outermost: ClassVar[Init | None] = None  # of them, which does the work of those within, too
+    open: ClassVar[int] = 0  # the number of blocks that the program is in
+    outermost: ClassVar[Init | None] = None  # the outermost of these blocks, which also does the work of the inner ones
 
     def __init__(self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, enabled: bool = True) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ class Init(TorchFunctionMode):
         self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
         self._current: list[Any] = []  # the modules whose parameters are whole
         self._whole_now: list[torch.Tensor] = []
-        self._alive: dict[int, torch.Tensor] = {}  # by id: see the note
+        self._alive: dict[int, torch.Tensor] = {}  # id -> parameter: see [Note: memory that several tensors share]
         self._hook: Any = None
         if module is not None and enabled:
             init_distributed()
@@ -469,7 +469,7 @@ class Init(TorchFunctionMode):
     def hold(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Make whole those of ``params`` that were made in a block, and return them, in the same order on all ranks.
 
-        They stay so until a function gets a parameter of another module. All ranks must call it.
+        They stay whole until a function gets a parameter of another module. All ranks must call it.
         """
         chosen = {id(param): param for param in params if param in self._owner or param in _partitioned}
         self._use(chosen.values())
@@ -489,13 +489,13 @@ class Init(TorchFunctionMode):
         self._use([param])
         with torch._C.DisableTorchFunction():
             _refuse_placeholder(name, param)
-        if param not in self._owner:  # else it is of an earlier block
+        if param not in self._owner:  # otherwise it was made in an earlier block
             self._owner[param] = module
             self._make_room([module])
             self._whole_now.append(param)
 
     def _use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Make whole what a function needs to work on ``tensors``, all of it at once."""
+        """Make everything whole that a function needs to work on ``tensors``, all at the same time."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             given = list(tensors)
             for tensor in sorted(filter(_has_new_values, given), key=_number_behind):
@@ -508,7 +508,7 @@ class Init(TorchFunctionMode):
             if needed:
                 self._make_room([self._owner_of(param) for param in needed])
                 for tensor in sorted(given, key=_number_behind):
-                    self._make_whole(_parts_behind(tensor))  # now: there may be more in this memory, to make room
+                    self._make_whole(_parts_behind(tensor))  # found anew: making room may have added parts in this memory
             for copy, param in copies:
                 _share_memory(copy, param)
 
@@ -522,13 +522,13 @@ class Init(TorchFunctionMode):
         self._current += [self._owner_of(param) for param in params]
 
     def _owner_of(self, param: torch.Tensor) -> Any:
-        """The module that is to have ``param`` whole. Parameters of earlier blocks are each on their own."""
+        """Return the module with which ``param`` is made whole. Parameters of earlier blocks have a stand-in each."""
         if param not in self._owner:
             self._owner[param] = object()
         return self._owner[param]
 
     def _make_room(self, owners: Sequence[Any]) -> None:
-        """Partition what is whole, but for the parameters of ``owners``, unless these are whole together already."""
+        """Partition what is whole, except the parameters of ``owners``, unless all ``owners`` are whole already."""
         wanted = {id(owner) for owner in owners}
         if wanted <= {id(owner) for owner in self._current}:
             return
@@ -540,7 +540,7 @@ class Init(TorchFunctionMode):
     def _partition_all(self) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             new = {id(param): param for param in self._whole_now}
-            waiting = [param for param in new.values() if param not in _partitioned]  # the others: by Init(module)
+            waiting = [param for param in new.values() if param not in _partitioned]  # Init(module) has done the others
             _compare(_OTHER_CODE, [f"made a parameter of shape {tuple(p.shape)}, {p.dtype}" for p in waiting], _SAME_CODE)
             for param in waiting:
                 release(param)

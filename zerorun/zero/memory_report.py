@@ -1,4 +1,4 @@
-"""The byte ledger of an engine: what its tensors occupy, under the kinds that the plan gives them."""
+"""The byte ledger of an engine: the bytes of its tensors, under the kinds that the plan gives them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .unit import links_of
 
 
 def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimizer | None) -> dict[str, int]:
-    """Bytes by kind, counted from the tensors that there are. See ``planned_bytes``, which says the same beforehand."""
+    """Return bytes by kind, counted from the existing tensors. ``planned_bytes`` computes the same from the plan."""
     ledger: defaultdict[str, int] = defaultdict(int)
     ledger |= dict.fromkeys(DEVICE_KINDS, 0)
     for unit in runtime.units:
@@ -38,7 +38,10 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
 
 
 def _counted(flat_group: FlatGroup) -> Iterator[tuple[str, int]]:
-    """What of a tensor the plan puts under several kinds is its parts, and the last the rest of it."""
+    """Yield (kind, bytes) for the tensors of ``flat_group``.
+
+    If the plan puts a tensor under several kinds, each gets the planned bytes, and the last the rest of the tensor's bytes.
+    """
     left: dict[str, int] = {}
     last = {buffer.tensor: index for index, buffer in enumerate(flat_group.plan.buffers)}
     for index, buffer in enumerate(flat_group.plan.buffers):

@@ -1,15 +1,15 @@
-"""Outside step: what methods of a client's optimizer do between steps, beside those that torch's optimizers have.
+"""Outside step: the effects of those methods of a client's optimizer that torch's optimizers do not have.
 
 [Note: masters that change between steps]
-ScheduleFree's ``eval()`` puts an average in the place of the weights, and ``train()`` takes it away. The optimizer sees
-fp32 masters of this rank's shards, so such a change has to be rounded into the weights, and gathered. The version counters
-of the masters tell that there was one. What follows is collective, and so is waiting for ranks that still read the old
-values: ``train`` and ``eval``, and what has changed masters before, are called on all ranks; of any other method nobody
-knows, so that it may be called on one rank alone as long as it changes nothing.
+ScheduleFree's ``eval()`` replaces the weights by an average, and ``train()`` restores them. The optimizer sees fp32 masters
+of this rank's shards, so such a change has to be rounded into the weights and gathered. The version counters of the masters
+show whether there was a change. Publishing it is collective, and so is waiting for ranks that still read the old values. So
+``train``, ``eval``, and methods that have changed masters before, must be called on all ranks. Nothing is known about any
+other method, so that it may be called on one rank alone as long as it changes nothing.
 
 [Note: gradients]
 The optimizer has gradients in ``step()`` and nowhere else: they are reduced, averaged and clipped just before it. A method
-that looked for them would find None, and mostly do nothing, so reading them is an error.
+that looked for them elsewhere would find None, and usually do nothing, so reading them is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GRADIENT = _TENSOR.grad.__get__
 
 
 class OutsideStep:
-    """Watches those methods until ``remove``. ``sharded``: of ``model``, with an optimizer of the client's."""
+    """Watches these methods until ``remove``. ``sharded``: that of ``model``, which wraps an optimizer of the client's."""
 
     def __init__(self, model: ShardedModel, sharded: ShardedOptimizer) -> None:
         self._model, self._sharded = model, sharded
@@ -78,7 +78,7 @@ class OutsideStep:
         changed = self._versions() != before
         if together:
             changed = bool(comm.control.sum(torch.tensor([float(changed)]))[0])
-        if changed or not (together or self._sharded.pieces):  # who has no piece sees nothing change
+        if changed or not (together or self._sharded.pieces):  # a rank without pieces cannot see a change
             self._together.add(name)
             comm.fence()
             self._sharded.write_back()

@@ -1,13 +1,13 @@
-"""Placeholders: what a released parameter shows, and the watch for those who read it.
+"""Placeholders: what a resharded parameter shows, and the watch that finds code which reads it.
 
 [Note: loud placeholders]
-While a unit is released its parameters keep shape, dtype and device, but read as NaN and refuse in-place writes: they are
-one NaN expanded to the shape. A mistake shows up as a NaN or an error, never as somebody else's weights.
+While a unit is resharded, its parameters keep shape, dtype and device, but read as NaN and refuse in-place writes: each is
+one NaN expanded to the shape. A mistake shows up as a NaN or an error, and never as another unit's weights.
 
 [Note: the watch]
-NaN in a loss is traced to its placeholder through the graph of autograd. In evaluation there is no graph. So the first pass
-of each kind runs under a watch, which sees every operation and raises at the one that is given a placeholder: it names the
-parameter, needs no NaN and does not wait for the device. It costs Python for each operation, and that only in this pass.
+A NaN in a loss is traced to its placeholder through the autograd graph. In evaluation there is no graph. So the first pass
+of each kind runs under a watch, which sees every operation and raises at the one that is given a placeholder. It names the
+parameter, needs no NaN and does not wait for the device. It costs Python time for each operation, but only in this pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReleasedParameterError
 
-# Beginnings of the names of operations that look at the shape, dtype and device of a tensor, and not at its values.
+# Prefixes of the names of operations that use the shape, dtype and device of a tensor, and not its values.
 _READ_NO_VALUES = (
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like", "new_", "is_same_size",
     "_has_compatible_shallow_copy_type",
@@ -30,9 +30,9 @@ _READ_NO_VALUES = (
 
 
 class ReadWatch(TorchDispatchMode):
-    """Raises ReleasedParameterError where an operation reads one of the placeholders.
+    """Raises ReleasedParameterError in the first operation that reads one of the placeholders.
 
-    ``shown``: (elements [parameters] that ``placeholders`` gave, the parameters' names, the unit's name).
+    ``shown``: (elements [parameters] that ``placeholders`` returned, the parameters' names, the unit's name).
     """
 
     supports_higher_order_operators = True
@@ -43,7 +43,7 @@ class ReadWatch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Asked by PyTorch, whose wrapper for such classes imports the compiler: a second of the first step."""
+        """Return False to PyTorch, whose wrapper for skipped classes imports the compiler: a second in the first step."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,7 +71,7 @@ def released_parameter(name: str, unit: str) -> ReleasedParameterError:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested dicts, lists, tuples and dataclasses."""
+    """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -86,7 +86,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies the storage of ``tensor`` while it lives; 0 if it has none, such as a sparse one."""
+    """Return a key that identifies the storage of ``tensor`` while it lives; 0 for tensors without one, such as sparse."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -94,12 +94,15 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def placeholder(param: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """What a released parameter shows: its shape, dtype and device (or ``device``), reads NaN, refuses in-place writes."""
+    """Return a placeholder for ``param``: with its shape, dtype and device (or ``device``), it reads as NaN.
+
+    In-place writes to it raise an error.
+    """
     return _shown(_marks(1, param.dtype, device or param.device)[0], param)
 
 
 def placeholders(params: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(elements [len(params)], one for each, the placeholders that show them) of parameters of one dtype and device."""
+    """Return (elements [len(params)], placeholders that show one element each) for ``params`` of one dtype and device."""
     marks = _marks(len(params), params[0].dtype, params[0].device)
     return marks, [_shown(mark, param) for mark, param in zip(marks, params, strict=True)]
 
@@ -119,7 +122,7 @@ def _marks(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor
 
 
 def is_loud(marks: torch.Tensor) -> torch.Tensor:
-    """Which elements are as placeholders have them."""
+    """Return which elements have the value that placeholders show."""
     value = _loud_value(marks.dtype)
     if value == value:
         return marks == value

@@ -37,7 +37,7 @@ exit status: 0 done; good (verify); equal (diff). 1 damaged (verify, diff);
 different (diff). 2 the command could not be understood or carried out. What
 the command writes appears as a whole or not at all.
 """
-_MODULES = {"import": "importing"}  # of a subcommand that cannot be a name in Python
+_MODULES = {"import": "importing"}  # of a subcommand whose name cannot be a module's
 _NAMES_HELP = (
     "JSON: for each group of the optimizer the names of its parameters, in order; needed only if the optimizer's state is "
     "stored by number, and fits the parameters in several ways"
@@ -47,7 +47,7 @@ _NAMES_HELP = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return the exit status."""
     args = build_parser().parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that half a directory is deleted, as after Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that a half-written directory is deleted, as after Ctrl-C
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, _leave)
     return run_command("zerorun-checkpoint", FAILED, partial(_run, args))
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, summary: str, more: str = "") -> Any:
-    """The parser of one subcommand, which the module of the first word of ``name`` carries out."""
+    """The parser of one subcommand. The module named after the first word of ``name`` carries it out."""
     text = f"{summary[0].upper()}{summary[1:]}. {more}".strip()
     verb = name.partition("-")[0]
     parser = commands.add_parser(name, help=summary, description=text, allow_abbrev=False)
@@ -151,7 +151,7 @@ def _add_diff(commands: Any) -> None:
 def _add_imports(commands: Any) -> None:
     for name, origin in (("import-deepspeed", "DeepSpeed"), ("import-dcp", "torch.distributed.checkpoint (FSDP)")):
         parser = _command(commands, name, f"make a checkpoint of zerorun from one of {origin}",
-            "It is OUT/global_step<n>. What could not be carried over is said.")  # fmt: skip
+            "It is OUT/global_step<n>. Prints what could not be carried over.")  # fmt: skip
         parser.add_argument("dir", metavar="DIR")
         parser.add_argument("out", metavar="OUT", help="the directory of checkpoints to put it into")
         if name == "import-deepspeed":
@@ -164,7 +164,7 @@ def _add_tag(parser: Any) -> None:
 
 
 def size(text: str) -> int:
-    """Bytes, from a text such as ``5GB``. Raises ArgumentTypeError."""
+    """Return the number of bytes that a text such as ``5GB`` stands for. Raises ArgumentTypeError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     unit = next((value for name, value in _UNITS.items() if found and name.lower() == found[2].lower()), 0)
     nbytes = int(float(found[1]) * unit) if found else 0
@@ -174,7 +174,7 @@ def size(text: str) -> int:
 
 
 def tolerance(text: str) -> float:
-    """A finite number that is not negative. Raises ArgumentTypeError."""
+    """Return a finite number that is not negative. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -185,7 +185,7 @@ def tolerance(text: str) -> float:
 
 
 def names_file(text: str) -> list[list[str]]:
-    """The lists of names in a JSON file. Raises ArgumentTypeError."""
+    """Read the lists of names in the JSON file ``text``. Raises ArgumentTypeError."""
     try:
         with open(text, encoding="utf-8") as file:
             names = json.load(file)

@@ -1,4 +1,4 @@
-"""Which checkpoint a command line means, what else lies beside it, and how sizes are printed."""
+"""Which checkpoint a command line means, what else is beside it, and how sizes are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..files import is_plain
 from ..manifest import MANIFEST, Manifest, read_manifest
 from ..read import Reader
 
-# What only an unfinished checkpoint has without a manifest: an exported model has none of it.
+# Files that only an unfinished checkpoint has without a manifest: an exported model has none of them.
 OWN_FILES = ("master-*.safetensors", "optimizer.*.safetensors", "state-*.safetensors")
 UNFINISHED = "a save that is going on, or was interrupted"
 
@@ -38,13 +38,13 @@ def candidates(directory: Path, tag: str | None) -> list[Path]:
 
 
 def refuse_missing(directory: Path) -> None:
-    """Raise CheckpointError unless ``directory`` is one."""
+    """Raise CheckpointError unless ``directory`` is a directory."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: there is no such directory. Remedy: give a checkpoint, or where they are.")
 
 
 def open_reader(path: Path) -> Reader:
-    """A reader of the checkpoint ``path``, all of whose files are there. Raises CheckpointError."""
+    """Open the checkpoint ``path`` for reading. Raises CheckpointError if any of its files is not there in full."""
     manifest = read_manifest(path)
     for name, what in folder.missing_files(path, manifest.files).items():
         raise DamagedError(f"{path / name} {what}: the checkpoint is not complete.")
@@ -58,7 +58,7 @@ def open_reader(path: Path) -> Reader:
 class Candidate:
     """A directory that is a checkpoint, or was to become one. ``problems``: why a run would not load it as it is.
 
-    ``nbytes``: what its files should have together.
+    ``nbytes``: the bytes that its files should have together.
     """
 
     name: str
@@ -96,7 +96,7 @@ def _entry(path: Path) -> Candidate:
 
 
 def nbytes_of(path: Path, manifest: Manifest) -> int:
-    """Bytes that all files of a checkpoint should have."""
+    """The bytes that all files of a checkpoint should have together."""
     return sum(record.nbytes for record in manifest.files.values()) + (path / MANIFEST).stat().st_size
 
 
@@ -104,7 +104,7 @@ def nbytes_of(path: Path, manifest: Manifest) -> int:
 
 
 def in_bytes(size: float) -> str:
-    """``512 B``, ``3.5 MB``, ``151 GB``: decimal units, as those of --max-shard-size."""
+    """``size`` bytes as ``512 B``, ``3.5 MB``, ``151 GB``: in decimal units, like those of --max-shard-size."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

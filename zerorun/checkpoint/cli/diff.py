@@ -1,4 +1,4 @@
-"""``zerorun-checkpoint diff``: in what two checkpoints differ, a chunk of a tensor at a time."""
+"""``zerorun-checkpoint diff``: say how two checkpoints differ, reading a chunk of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Difference:
 
 @dataclass
 class SetDifference:
-    """What differs between the sets of a name in A and B. ``forms``: (tensor, dtype and shape in A, in B).
+    """What differs between the sets of one name in A and B. ``forms``: (tensor, dtype and shape in A, in B).
 
-    ``damaged``: those that could not be compared. ``notes``: what is no difference, but not what one might expect.
+    ``damaged``: tensors that could not be compared. ``notes``: what is no difference, but not what one might expect.
     """
 
     name: str
@@ -82,7 +82,7 @@ class SetDifference:
 
 
 def compare_set(a: Salvage, b: Salvage, kind: str, tolerance: float) -> SetDifference:
-    """Compare the tensors of one set. Values are compared where shapes are alike, whatever the dtypes."""
+    """Compare the tensors of one set. Values are compared if shapes are equal, whatever the dtypes."""
     in_a, in_b = a.places(kind), b.places(kind)
     only_a, only_b = [name for name in in_a if name not in in_b], [name for name in in_b if name not in in_a]
     found = SetDifference(kind, 0, only_a if b.is_whole(kind) else [], only_b if a.is_whole(kind) else [], [], [])
@@ -110,7 +110,7 @@ def compare_set(a: Salvage, b: Salvage, kind: str, tolerance: float) -> SetDiffe
 
 
 def _compare_left_out(a: Salvage, b: Salvage, found: SetDifference) -> None:
-    """Frozen weights that one has, and the other only the checksums of."""
+    """Compare frozen weights that one checkpoint has, and of which the other has only the checksums."""
     for here, there, names, side in ((a, b, found.only_a, "B"), (b, a, found.only_b, "A")):
         base = (there.manifest.frozen_base if there.manifest else None) or {}
         same = 0
@@ -131,7 +131,7 @@ def _compare_left_out(a: Salvage, b: Salvage, found: SetDifference) -> None:
 
 
 def _checksum(reader: Reader, name: str) -> str:
-    """As a manifest's ``frozen_base`` has it: over the whole tensor's bytes."""
+    """The checksum of the whole tensor's bytes, as in a manifest's ``frozen_base``."""
     crc = 0
     for (part,) in _chunks((reader,), MODEL, name):
         crc = zlib.crc32(memory_of(part), crc)
@@ -161,7 +161,7 @@ def compare_values(a: Reader, b: Reader, kind: str, name: str) -> Difference | N
 
 
 def _chunks(readers: Sequence[Reader], kind: str, name: str) -> Iterator[list[torch.Tensor]]:
-    """The tensors ``name``, flattened, stretch by stretch."""
+    """Yield the tensors ``name`` of all ``readers``, flattened, chunk by chunk."""
     described = [reader.tensor(kind, name) for reader in readers]
     for start in range(0, described[0].numel, _CHUNK):
         numel = min(_CHUNK, described[0].numel - start)
@@ -187,7 +187,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def compare_facts(a: Salvage, b: Salvage, tolerance: float) -> list[tuple[str, str, str]]:
-    """(what, its value in A, in B) of all that differs beside the tensors of sets; nothing if a manifest is lost."""
+    """(what, its value in A, in B) for all that differs beside the tensors of sets; empty if a manifest is lost."""
     if a.manifest is None or b.manifest is None:
         return []
     left = {**_flat(a.manifest), **_flat_base(a.manifest, b.manifest), **_flat_adapters(a)}
@@ -206,7 +206,7 @@ def compare_facts(a: Salvage, b: Salvage, tolerance: float) -> list[tuple[str, s
 
 
 def _flat(manifest: Manifest) -> dict[str, Any]:
-    """Dotted key -> value, encoded as in the manifest."""
+    """Return dotted key -> value, encoded as in the manifest."""
     flat: dict[str, Any] = {}
     for key in _FACTS:
         _flatten(getattr(manifest, key), key, flat)
@@ -217,7 +217,7 @@ def _flat(manifest: Manifest) -> dict[str, Any]:
 
 
 def _flat_base(one: Manifest, other: Manifest) -> dict[str, Any]:
-    """The checksums in ``one`` of frozen weights that are left out of both. ``_compare_left_out`` has the others."""
+    """The checksums in ``one`` of frozen weights that are left out of both. ``_compare_left_out`` compares the others."""
     both = (other.frozen_base or {}).keys()
     return {f"frozen_base.{name}": str(value) for name, value in (one.frozen_base or {}).items() if name in both}
 
@@ -229,7 +229,7 @@ def _flat_adapters(side: Salvage) -> dict[str, Any]:
     for path, content in adapters.files.items() if adapters is not None else ():
         config = _parsed(content) if path.endswith(".json") else {}
         for key, value in config.items():
-            flat[f"{path}.{key}"] = sorted(map(str, value)) if isinstance(value, list) else value  # they are sets
+            flat[f"{path}.{key}"] = sorted(map(str, value)) if isinstance(value, list) else value  # sets
     return flat
 
 
@@ -253,7 +253,7 @@ def _flatten(value: Any, where: str, found: dict[str, Any]) -> None:
 
 
 def _compare_parameters(a: Manifest, b: Manifest, tolerance: float) -> Iterator[tuple[str, str, str]]:
-    """What is said of each parameter that both have: whether it is trained, its group, and the optimizer's scalars."""
+    """Compare what is said of each parameter that both have: whether it is trained, its group, the optimizer's scalars."""
     left, right = _by_parameter(a), _by_parameter(b)
     for key in dict.fromkeys([*left, *right]):
         of_a, of_b = left.get(key, {}), right.get(key, {})

@@ -1,4 +1,4 @@
-"""``zerorun-checkpoint export``: the weights of a checkpoint as a directory for Hugging Face, a stretch at a time."""
+"""``zerorun-checkpoint export``: write a checkpoint's weights as a Hugging Face directory, one stretch at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN = 5
 
 
 def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
-    """The exit status and the lines to print. Raises CheckpointError; then there is no OUT."""
+    """The exit status and the lines to print. If it raises CheckpointError, OUT was not made."""
     out = Path(args.out)
     refuse_existing(out)
     with open_reader(locate(Path(args.dir), args.tag)) as reader:
@@ -56,7 +56,10 @@ def _refuse_partial(manifest: Manifest, path: Path) -> None:
 
 
 def _leave_out(adapters: Adapters, reader: Reader) -> list[str]:
-    """Take adapters out of ``adapters`` that were frozen, and not saved. What they are called. Raises if none remains."""
+    """Take out of ``adapters`` those that were frozen, and so were not saved. Return what they are called.
+
+    Raises CheckpointError if none remains, or if PEFT computes tensors of any.
+    """
     lost = [kind for kind, names in adapters.names.items() if any(n not in reader.places(MODEL) for n in names.values())]
     if adapters.computed or len(lost) == len(adapters.names):
         what = "PEFT computes from its parameters when it saves them" if adapters.computed else "were frozen, and left out"
@@ -90,7 +93,7 @@ def _lines(
 
 @dataclass
 class Weights:
-    """The weights of a checkpoint in ``dtype``, or as they are. ``overflowed``: tensors with values that it cannot hold."""
+    """The weights of a checkpoint in ``dtype`` (None: as they are). ``overflowed``: tensors with values that exceed it."""
 
     reader: Reader
     dtype: torch.dtype | None
@@ -111,7 +114,7 @@ class Weights:
         return never_cast(manifest.parameters if manifest is not None else {})
 
     def _source(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> str:
-        """The set that says most of the weight: the master, unless the weight is wanted as it is, or is fp64."""
+        """The set with the most precise values of the weight: the master's, unless it is wanted as it is, or is fp64."""
         if wanted == stored or name not in self.reader.places(MASTER):
             return MODEL
         master = dtype_of(self.reader.tensor(MASTER, name).dtype)

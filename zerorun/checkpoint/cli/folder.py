@@ -1,4 +1,4 @@
-"""``zerorun-checkpoint inspect`` of a folder without a manifest: what an export, transformers or PEFT have written."""
+"""``zerorun-checkpoint inspect`` for a folder without a manifest, such as an export, or one from transformers or PEFT."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MOST_BYTES = 256 << 20  # of a small file that is read
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """Its safetensors files, and those of adapters in folders of their own."""
+    """The safetensors files in ``directory``, and those of adapters in folders of their own."""
     return sorted(directory.glob("*.safetensors")) + sorted(directory.glob(f"*/{ADAPTER}.safetensors"))
 
 
 def is_folder(directory: Path) -> bool:
-    """True for what is neither a checkpoint nor a directory of them, but has tensors."""
+    """True for a directory that is neither a checkpoint nor has any in it, but has tensor files."""
     if not directory.is_dir() or (directory / MANIFEST).is_file() or not tensor_files(directory):
         return False
     return not any(entry.manifest for entry in survey(directory))
 
 
 def describe_folder(directory: Path) -> dict[str, Any]:
-    """Everything that --json prints of the folder. Sizes are in bytes. Reads headers and configurations only."""
+    """Everything that --json prints about the folder. Sizes are in bytes. Reads headers and configurations only."""
     problems: list[str] = []
     tensors = list(_tensors(directory, problems))
     held = {(entry["file"], entry["name"]) for entry in tensors}
@@ -96,7 +96,7 @@ def _adapter(directory: Path, path: Path, problems: list[str]) -> dict[str, Any]
 
 
 def _json(path: Path, problems: list[str]) -> dict[str, Any]:
-    """An object in a small file; empty, and a problem, if there is none."""
+    """Read the JSON object in a small file. If there is none, add a problem and return an empty one."""
     try:
         found = json.loads(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
     except (OSError, ValueError, RecursionError):
@@ -108,7 +108,7 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def head_of_folder(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What ``inspect`` prints of it above its tensors."""
+    """Yield what ``inspect`` prints about the folder above its tensors."""
     files = report["files"]
     yield "what it is", report["kind"]
     yield "manifest", f"none: it is no checkpoint, has no {MANIFEST}, and can be neither loaded into an engine nor verified"

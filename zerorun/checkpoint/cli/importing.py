@@ -1,4 +1,4 @@
-"""``zerorun-checkpoint import-deepspeed`` and ``import-dcp``: other runtimes' checkpoints as one of zerorun."""
+"""``zerorun-checkpoint import-deepspeed`` and ``import-dcp``: make a zerorun checkpoint from one of another runtime."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .choose import refuse_missing
 
 
 def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
-    """The exit status and the lines to print. Raises CheckpointError; then nothing was written."""
+    """The exit status and the lines to print. If it raises CheckpointError, nothing was written."""
     directory, out = Path(args.dir), Path(args.out)
     refuse_missing(directory)
     found = _read(args, directory)

@@ -1,4 +1,4 @@
-"""``zerorun-checkpoint inspect``: what is in a checkpoint, as a page or as JSON. Reads the manifest and headers only."""
+"""``zerorun-checkpoint inspect``: say what is in a checkpoint, as a page or as JSON. Reads manifest and headers only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
 
 
 def _choose(paths: Sequence[Path]) -> tuple[Path, Manifest]:
-    """The first that can be described, as a run would go back from damaged ones; the first one's error if none can."""
+    """Return the first checkpoint whose manifest can be read, as a run would go back from damaged ones.
+
+    Raises the error of the first one if there is none.
+    """
     problem: CheckpointError | None = None
     for path in paths:
         try:
@@ -66,7 +69,7 @@ def _list(directory: Path) -> list[dict[str, Any]]:
 
 
 def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
-    """Everything that --json prints of one checkpoint, of damaged files as far as possible. Sizes are in bytes."""
+    """Everything that --json prints about one checkpoint, as far as damage allows. Sizes are in bytes."""
     problems = [f"{name} {what}" for name, what in folder.missing_files(path, manifest.files).items()]
     headers = {kind: _headers(path, manifest, kind, problems) for kind in manifest.sets}
     return {
@@ -104,7 +107,7 @@ def _parameters(manifest: Manifest) -> dict[str, int]:
 
 
 def _adapters(path: Path, manifest: Manifest, problems: list[str]) -> dict[str, int]:
-    """Adapter -> tensors that belong to it, of a model that PEFT has added some to."""
+    """Return adapter -> number of its tensors, which is 0 if PEFT computes them; empty if the model has no adapters."""
     try:
         with Reader(path, manifest) as reader:
             found = stored_adapters(reader) if not any(p.startswith(ADAPTERS_FILE) for p in problems) else None
@@ -123,13 +126,13 @@ def _set(kind: str, tensors: Mapping[str, Located], files: int) -> dict[str, Any
 
 
 def _headers(path: Path, manifest: Manifest, kind: str, problems: list[str]) -> dict[str, Located]:
-    """The tensors of one set, as the headers of those files say that can be read."""
+    """The tensors of one set, from the headers of those files that can be read."""
     found: dict[str, Located] = {}
     for name in manifest.sets[kind]:
         if any(problem.startswith(f"{name} ") for problem in problems):
             continue
         try:
-            with TensorFile(path / name, manifest.files.get(name)) as file:
+            with TensorFile(path / name, manifest.files.get(name), path) as file:
                 found.update(file.tensors)
         except CheckpointError as error:
             problems.append(str(error).removeprefix(f"{path}/"))
@@ -137,7 +140,7 @@ def _headers(path: Path, manifest: Manifest, kind: str, problems: list[str]) -> 
 
 
 def _tensors(manifest: Manifest, headers: Mapping[str, Mapping[str, Located]]) -> list[dict[str, Any]]:
-    """Parameters and buffers, in the manifest's order; what the files say of each, by set."""
+    """Parameters and buffers, in the manifest's order, with what the files say of each, by set."""
     names = [*manifest.parameters, *headers.get(MODEL, {})]
     found = []
     for name in dict.fromkeys(names):
@@ -176,7 +179,7 @@ def _optimizer(manifest: Manifest) -> dict[str, Any] | None:
 
 
 def readable(value: Any) -> Any:
-    """An encoded value (see plain.py) in JSON's own terms, for people: tuples as lists, tensors by their names."""
+    """An encoded value (see json_values.py) in JSON's own terms, for people: tuples as lists, tensors by their names."""
     if isinstance(value, list):
         return [readable(item) for item in value]
     if not isinstance(value, dict):
@@ -300,7 +303,7 @@ def _state_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> Iterator[str]:
-    """``rows`` with their columns below one another, indented; those of ``right`` end together."""
+    """Yield the lines of an indented table of ``rows``. The columns in ``right`` are aligned on the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     for row in rows:
         cells = [cell.rjust(width) if column in right else cell.ljust(width)

@@ -1,4 +1,4 @@
-"""Salvage: a checkpoint for ``zerorun-checkpoint diff``, as far as it can be read. What cannot is said, not raised."""
+"""Salvage: read a checkpoint for ``zerorun-checkpoint diff`` as far as that is possible. Damage is noted, not raised."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Salvage(Reader):
-    """A reader that knows tensors by the files that can be opened, not by indexes, and maybe has no manifest.
+    """A reader that finds tensors in the files that can be opened, not by indexes, and may have no manifest.
 
-    ``problems``: what is damaged, in words; more may come with every call. Raises CheckpointError if the checkpoint is of a
-    later version.
+    ``problems``: what is damaged, in words; any call may add more. Raises CheckpointError if the checkpoint is of a later
+    version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,7 +47,7 @@ class Salvage(Reader):
         return [kind for kind in self._parts if kind != STATE]
 
     def _files_by_set(self) -> dict[str, list[str]]:
-        """The files of each set, as the manifest says, or by their names."""
+        """The files of each set, as the manifest says, or without a manifest, as their names say."""
         if self.manifest is not None:
             return dict(self.manifest.sets)
         found: dict[str, list[str]] = {}
@@ -76,11 +76,11 @@ class Salvage(Reader):
         return (self._tried(lambda: self.state_tensors(alone())) if readable else None) or {}
 
     def adapters(self) -> Adapters | None:
-        """None if the model has none, or they cannot be read."""
+        """The adapters of the model; None if it has none, or if they cannot be read."""
         return self._tried(lambda: stored_adapters(self))
 
     def note(self, error: DamagedError) -> None:
-        """Say once what is damaged."""
+        """Add ``error`` to ``problems``, unless it is there already."""
         if str(error) not in self.problems:
             self.problems.append(str(error))
 

@@ -1,4 +1,4 @@
-"""``zerorun-checkpoint verify``: every byte of a checkpoint against its manifest, and its parts against one another."""
+"""``zerorun-checkpoint verify``: check a checkpoint, every byte against its manifest, and its parts against each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _lines(verdicts: list[Verdict], unfinished: list[Candidate], prefix: str) ->
 
 @dataclass
 class Verdict:
-    """What was found of one checkpoint. ``problems``: none if it is good."""
+    """What was found out about one checkpoint. ``problems`` is empty if it is good."""
 
     path: Path
     summary: str = ""
@@ -64,7 +64,7 @@ def check(path: Path) -> Verdict:
         manifest = read_manifest(path)
     except CheckpointError as error:
         if not isinstance(error, DamagedError) and (path / MANIFEST).is_file():
-            raise  # nobody can tell whether it is damaged
+            raise  # of a later version: this one cannot tell whether it is damaged
         verdict.problems.append(str(error))
         return verdict
     total = sum(record.nbytes for record in manifest.files.values())
@@ -91,7 +91,7 @@ def check(path: Path) -> Verdict:
 
 
 class _Progress:
-    """A line on the terminal, if there is one, that says how far the reading is."""
+    """A line on the terminal, if there is one, that says how much has been read."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
@@ -105,7 +105,7 @@ class _Progress:
             print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Leave nothing behind."""
+        """Erase the line."""
         if 0 < self._shown < float("inf"):
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -114,7 +114,7 @@ class _Progress:
 
 
 def file_problems(path: Path, record: FileRecord, progress: _Progress) -> Iterator[str]:
-    """What of a file is not as it was written, with the bytes concerned: from 0 on, the end of a range not included."""
+    """Yield what in a file is not as it was written, with the bytes concerned: from 0 on, ranges without their end."""
     try:
         with open(open_regular(path, path.parent), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -156,14 +156,14 @@ def _damaged_ranges(file: FileIO, record: FileRecord, progress: _Progress) -> li
 
 
 class _Agreement:
-    """Whether manifest, indexes and headers tell of the same tensors. ``bad``: files that need not be looked into.
+    """Finds out whether manifest, indexes and headers tell of the same tensors. ``bad``: damaged files, which are skipped.
 
-    Raises CheckpointError if a file is what was written, but no tensor file.
+    Raises CheckpointError if a file is as it was written, but is no tensor file.
     """
 
     def __init__(self, path: Path, manifest: Manifest, bad: set[str]) -> None:
         self.path, self.manifest = path, manifest
-        self.headers: dict[str, dict[str, dict[str, Described]]] = {}  # set -> file -> tensors; of whole sets
+        self.headers: dict[str, dict[str, dict[str, Described]]] = {}  # set -> file -> tensors; only undamaged sets
         for kind, files in manifest.sets.items():
             if not bad & {*files, index_name(kind)} and set(files) <= set(manifest.files):
                 self.headers[kind] = {name: self._header(name) for name in files}
@@ -190,7 +190,7 @@ class _Agreement:
             yield from self._reference_problems()
 
     def tensors(self, kind: str) -> dict[str, Described]:
-        """What the headers say of one set."""
+        """The tensors of one set, as its headers describe them."""
         return {name: tensor for tensors in self.headers.get(kind, {}).values() for name, tensor in tensors.items()}
 
     def _index_problems(self, kind: str) -> Iterator[str]:
@@ -236,7 +236,7 @@ class _Agreement:
                 yield f"{kind}: {name} is no parameter in {MANIFEST}"
             elif kind == MASTER and list(tensor.shape) != parameters[name]["shape"]:
                 yield f"{kind}: {name} has the shape {list(tensor.shape)}, and {parameters[name]['shape']} in {MANIFEST}"
-        if kind == MASTER:  # weights of one dtype have masters all, or none
+        if kind == MASTER:  # all weights of one dtype have masters, or none has
             dtypes = {parameters[name]["dtype"] for name in stored if name in parameters}
             for name, entry in parameters.items():
                 if entry["group"] is not None and entry["dtype"] in dtypes and name not in stored:
@@ -256,7 +256,7 @@ class _Agreement:
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Names of the tensors that an encoded value refers to."""
+    """Yield the names of the tensors that an encoded value refers to."""
     if isinstance(value, dict) and value.get("$") in ("tensor", "ndarray"):
         yield value["name"]
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

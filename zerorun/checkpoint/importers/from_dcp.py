@@ -1,8 +1,9 @@
-"""Checkpoints of torch.distributed.checkpoint, as FSDP2 and torchtitan write them, read in one process and without risk.
+"""Read checkpoints of torch.distributed.checkpoint, as FSDP2 and torchtitan write them, in one process and without risk.
 
-The folder's ``.metadata`` lists all tensors, with whole shapes, and all other values, which are pickles of their own. The
-keys follow no standard. Known here are: the model's tensors by their plain names, or under ``model``; the optimizer's state
-by name, as ``torch.distributed.checkpoint.state_dict`` gives it, flat or nested, or by number, as ``Optimizer.state_dict``.
+The folder's ``.metadata`` lists all tensors, with whole shapes, and all other values, each of which is a pickle of its own.
+The keys follow no standard. Known here are: the model's tensors, under their plain names or under ``model``; and the
+optimizer's state, by name, flat or nested, as ``torch.distributed.checkpoint.state_dict`` returns it, or by number, as
+``Optimizer.state_dict`` does.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _METADATA = {
 
 @dataclass(frozen=True)
 class _Refused:
-    """Stands for a value whose pickle could not be loaded."""
+    """Stands for a value whose pickle was not loaded. ``why``: the reason, in words."""
 
     why: str
 
@@ -95,7 +96,7 @@ class _MetadataUnpickler(RuledUnpickler):
         return kind(values) if kind is torch.Size else kind(*args)
 
     def fill(self, made: Any, state: Any) -> None:
-        """Gives attributes to instances of the records; never to a class, an enumeration's member or a dtype."""
+        """Set the attributes of an instance of the records; never those of a class, an enumeration's member or a dtype."""
         if type(made) is metadata.TensorProperties and type(state) is tuple:
             made.__setstate__(state)  # type: ignore[no-untyped-call]
         elif type(made) in _RECORDS and type(state) is dict:
@@ -105,14 +106,14 @@ class _MetadataUnpickler(RuledUnpickler):
 
 
 class _Store:
-    """The folder: what is in it, and one value after the other."""
+    """The folder of a checkpoint: says what is in it, and reads its values."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.metadata = self._read_metadata(folder / ".metadata")
         self._check_files()
         self.entries = self.metadata.state_dict_metadata
-        paths = self.metadata.planner_data or {}  # these are in the order in which they were saved, entries are not
+        paths = self.metadata.planner_data or {}  # in the order in which they were saved, unlike the entries
         self.paths = {
             key: tuple(map(str, paths.get(key, (key,)))) for key in {**paths, **self.entries} if key in self.entries
         }
@@ -171,13 +172,13 @@ class _Store:
                 found[key] = self._whole(key) if self.is_tensor(key) else self._value(key)
             except CheckpointError:
                 raise
-            except Exception as error:  # torch has no class of its own for damaged files
+            except Exception as error:  # torch has no exception of its own for damaged files
                 text = f"{self.folder}: {key} cannot be read; a file may be damaged ({first_line(error)})."
                 raise CheckpointError(f"{text} Remedy: copy it again, or use another checkpoint.") from error
         return found
 
     def _whole(self, key: str) -> torch.Tensor:
-        """A tensor of its parts, each of which torch.save has written."""
+        """Put a tensor together from its parts, each of which torch.save has written."""
         shape, dtype = self.shape(key), self.dtype(key)
         chunks: list[Any] = self.entries[key].chunks  # type: ignore[union-attr]
         boxes = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks}
@@ -201,7 +202,7 @@ class _Store:
         return whole
 
     def _value(self, key: str) -> Any:
-        """What is no tensor, loaded without running it; what cannot be loaded so becomes a :class:`_Refused`."""
+        """Load a value that is no tensor, without running code in it; return a :class:`_Refused` if that cannot be done."""
         try:
             return self._load(self.metadata.storage_data[metadata.MetadataIndex(key)], HARMLESS)
         except pickle.UnpicklingError as error:
@@ -219,11 +220,11 @@ class _Store:
 
 
 def makes_up(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """True if every element of a tensor is in one of ``boxes``, which are (offsets, sizes), and in one only.
+    """True if every element of a tensor is in exactly one of ``boxes``, which are (offsets, sizes).
 
-    At each corner of a box the mixed difference of its indicator function is 1 or -1, elsewhere 0. Functions are equal if
-    their differences are; so the corners of all boxes must come to those of the whole tensor. Dimensions in which nothing
-    is cut do not matter. False, too, for boxes cut in so many dimensions that nobody divides tensors so.
+    The mixed difference of a box's indicator function is 1 or -1 at each corner of the box, and 0 elsewhere. Functions are
+    equal if their mixed differences are, so the corners of all boxes must add up to those of the whole tensor. Dimensions
+    in which nothing is cut do not matter. Also False if the boxes are cut in more dimensions than anybody would cut.
     """
     found = list(boxes)
     cut = [dim for dim, size in enumerate(shape) if any(box[1][dim] != size for box in found)]
@@ -238,7 +239,7 @@ def makes_up(boxes: Iterable[tuple[Sequence[int], Sequence[int]]], shape: Sequen
 
 
 def _check_types(found: metadata.Metadata) -> None:
-    """Raise ValueError, AttributeError or TypeError for metadata that torch does not write. No file is looked at."""
+    """Raise ValueError, AttributeError or TypeError for metadata that torch cannot have written. Reads no file."""
     entries, stored, paths = found.state_dict_metadata, found.storage_data, found.planner_data or {}
     if not all(type(value) is dict for value in (entries, stored, paths)):
         raise ValueError("it has no lists of values")
@@ -276,7 +277,10 @@ def _check_tensor(key: str, entry: metadata.TensorStorageMetadata) -> None:
 
 @dataclass
 class _Keys:
-    """Keys by what they are: by the model's names, state by parameter and kind, the rest by what of the path is left."""
+    """The keys, sorted by what they hold: ``model`` by the model's names, ``state`` by parameter and kind.
+
+    The other dicts are by what is left of the path.
+    """
 
     model: dict[str, str] = field(default_factory=dict)
     state: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -286,17 +290,17 @@ class _Keys:
 
 
 def read_dcp(directory: Path, names: Sequence[Sequence[str]] | None = None) -> ForeignCheckpoint:
-    """What ``torch.distributed.checkpoint.save`` has written to ``directory``; tensors are read when they are asked for.
+    """Read what ``torch.distributed.checkpoint.save`` has written to ``directory``. Tensors are read when asked for.
 
-    ``names``: the parameters of each optimizer group, in order; only needed if the optimizer's state is stored by number.
-    Raises CheckpointError if files are missing, damaged, name unknown classes, or hold no model.
+    ``names``: the parameters of each optimizer group, in order. They are only needed if the optimizer's state is stored by
+    number. Raises CheckpointError if files are missing, are damaged, name unknown classes, or hold no model.
     """
     store = _Store(Path(directory))
     try:
         return _read(store, names)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         text = (
-            f"{directory}: the optimizer or the rest is laid out as by no known program ({type(error).__name__}: {error})."
+            f"{directory}: the optimizer or the rest is in a layout of no known program ({type(error).__name__}: {error})."
         )
         raise CheckpointError(f"{text} Remedy: save what get_state_dict gives, or the model only.") from error
 
@@ -334,7 +338,7 @@ def _read(store: _Store, names: Sequence[Sequence[str]] | None) -> ForeignCheckp
 
 
 def _sort_keys(store: _Store) -> _Keys:
-    """The keys by what they are. A common first part of all paths, such as ``app``, is left out."""
+    """Sort the keys by what they hold. A first part that all paths have in common, such as ``app``, is dropped."""
     roots = {path[0] for path in store.paths.values()}
     seconds = {path[1] for path in store.paths.values() if len(path) > 1}
     wrapped = len(roots) == 1 and not roots & set(_MODELS) and bool(seconds & {*_MODELS, "optimizer", "optim"})
@@ -363,7 +367,10 @@ def _sort_keys(store: _Store) -> _Keys:
 
 
 def _sort_model(keys: _Keys, tensors: dict[str, tuple[str, ...]]) -> None:
-    """Names as the model has them. A model's own names may begin with ``model.``, so paths and the optimizer decide."""
+    """Find the model's own names of its ``tensors``.
+
+    These names may begin with ``model.`` themselves, so the paths and the names in the optimizer decide.
+    """
     nested = any(len(path) > 1 for path in tensors.values())
     plain = {".".join(path) for path in tensors.values()}
     prefixed = any(name not in plain and f"model.{name}" in plain for name in keys.state)
@@ -387,7 +394,10 @@ def _needed(store: _Store, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _groups(store: _Store, keys: _Keys) -> list[dict[str, Any]]:
-    """Groups with ``params``, names or numbers. Flat style has the hyperparameters of each parameter: equal ones join."""
+    """The optimizer's groups, with names or numbers in ``params``.
+
+    The flat style has hyperparameters for each parameter: parameters with equal ones make a group.
+    """
     values = _needed(store, keys.groups.values())
     found: dict[str, dict[str, Any]] = {}
     if "" in keys.groups:
@@ -406,7 +416,7 @@ def _groups(store: _Store, keys: _Keys) -> list[dict[str, Any]]:
 
 
 def _give_names(store: _Store, keys: _Keys, groups: list[dict[str, Any]], names: Sequence[Sequence[str]] | None) -> None:
-    """Replaces numbers by ``names``, or by the only ones that fit by shape and order."""
+    """Replace numbers by ``names``, or without ``names`` by the only ones that fit by shape and order."""
 
     def fits(group: int, start: int, name: str) -> bool:
         state = keys.state.get(str(groups[group]["params"][start]), {})
@@ -431,7 +441,10 @@ def _give_names(store: _Store, keys: _Keys, groups: list[dict[str, Any]], names:
 
 
 def _tied(store: _Store, keys: _Keys, group_of: dict[str, int]) -> dict[str, str]:
-    """Tied parameters are stored twice, but the optimizer has them once: those with the very values of one that it has."""
+    """Find the tied parameters: alias -> name. They are stored twice, but the optimizer has them once.
+
+    So an alias is what the optimizer does not have, with exactly the values of a parameter that it has.
+    """
     alike: dict[Any, list[str]] = {}
     for name, key in keys.model.items():
         alike.setdefault((store.shape(key), store.dtype(key)), []).append(name)
@@ -444,14 +457,14 @@ def _tied(store: _Store, keys: _Keys, group_of: dict[str, int]) -> dict[str, str
         for name in spare:
             tensor = store.tensor(keys.model[name])
             stored = sums.get(_sums(tensor), "")
-            constant = bool((tensor == tensor.flatten()[0]).all())  # as many tensors are without being tied
+            constant = bool((tensor == tensor.flatten()[0]).all())  # many tensors are, without being tied
             if stored and not constant and torch.equal(tensor, store.tensor(keys.model[stored])):
                 found[name] = stored
     return found
 
 
 def _sums(tensor: torch.Tensor) -> tuple[float, float]:
-    """Equal for equal tensors, and hardly ever for others."""
+    """Two sums that are equal for equal tensors, and hardly ever for others."""
     values = tensor.flatten().double()
     return float(values.sum()), float(values @ torch.arange(len(values), dtype=values.dtype))
 
@@ -459,7 +472,10 @@ def _sums(tensor: torch.Tensor) -> tuple[float, float]:
 def _trainable(
     store: _Store, keys: _Keys, group_of: dict[str, int], aliases: dict[str, str], notes: list[str]
 ) -> dict[str, bool]:
-    """The format does not tell parameters from buffers, nor frozen ones from others: the optimizer and names must."""
+    """Return name -> whether the parameter is trainable.
+
+    The format tells neither parameters from buffers nor frozen parameters from others, so the optimizer and the names must.
+    """
     if not group_of:
         notes.append("the optimizer: none was stored, so that all floating-point tensors count as trainable parameters")
     found, guessed, without = {}, [], []
@@ -528,7 +544,7 @@ def _client_state(store: _Store, keys: _Keys, notes: list[str]) -> dict[str, Any
         else:
             small[key] = text
     if strange:
-        notes.append(f"the optimizer: laid out as by no known program ({', '.join(strange[:3])}, ...)")
+        notes.append(f"the optimizer: in a layout of no known program ({', '.join(strange[:3])}, ...)")
     found = {}
     for key, value in store.values(small).items():
         if isinstance(value, _Refused):

@@ -1,9 +1,10 @@
-"""Checkpoints of DeepSpeed 0.19, ZeRO stage 0 to 3, read without DeepSpeed and without running what their pickles ask for.
+"""Read checkpoints of DeepSpeed 0.19, ZeRO stage 0 to 3, without DeepSpeed, and without running what their pickles ask for.
 
 A tag's folder has the model (``mp_rank_00_model_states.pt``, at stage 3 one file for each rank) and, at stages 1 to 3, one
-file for each rank with its share of the optimizer: flat tensors, one for each group or, at stage 3, each sub-group. At
-stages 1 and 2 a group's parameters lie one behind the other, maybe padded, and the ranks' shares are consecutive parts of
-that. At stage 3 every parameter is cut into equal parts, the last one padded, and a rank's parts lie one behind the other.
+file for each rank with its share of the optimizer: flat tensors, one for each group or, at stage 3, for each sub-group. At
+stages 1 and 2, the parameters of a group are concatenated, maybe with padding, and the ranks' shares are consecutive parts
+of the result. At stage 3, every parameter is cut into equal parts, the last of which is padded, and the parts of a rank are
+concatenated.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ _SAFE: list[Any] = [
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a parameter's values are: ``pieces`` are (rank, start, end) in the flat tensors number ``index``."""
+    """Where a parameter's values are: ``pieces`` are (rank, start, end) in each rank's flat tensor number ``index``."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,9 +75,10 @@ class _Slot:
 
 @dataclass
 class _Optimizer:
-    """``masters[rank][index]``: flat weights, if the optimizer has its own. ``states[rank][index]``: its state of them.
+    """What was stored of the optimizer. ``masters[rank][index]``: flat weights, if the optimizer has its own.
 
-    ``stage``: as stored; 1 also stands for BF16_Optimizer, which stores none. ``scaler``: what was stored of a loss scale.
+    ``states[rank][index]``: its state for flat tensor number ``index``. ``stage``: as stored; 1 also stands for
+    BF16_Optimizer, which stores none. ``scaler``: what was stored of a loss scale.
     """
 
     stage: int = 0
@@ -90,12 +92,12 @@ class _Optimizer:
 def read_deepspeed(
     directory: Path, tag: str | None = None, names: Sequence[Sequence[str]] | None = None
 ) -> ForeignCheckpoint:
-    """What ``engine.save_checkpoint(directory, tag)`` has written; its tensors are read when they are asked for.
+    """Read what DeepSpeed's ``engine.save_checkpoint(directory, tag)`` has written. Tensors are read when asked for.
 
     ``directory`` may be the tag's own folder. ``tag``: by default what the file ``latest`` says. ``names``: the
-    parameters of each optimizer group, in order; only stage 0 may need them, which stores the optimizer's state by number.
-    Raises CheckpointError if files are missing, damaged, name unknown classes, or come from tensor, pipeline or expert
-    parallelism.
+    parameters of each optimizer group, in order. Only stage 0 may need them, since it stores the optimizer's state by
+    number. Raises CheckpointError if files are missing, are damaged, name unknown classes, or come from tensor, pipeline
+    or expert parallelism.
     """
     folder = _tag_folder(Path(directory), tag)
     try:
@@ -121,7 +123,7 @@ def _tag_folder(directory: Path, tag: str | None) -> Path:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The dict in ``path``; tensors stay in the file until they are used, if it has torch's present format."""
+    """Load the dict in ``path``. If it has torch's present format, tensors stay in the file until they are used."""
     try:
         with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -135,7 +137,7 @@ def _load(path: Path) -> dict[str, Any]:
         found = sorted(other.name for other in path.parent.glob("*.pt"))
         text = f"{path}: no such file; the folder has {found}. Remedy: copy the files of all ranks into one folder."
         raise CheckpointError(text) from None
-    except Exception as error:  # torch has no class of its own for damaged files
+    except Exception as error:  # torch has no exception of its own for damaged files
         name = refused_class(error)
         if name:
             text = f"{path}: names {name}, which is not known to be harmless, so it was not loaded. {_RESAVE} without it;"
@@ -156,7 +158,7 @@ def _read(folder: Path, names: Sequence[Sequence[str]] | None) -> ForeignCheckpo
     aliases = _same_storage(main) if main["param_shapes"] is None else main["shared_params"]
     optimizer = _optimizer(path, main, aliases, names, notes)
     owned = {slot.name for slot in optimizer.slots}
-    apart = {*owned, *(main["frozen_param_shapes"] or ())}  # empty ones have the same address, so look tied
+    apart = {*owned, *(main["frozen_param_shapes"] or ())}  # empty tensors have the same address, so look tied
     aliases = {name: stored for name, stored in aliases.items() if name not in apart and stored in main["module"]}
     trainable = _trainable(main, optimizer, aliases, notes)
     tensors = _model_tensors(folder, main, optimizer, aliases, notes)
@@ -222,7 +224,7 @@ def _load_ranks(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The ``optimizer_state_dict`` of every rank."""
     firsts = [prefix for prefix in ("bf16_", "") if (folder / (prefix + _OPTIMIZER.format(0))).is_file()]
     if len(firsts) > 1:
-        raise CheckpointError(f"{folder}: has optimizer files of two runs, with and without bf16_. Remedy: delete one's.")
+        raise CheckpointError(f"{folder}: has optimizer files of two runs, with and without bf16_. Remedy: keep one run's.")
     prefix = firsts[0] if firsts else "bf16_" if list(folder.glob("bf16_*")) else ""
     paths = [folder / (prefix + _OPTIMIZER.format(0))]
     ranks = [_load(paths[0])["optimizer_state_dict"]]
@@ -244,7 +246,7 @@ def _load_ranks(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _of_groups(folder: Path, main: dict[str, Any], ranks: list[dict[str, Any]], notes: list[str]) -> _Optimizer:
-    """Stages 1 and 2: a group's parameters one behind the other, cut at the ranks' boundaries."""
+    """Stages 1 and 2: a group's parameters are concatenated, then cut into the ranks' shares."""
     masters = [rank["single_partition_of_fp32_groups"] for rank in ranks]
     bases = [rank["base_optimizer_state"] for rank in ranks]
     if isinstance(bases[0], list):  # elastic: no hyperparameters
@@ -270,7 +272,7 @@ def _of_groups(folder: Path, main: dict[str, Any], ranks: list[dict[str, Any]], 
 
 
 def _cut(sizes: list[int], start: int, numel: int) -> tuple[tuple[int, int, int], ...]:
-    """Elements ``start`` to ``start + numel`` of the ranks' consecutive shares."""
+    """(rank, start, end) of each piece of elements ``start`` to ``start + numel`` of the ranks' consecutive shares."""
     pieces, begin = [], 0
     for rank, size in enumerate(sizes):
         low, high = max(start, begin), min(start + numel, begin + size)
@@ -281,7 +283,7 @@ def _cut(sizes: list[int], start: int, numel: int) -> tuple[tuple[int, int, int]
 
 
 def _of_subgroups(folder: Path, main: dict[str, Any], ranks: list[dict[str, Any]], notes: list[str]) -> _Optimizer:
-    """Stage 3: equal pieces of every parameter, one behind the other in each sub-group."""
+    """Stage 3: each rank has an equal piece of every parameter, and those of a sub-group are concatenated."""
     masters = [rank["fp32_flat_groups"] for rank in ranks]
     bases = [rank["optimizer_state_dict"] for rank in ranks]
     group_of = {index: group for group, entry in enumerate(bases[0]["param_groups"]) for index in entry["params"]}
@@ -304,7 +306,7 @@ def _of_subgroups(folder: Path, main: dict[str, Any], ranks: list[dict[str, Any]
 def _of_one_file(
     path: Path, main: dict[str, Any], aliases: dict[str, str], names: Sequence[Sequence[str]] | None, notes: list[str]
 ) -> _Optimizer:
-    """Stage 0: the optimizer as it is, or one with fp32 copies of its own, each group's in one tensor or not."""
+    """Stage 0: the optimizer as it is, or one with fp32 copies of its own, which may be one flat tensor for each group."""
     stored = main["optimizer"]
     base = stored.get("optimizer_state_dict", stored)
     groups, states, fused = base["param_groups"], base["state"], "fp32_groups_flat" in stored
@@ -348,7 +350,7 @@ def _of_one_file(
 
 
 def _same_storage(main: dict[str, Any]) -> dict[str, str]:
-    """Stage 0 does not list tied parameters, but stores each one's values once."""
+    """Find the tied parameters: alias -> name. Stage 0 does not list them, but stores their values only once."""
     first: dict[Any, str] = {}
     found = {}
     for name in _parameters(main):
@@ -365,9 +367,10 @@ def _parameters(main: dict[str, Any]) -> list[str]:
 
 
 def _trainable(main: dict[str, Any], optimizer: _Optimizer, aliases: dict[str, str], notes: list[str]) -> dict[str, bool]:
-    """Only stages 2 and 3 say which parameters are frozen; else they are those that the optimizer does not have.
+    """Return name -> whether the parameter is trainable. At stages 0 and 1, the frozen ones are not in the optimizer.
 
-    At stage 0 it may have been given frozen ones, which then have no state: DeepSpeed gives all others gradients.
+    Only stages 2 and 3 store which ones are frozen. At stage 0, the optimizer may have been given frozen parameters. These
+    have no state: DeepSpeed gives all others gradients.
     """
     frozen = set(main["frozen_param_shapes"] or ())
     if optimizer.stage >= 2 and main["frozen_param_shapes"] is None:
@@ -382,7 +385,10 @@ def _trainable(main: dict[str, Any], optimizer: _Optimizer, aliases: dict[str, s
 def _model_tensors(
     folder: Path, main: dict[str, Any], optimizer: _Optimizer, aliases: dict[str, str], notes: list[str]
 ) -> list[ForeignTensor]:
-    """Stage 3 has no whole weights: trained ones are made of the optimizer's, frozen ones of the ranks' model files."""
+    """The tensors of the model.
+
+    Stage 3 stores no whole weights: trained ones are joined from the optimizer's, frozen ones from the ranks' model files.
+    """
     slots = {slot.name: slot for slot in optimizer.slots}
     shapes = main["frozen_param_shapes"] or {}
     whole = set(main["module"] if optimizer.stage < 3 else main["buffer_names"])
@@ -413,7 +419,7 @@ def _owned(kind: str, slot: _Slot, flats: list[torch.Tensor], dtype: torch.dtype
 
 
 def _state_tensors(optimizer: _Optimizer, notes: list[str]) -> list[ForeignTensor]:
-    """State with a value for each element, sorted by kind. Other tensors belong to no single parameter: a note says so."""
+    """State tensors with a value for each element, sorted by kind. A note names those that are of any other form."""
     found: dict[str, list[ForeignTensor]] = {}
     left: dict[str, str] = {}
     for slot in optimizer.slots:
@@ -482,7 +488,7 @@ def _scaler(rank: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loss_scale(scaler: dict[str, Any], main: dict[str, Any]) -> dict[str, Any]:
-    """From either the attributes of a scaler or the entries that stage 0 stores, which has no hysteresis."""
+    """The loss scale, from the attributes of a scaler or from the entries that stage 0 stores, which have no hysteresis."""
     section = _config(main).get("fp16") or {}
     return {
         "scale": float(scaler.get("cur_scale", 1.0)),

@@ -1,10 +1,10 @@
-"""Pickles that strangers have made, read by rules: which opcodes, what may be called with what, what may get attributes.
+"""Read pickles that strangers have made by rules: which opcodes, what may be called with what, what may get attributes.
 
-pickle's own reader does what the file says. With a list of harmless classes it still gives attributes to anything on its
-stack, such as the classes themselves, makes room for whatever number of entries or bytes is named, and computes the hash
-of any key, which for a tuple of tuples of the same tuples takes for ever. Here the opcodes are those that protocols 2 to 5
-need for plain values, and a reader says by ``make`` and ``fill`` what becomes of the others. Time and memory are in
-proportion to the file.
+pickle's own reader does what the file says. Even with a list of harmless classes, it gives attributes to anything on its
+stack, such as the classes themselves, makes room for whatever number of entries or bytes the file names, and computes the
+hash of any key, which takes forever for a tuple of tuples of the same tuples. Here the only opcodes are those that
+protocols 2 to 5 need for plain values, and those that call something or set attributes. With ``make`` and ``fill``, a
+subclass says what becomes of the latter. Time and memory are in proportion to the file.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _OPCODES = (
 
 
 class RuledUnpickler(pickle._Unpickler):
-    """Gives ``find_class``, ``make`` and ``fill``, which a subclass defines, what the pickle asks for.
+    """Passes what the pickle asks for to ``find_class``, ``make`` and ``fill``, which a subclass defines.
 
-    ``file`` is a BytesIO, which has what it has, whatever length is asked for. ``load`` raises UnpicklingError for what is
-    against the rules, and whatever else damage leads to.
+    ``file`` is a BytesIO or the like, which returns no more than it has, whatever length is asked for. ``load`` raises
+    UnpicklingError for what is against the rules, and whatever else damage leads to.
     """
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
     def make(self, kind: Any, args: Any) -> Any:
-        """What ``kind``, which ``find_class`` may have given, makes of ``args``."""
+        """Return what ``kind(*args)`` is to give, or raise UnpicklingError. ``kind`` need not be from ``find_class``."""
         raise pickle.UnpicklingError(f"it calls {kind!r:.80}")
 
     def fill(self, made: Any, state: Any) -> None:
-        """Give ``made``, which may be anything that is in the pickle, its attributes."""
+        """Set the attributes of ``made``, or raise UnpicklingError. ``made`` may be anything that is in the pickle."""
         raise pickle.UnpicklingError(f"it changes a {type(made).__name__}")
 
     def _load_made(self) -> None:
@@ -106,7 +106,7 @@ def _set_all(target: Any, items: list[Any]) -> None:
 
 
 def _key(value: Any) -> Any:
-    """``value`` if it has a hash that is soon computed."""
+    """Return ``value`` if its hash is computed quickly; otherwise raise UnpicklingError."""
     left = [value]
     for _ in range(_MOST_IN_KEY):
         if not left:

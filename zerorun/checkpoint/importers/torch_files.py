@@ -1,8 +1,9 @@
-"""Files of torch.save that strangers have made, looked through before torch reads them.
+"""Look through files of torch.save that strangers have made, before torch reads them.
 
-torch's own reader of weights only runs nothing that is not on its list. But what is on it can be told to take any amount
-of memory (a bytearray of a length, compressed records) or time (keys that take for ever to hash, values that are shared so
-often that nobody can print them), and a tensor may be said to be larger than its bytes, or to have none.
+With ``weights_only``, torch's own reader runs nothing that is not on its list. But what is on the list can be told to take
+any amount of memory (a bytearray of a given length, compressed records) or time (keys that take forever to hash, values
+that are shared so often that nobody can print them). And the file may say that a tensor is larger than its bytes, or that
+it has none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class _Named:
 
 
 class _Made:
-    """What would be made of ``parts``."""
+    """Stands for what would be made of ``parts``."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -67,7 +68,7 @@ class _DryRun(RuledUnpickler):
 
 
 class FileSlice(io.RawIOBase):
-    """``length`` bytes of an open file as a file to read from, which gives what it has, whatever is asked for."""
+    """``length`` bytes of an open file, as a file that returns no more than these, whatever length is asked for."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._file, self._begin, self.length, self._at = file, begin, length, 0
@@ -98,7 +99,7 @@ class FileSlice(io.RawIOBase):
 
 
 def look_through(file: FileSlice) -> None:
-    """Raise UnpicklingError, or what else damage leads to, for a file that torch should not read."""
+    """Raise UnpicklingError, or whatever else damage leads to, for a file that torch should not read."""
     zipped = is_zipped(file)
     if zipped:
         _look_into_archive(file)
@@ -110,7 +111,7 @@ def look_through(file: FileSlice) -> None:
 
 
 def is_zipped(file: FileSlice) -> bool:
-    """True for torch's present format."""
+    """True if the file has torch's present format, a zip archive."""
     file.seek(0)
     start = file.read(4)
     file.seek(0)
@@ -130,7 +131,7 @@ def _look_into_archive(file: FileSlice) -> None:
 
 
 def _refuse_endless(value: Any, nbytes: int) -> None:
-    """Raise UnpicklingError for a value that is in itself, or has far more parts than the pickle has bytes."""
+    """Raise UnpicklingError for a value that contains itself, or has far more parts than the pickle has bytes."""
     counts: dict[int, int] = {}  # by id; -1: its parts are being counted
     left = [value]
     while left:
@@ -155,7 +156,7 @@ def _parts(value: Any) -> Any:
 
 
 def refuse_strange_tensors(value: Any, nbytes: int) -> None:
-    """Raise ValueError for tensors in ``value`` that are not plain ones on the CPU, of at most ``nbytes`` each."""
+    """Raise ValueError unless all tensors in ``value`` are plain ones on the CPU, of at most ``nbytes`` each."""
     left, seen = [value], set()
     while left:
         item = left.pop()

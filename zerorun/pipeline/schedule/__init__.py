@@ -1,1 +1,1 @@
-"""Schedules of pipelines as data: what each stage does in which order, and how long that takes."""
+"""Pipeline schedules as data: what each stage does in which order, and how long that takes."""

@@ -1,4 +1,4 @@
-"""What a schedule consists of: the actions, their order on each rank, and how they are held in memory.
+"""The parts of a schedule: the actions, their order on each rank, and their form in memory.
 
 [Note: a schedule is data]
 A schedule is one list of actions for each rank. A rank runs its list from the first action to the last and decides
@@ -10,8 +10,8 @@ Rank r holds the chunks 0 .. chunks-1 of the model. Chunk c of rank r is the glo
 goes from rank r to rank r + 1, and from the last rank to the next chunk of rank 0. With one rank nothing is sent.
 
 [Note: codes]
-1,024 ranks with 4,096 micro-batches have 25 million actions. As long as nobody looks at them they are integers,
-``(micro_batch * chunks + chunk) * 8 + kind``, made one by one when somebody asks for them.
+A schedule of 1,024 ranks and 4,096 micro-batches has 25 million actions. So actions are integers,
+``(micro_batch * chunks + chunk) * 8 + kind``, made one by one on demand; they become objects only to be looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from zerorun.errors import ScheduleError
 
-KIND_BITS = 3  # of a code
+KIND_BITS = 3  # lowest bits of a code
 FORWARD_ONLY = "forward_only"
 
 
@@ -47,7 +47,7 @@ class ActionKind(IntEnum):
 
 
 class Action(NamedTuple):
-    """One action of a rank. ``micro_batch`` counts from 0; ``chunk`` is the chunk of this rank's model."""
+    """One action of a rank. ``micro_batch`` counts from 0; ``chunk`` is one of the rank's chunks, from 0."""
 
     kind: ActionKind
     micro_batch: int
@@ -80,7 +80,7 @@ def is_first(rank: int, chunk: int) -> bool:
 
 
 def is_last(rank: int, chunk: int, stages: int, chunks: int) -> bool:
-    """True if this chunk makes the loss, so that nothing is received before its backward."""
+    """True if this chunk computes the loss, so that nothing is received before its backward."""
     return rank == stages - 1 and chunk == chunks - 1
 
 
@@ -95,7 +95,7 @@ class PipelineSchedule:
     codes: Callable[[int], Iterable[int]] = field(repr=False, compare=False)
 
     def actions(self, rank: int) -> Iterator[Action]:
-        """The actions of ``rank`` in order, made one by one. Raises ScheduleError if there is no such rank."""
+        """Return the actions of ``rank`` in order, made one by one. Raises ScheduleError if there is no such rank."""
         if not 0 <= rank < self.stages:
             raise ScheduleError(
                 f"rank {rank} has no actions: the schedule has {self.stages} stages. "
@@ -107,9 +107,9 @@ class PipelineSchedule:
     def from_lists(
         cls, lists: Sequence[Iterable[Action]], micro_batches: int, *, chunks: int = 1, kind: str = "given"
     ) -> PipelineSchedule:
-        """A schedule of given actions, messages included. ``kind`` "forward_only" is the one that needs no backward.
+        """Make a schedule from given actions, messages included. Only the ``kind`` "forward_only" needs no backward.
 
-        Raises ScheduleError if an action is of a micro-batch or chunk that there is not.
+        Raises ScheduleError if an action has a micro-batch or chunk that does not exist.
         """
         kept: list[tuple[int, ...]] = []
         for rank, actions in enumerate(lists):
@@ -128,14 +128,14 @@ class PipelineSchedule:
     def from_computation(
         cls, kind: str, stages: int, micro_batches: int, chunks: int, compute: Callable[[int], Iterable[int]]
     ) -> PipelineSchedule:
-        """A schedule from each rank's codes without messages, which are put in: see ``with_messages``."""
+        """Make a schedule from the codes of each rank's computations. ``with_messages`` inserts the messages."""
         return cls(kind, stages, micro_batches, chunks, partial(with_messages, compute, stages, chunks))
 
 
 def with_messages(compute: Callable[[int], Iterable[int]], stages: int, chunks: int, rank: int) -> Iterator[int]:
-    """The codes of ``rank`` with a receive right before what needs it and a send right after what made it.
+    """Yield the codes of ``rank``, each receive right before what needs it and each send right after what made it.
 
-    That is the best place for both: a send does not block, and a receive that stood earlier could only block earlier.
+    This is the best place for both: a send does not block, and an earlier receive could only block earlier.
     """
     receive, send = _message_tables(stages, chunks, rank)
     period = chunks << KIND_BITS
@@ -149,7 +149,7 @@ def with_messages(compute: Callable[[int], Iterable[int]], stages: int, chunks: 
 
 
 def _message_tables(stages: int, chunks: int, rank: int) -> tuple[list[int], list[int]]:
-    """For a computation's code modulo 8 * chunks: what to add to get its receive's and its send's code; 0 for none."""
+    """Return, by a computation's code modulo 8 * chunks, what to add for its receive's and its send's code; 0: none."""
     receive, send = ([0] * (chunks << KIND_BITS) for _ in range(2))
     if stages == 1:
         return receive, send

@@ -1,4 +1,4 @@
-"""Bubbles in closed form: what a rank waits in one step if all stages take the same times and messages take none.
+"""Bubbles in closed form: how long a rank waits in one step if all stages take the same times and messages take none.
 
 With p stages, m micro-batches, v chunks per rank, and F, B, W the times of forward, input gradient and weight gradient of
 one micro-batch on one stage:
@@ -12,8 +12,8 @@ one micro-batch on one stage:
 | zero_bubble | (p-1)(F+B-min(W,F,B)) | m >= p, the usual limit | Qi et al., 2023, arXiv 2401.10241, ZB-H1: (p-1)(F+B-W) |
 | forward_only | (p-1) F/v | p divides m, or v = 1 | the last rank starts, in the last chunk, p-1 parts late |
 
-The paper's formula for ZB-H1 takes W to be no longer than F and B. If it is, the bubble does not fall any further: the last
-rank cannot start before (p-1) F, and the first waits (p-1) B for its first gradient.
+The paper's formula for ZB-H1 assumes that W is no longer than F and B. If W is longer, the bubble shrinks no further: the
+last rank cannot start before (p-1) F, and the first waits (p-1) B for its first gradient.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .times import Times
 
 
 def bubble(kind: str, stages: int, micro_batches: int, times: Times, *, chunks: int = 1) -> float:
-    """The idle time of each rank in one step, by the table above, in the unit of ``times``.
+    """Return the idle time of each rank in one step, by the table above, in the unit of ``times``.
 
-    If stages differ, their means are taken, and the result is only a guide. Transfers are left out.
+    If stages differ, their mean times are used, and the result is only a guide. Transfers are left out.
     """
     parts = (times.forward, times.input_gradient, times.weight_gradient)
     forward, inputs, weights = (sum(part) / stages for part in parts)
@@ -45,7 +45,7 @@ def bubble(kind: str, stages: int, micro_batches: int, times: Times, *, chunks: 
 
 
 def why_inexact(kind: str, stages: int, micro_batches: int, times: Times) -> str | None:
-    """Why ``bubble`` need not be what a simulation gives, or None if it must be. Goes on after "the formula"."""
+    """Return why ``bubble`` may differ from a simulation, or None if it cannot, as a predicate for "the formula"."""
     if any(times.transfer):
         return "leaves out transfers"
     if any(len(set(part)) > 1 for part in (times.forward, times.input_gradient, times.weight_gradient)):

@@ -1,4 +1,4 @@
-"""The schedules: from a kind, a number of stages and of micro-batches to one list of actions for each rank."""
+"""Makes schedules: one list of actions for each rank, from a kind and the numbers of stages and micro-batches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def make_schedule(
     times: Times | None = None,
     limit: int | None = None,
 ) -> PipelineSchedule:
-    """The schedule of one optimizer step.
+    """Make the schedule of one optimizer step.
 
     ``kind``: one of ``SCHEDULES``. ``chunks``: parts of the model per rank, for "interleaved" (2 or more) and
-    "forward_only". ``times`` and ``limit`` shape "zero_bubble" alone: what it is chosen by (default: all parts take the
-    same time), and how many micro-batches a rank may keep (default: as many as the first rank of "1f1b").
+    "forward_only". ``times`` and ``limit`` matter only for "zero_bubble": the times that it is optimized for (default: all
+    parts take the same time), and how many micro-batches a rank may keep (default: as many as the first rank of "1f1b").
     Raises ScheduleError.
     """
     _check(kind, stages, micro_batches, chunks, limit)
@@ -70,11 +70,12 @@ class Shape:
     chunks: int
 
     def order(self, kind: ActionKind) -> Iterator[int | None]:
-        """The codes of all forwards, or of all backwards, in the order that is the same on every rank.
+        """Yield the codes of all forwards, or of all backwards, in the order that is the same on every rank.
 
-        As many micro-batches as there are ranks make a round, which passes chunk after chunk: the first of them is back at
-        rank 0 just when this has started the last. If the last round is short, None stands for each that is lacking. To
-        leave out all actions of some micro-batches cannot make a schedule wait for ever, so any number of them will do.
+        A round is as many micro-batches as there are ranks, and passes through one chunk after the other: its first
+        micro-batch is back at rank 0 just when rank 0 has started the last one. If the last round is short, None stands for
+        each missing micro-batch. Leaving out all actions of some micro-batches cannot cause a deadlock, so the number of
+        micro-batches may be any.
         """
         chunks = range(self.chunks) if kind == ActionKind.FORWARD else range(self.chunks)[::-1]
         for first in range(0, self.micro_batches, self.stages):
@@ -97,7 +98,7 @@ def _naive(shape: Shape, rank: int) -> Iterator[int]:
 
 
 def _gpipe(shape: Shape, rank: int) -> Iterator[int]:
-    """All forwards, then all backwards, from the first micro-batch on as everywhere, so that gradients add up alike.
+    """All forwards, then all backwards. Both start with the first micro-batch, so gradients add up in the usual order.
 
     Huang et al., GPipe, 2019 (arXiv 1811.06965).
     """
@@ -107,10 +108,11 @@ def _gpipe(shape: Shape, rank: int) -> Iterator[int]:
 
 
 def _alternating(shape: Shape, rank: int) -> Iterator[int]:
-    """Some forwards ahead, then a forward and a backward in turn, then the backwards that are left.
+    """Some forwards ahead, then one forward and one backward in turn, then the remaining backwards.
 
-    With one chunk a rank is ahead by one forward for each rank after it: 1F1B (Narayanan et al., PipeDream, 2019). With
-    more it is ahead by two, and by a round for each chunk after the first (Narayanan et al., 2021, arXiv 2104.04473).
+    With one chunk, a rank runs ahead by one forward for each rank after it: 1F1B (Narayanan et al., PipeDream, 2019). With
+    more chunks, it runs ahead by two forwards for each rank after it, and by a round for each chunk after the first
+    (Narayanan et al., 2021, arXiv 2104.04473).
     """
     behind = shape.stages - 1 - rank
     ahead = behind if shape.chunks == 1 else 2 * behind + (shape.chunks - 1) * shape.stages

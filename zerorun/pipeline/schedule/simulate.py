@@ -1,11 +1,11 @@
 """The simulator: runs the lists of a schedule as the ranks would, and proves that they can be run.
 
 [Note: what is proved]
-Every action is run, in the order of the lists, with the rules of [Note: a schedule is data]. For each rank, micro-batch
-and chunk a byte holds what has been done. An action names the bits that must be set before it, and the bits (its own
-among them) that must not; at the end all bits must be set. So each action comes exactly once, after all it depends on.
-Each link is a queue, and what a receive finds at its head must be what it expects. If no rank can go on, those that wait
-are named. Times play no part in any of this: a schedule that runs with some times runs with all.
+Every action is run, in the order of the lists, by the rules of [Note: a schedule is data]. For each rank, micro-batch and
+chunk, a byte holds what has been done. An action names the bits that must be set before it, and the bits (its own among
+them) that must not be set; at the end all bits must be set. So each action comes exactly once, after everything that it
+depends on. Each link is a queue, and a receive must find the message that it expects at the head of the queue. If no rank
+can go on, an error names those that wait. Times play no part in this: a schedule that runs with some times runs with all.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a run of a schedule takes. Times in the unit of the given ones; one number per rank in each tuple.
+    """The times and the memory of a run. Times have the unit of the given ones; each tuple has one number per rank.
 
-    ``peak_kept``: most micro-batches (times chunks) whose activations are kept for the weight gradient. ``peak_whole``: the
-    same until the input gradient only; after it, a split backward keeps less of each. The unit of both is the activations
-    of one micro-batch in one chunk.
+    ``peak_kept``: the most activations that are kept at once, from the forward to the weight gradient. ``peak_whole``: the
+    same, but only until the input gradient, after which a split backward keeps less of each. The unit of both is the
+    activations of one micro-batch in one chunk.
     """
 
     makespan: float
@@ -61,7 +61,7 @@ class Report:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The bubble: time in which a rank waits, from the start of the first rank to the end of the last."""
+        """The bubble: the time for which a rank waits between the start of the first rank and the end of the last."""
         return tuple(max(0.0, self.makespan - busy) for busy in self.busy)
 
     @property
@@ -71,15 +71,15 @@ class Report:
 
     @property
     def efficiency(self) -> float:
-        """The part of the time in which ranks compute, 0 to 1."""
+        """The fraction of the time in which ranks compute, 0 to 1."""
         return 1 - self.bubble / self.makespan if self.makespan else 1.0
 
 
 def simulate(schedule: PipelineSchedule, times: Times, *, record: bool = False) -> Report:
     """Run ``schedule`` and report; ``record`` keeps a span for every computation.
 
-    Raises ScheduleError if the ranks wait for one another, if an action is missing, comes twice or comes before what it
-    needs, and if a message is not the one that is expected.
+    Raises ScheduleError if the ranks deadlock, if an action is missing, comes twice or comes before what it needs, and if a
+    message is not the expected one.
     """
     times.check(schedule.stages)
     return _Run(schedule, times, record).report()
@@ -89,15 +89,15 @@ class _Row(NamedTuple):
     """What a rank needs to know of one kind of action in one chunk."""
 
     needs: int  # bits that must be set before it
-    sets: int  # bits that must not, and are set by it
+    sets: int  # bits that must not be set before it, and that it sets
     seconds: float  # how long it takes
     keeps: int  # by how much it changes the number of kept micro-batches
-    whole: int  # the same, of those that are kept as a whole
+    whole: int  # by how much it changes the number of those kept as a whole
     exists: bool  # False if this rank cannot do it in this chunk
 
 
 def _rows(schedule: PipelineSchedule, times: Times, rank: int, chunk: int) -> list[_Row]:
-    """One row for each kind, in the order of their numbers."""
+    """Return one row for each ActionKind, in the order of their numbers."""
     stages, chunks, trains = schedule.stages, schedule.chunks, schedule.kind != FORWARD_ONLY
     receives = stages > 1 and not is_first(rank, chunk)  # the first chunk has nobody before it, the last nobody after it
     sends = stages > 1 and not is_last(rank, chunk, stages, chunks)
@@ -117,7 +117,7 @@ def _rows(schedule: PipelineSchedule, times: Times, rank: int, chunk: int) -> li
 
 
 class _Run:
-    """One run: the queues between the ranks, and the ranks as generators that stop where they have to wait.
+    """One run: queues between the ranks, and the ranks as generators that yield where they have to wait.
 
     Queue 2r holds the activations that travel to rank r, queue 2r + 1 the gradients: (code >> 3, time of arrival).
     """
@@ -127,7 +127,7 @@ class _Run:
         self.schedule, self.times, self.record = schedule, times, record
         self.queues: list[deque[tuple[int, float]]] = [deque() for _ in range(2 * stages)]
         self.waits_at = [-1] * stages  # the queue that a rank waits at; -1: none
-        self.waits_in = [-1] * stages  # the code that it waits in
+        self.waits_in = [-1] * stages  # the code of the receive in which a rank waits
         self.ready = deque(range(stages))
         self.ends = [0.0] * stages
         self.kept, self.whole = [0] * stages, [0] * stages
@@ -148,7 +148,7 @@ class _Run:
         return Report(max(self.ends), busy, tuple(self.kept), tuple(self.whole), spans)
 
     def _rank(self, rank: int) -> Iterator[int]:
-        """Run the list of ``rank``; yields the queue to wait at. The hot loop: all that it needs has a local name."""
+        """Run the list of ``rank``; yields each queue that it waits at. The hot loop, so all that it uses is local."""
         schedule, queues, waits_at = self.schedule, self.queues, self.waits_at
         chunks, stages = schedule.chunks, schedule.stages
         rows = [row for chunk in range(chunks) for row in _rows(schedule, self.times, rank, chunk)]
@@ -159,7 +159,7 @@ class _Run:
         period, first_message, alone = chunks << KIND_BITS, int(ActionKind.SEND_ACTIVATION), stages == 1 < chunks
         send_activation, send_gradient = int(ActionKind.SEND_ACTIVATION), int(ActionKind.SEND_GRADIENT)
         transfer = self.times.transfer[rank]
-        # A message names the receiver's chunk: only where the pipeline turns is it another one than the sender's.
+        # A message names the receiver's chunk, which differs from the sender's only where the pipeline wraps around.
         links = {send_activation: (2 * ((rank + 1) % stages), int(rank == stages - 1))}
         links[send_gradient] = 2 * ((rank - 1) % stages) + 1, -int(rank == 0)
         inbox = {int(ActionKind.RECEIVE_ACTIVATION): 2 * rank, int(ActionKind.RECEIVE_GRADIENT): 2 * rank + 1}
@@ -236,7 +236,7 @@ class _Run:
         )
 
     def _refuse_deadlock(self) -> NoReturn:
-        """Every rank that waits, waits for one that waits too: the chain from any of them ends in a ring."""
+        """Raise ScheduleError. Every waiting rank waits for another waiting one, so the chain from any ends in a ring."""
         chunks, stages = self.schedule.chunks, self.schedule.stages
         chain = [next(rank for rank, queue in enumerate(self.waits_at) if queue >= 0)]
         while chain[-1] not in chain[:-1]:
@@ -254,7 +254,7 @@ class _Run:
         )
 
     def _is_sent(self, rank: int, receive: Action) -> bool:
-        """Whether the sender's list has the send of what ``rank`` waits for."""
+        """True if the sender's list has the send of what ``rank`` waits for."""
         sender = peer(receive.kind, rank, self.schedule.stages)
         if receive.kind == ActionKind.RECEIVE_ACTIVATION:
             send = Action(ActionKind.SEND_ACTIVATION, receive.micro_batch, receive.chunk - (rank == 0))
@@ -264,7 +264,7 @@ class _Run:
 
 
 def _follows(done: bytearray, item: int, kind: int, chunks: int) -> bool:
-    """With one rank, where no message says so: whether the chunk before (backward: after) has done its part."""
+    """True if the chunk before (in a backward: after) has done its part. For one rank, where no message tells this."""
     chunk = item % chunks
     if kind == ActionKind.FORWARD:
         return chunk == 0 or bool(done[item - 1] & _FORWARD)

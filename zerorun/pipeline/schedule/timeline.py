@@ -12,7 +12,7 @@ from zerorun.errors import ScheduleError
 from .actions import ActionKind
 from .simulate import Report, Span
 
-MOST_ACTIONS = 50_000  # in one picture; more are neither seen nor opened by a viewer
+MOST_ACTIONS = 50_000  # in one picture; more cannot be told apart, nor opened by a viewer
 _COLOURS = {
     ActionKind.FORWARD: ("forward", "#4c78a8"),
     ActionKind.BACKWARD: ("backward", "#54a24b"),
@@ -23,7 +23,7 @@ _IDLE = "#e4e4e4"
 _PALEST = 0.55  # opacity of a rank's last chunk; the first is opaque
 
 _WIDTH = 14  # inches
-_DIGIT = 0.07  # inches, width of one in the numbers of the micro-batches
+_DIGIT = 0.07  # inches, width of one digit of a micro-batch's number
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Panel:
 
 
 def check_drawable(actions: int) -> None:
-    """Raise ScheduleError if a picture of so many actions would be of no use."""
+    """Raise ScheduleError if there are too many actions for a useful picture."""
     if actions > MOST_ACTIONS:
         raise ScheduleError(
             f"a picture of {actions} actions is too large. Remedy: draw fewer stages or micro-batches, "
@@ -66,7 +66,7 @@ def draw(path: str | os.PathLike[str], panels: Sequence[Panel], format: str) -> 
         _draw_panel(panel, axes, longest)
     handles = [Patch(color=colour, label=name) for name, colour in _legend(panels)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zerorun"}):  # text is text; the same each time
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zerorun"}):  # text stays text; same file each time
         figure.savefig(path, format=format, dpi=120, metadata={"Date": None} if format == "svg" else None)
 
 
@@ -93,7 +93,7 @@ def _opacity(span: Span, chunks: int) -> float:
 
 
 def _legend(panels: Sequence[Panel]) -> list[tuple[str, str]]:
-    """(name, colour) of what is in the picture."""
+    """Return (name, colour) of everything that is in the picture."""
     kinds = {span.action.kind for panel in panels for spans in panel.report.spans for span in spans}
     entries = [entry for kind, entry in _COLOURS.items() if kind in kinds]
     return [*entries, ("idle", _IDLE)]

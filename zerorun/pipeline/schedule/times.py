@@ -13,8 +13,8 @@ from zerorun.errors import ScheduleError
 class Times:
     """Times of one micro-batch, all in the same unit; one number per stage in each field.
 
-    A stage is everything that a rank holds; if it holds several chunks, each takes an equal part. ``transfer`` is the time
-    that a message of this stage travels. A backward takes ``input_gradient`` + ``weight_gradient``.
+    A stage is everything that a rank holds; if it holds several chunks, each takes an equal part of the time. ``transfer``
+    is the time that a message from this stage travels. A backward takes ``input_gradient`` + ``weight_gradient``.
     """
 
     forward: tuple[float, ...]
@@ -31,7 +31,7 @@ class Times:
         weight_gradient: float | Sequence[float] = 1.0,
         transfer: float | Sequence[float] = 0.0,
     ) -> Times:
-        """Times from one number for all stages, or one for each. Raises ScheduleError if they cannot be times."""
+        """Make times from one number for all stages, or one for each. Raises ScheduleError if they cannot be times."""
         given = {
             "forward": forward,
             "input_gradient": input_gradient,
@@ -45,7 +45,7 @@ class Times:
         return times
 
     def check(self, stages: int) -> None:
-        """Raise ScheduleError if these are not the times of so many stages."""
+        """Raise ScheduleError if these are not the times of ``stages`` stages."""
         if len(self.forward) != stages:
             raise ScheduleError(
                 f"times of {len(self.forward)} stages do not fit a schedule of {stages}. "
@@ -53,7 +53,7 @@ class Times:
             )
 
     def work(self, rank: int) -> float:
-        """Forward and backward of one micro-batch on the stage ``rank``."""
+        """Return the time of the forward and the backward of one micro-batch on the stage ``rank``."""
         return self.forward[rank] + self.input_gradient[rank] + self.weight_gradient[rank]
 
 

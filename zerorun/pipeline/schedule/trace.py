@@ -5,8 +5,8 @@
                       "args": {"micro_batch": 0, "chunk": 0}}, ...]}
 
 The format is Chrome's (Trace Event Format, Google, 2016). ``tid`` is the stage; its events come in the order in which it
-computed. Times are microseconds, from one zero for all. ``cat`` is F (forward), B (backward), I or W (input and weight
-gradient of a split backward); events of other phases than "X" say nothing here. One optimizer step makes a trace: each
+computed. Times are microseconds, with the same zero for all stages. ``cat`` is F (forward), B (backward), I or W (input and
+weight gradient of a split backward); events of phases other than "X" are ignored. A trace holds one optimizer step: each
 micro-batch and chunk has one F and, unless the kind is "forward_only", one B or one I and one W.
 """
 
@@ -37,7 +37,7 @@ LETTERS = {
 _LETTER_OF = {kind: letter for letter, kind in LETTERS.items()}
 _REMEDY = "Remedy: record one whole optimizer step on all ranks, with clocks that have one zero."
 _MICRO = 1e6  # microseconds in a second
-_OVERLAP_SECONDS = 1e-6  # a clock's resolution: a span may begin this much before the one before it ends
+_OVERLAP_SECONDS = 1e-6  # a clock's resolution: a span may begin this much before the previous one ends
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Trace:
     spans: tuple[tuple[Span, ...], ...]
 
     def report(self) -> Report:
-        """The numbers of the run, from the first start to the last end on any rank.
+        """Return the numbers of the run, from the first start to the last end on any rank.
 
         Raises ScheduleError if it took no time.
         """
@@ -67,7 +67,7 @@ class Trace:
         return Report(makespan, busy, tuple(kept for kept, _ in peaks), tuple(whole for _, whole in peaks), moved)
 
     def times(self, transfer: float | Sequence[float] = 0.0) -> Times:
-        """Medians over the micro-batches, summed over the chunks, for each stage.
+        """Return the times of each stage: medians over the micro-batches, summed over the chunks.
 
         A backward that is not split counts as an input gradient with a weight gradient of 0 s.
         """
@@ -79,7 +79,7 @@ class Trace:
         return Times.make(self.stages, *parts, transfer)
 
     def schedule(self) -> PipelineSchedule:
-        """The lists that were run: the computations in their measured order, with messages."""
+        """Return the lists that were run: the computations in their measured order, with messages inserted."""
         lists = [tuple(encode(span.action, self.chunks) for span in spans) for spans in self.spans]
         return PipelineSchedule.from_computation(self.kind, self.stages, self.micro_batches, self.chunks, lists.__getitem__)
 
@@ -91,7 +91,7 @@ def _median(spans: Sequence[Span], kind: ActionKind, chunk: int) -> float:
 
 
 def _peaks(spans: Sequence[Span], trains: bool) -> tuple[int, int]:
-    """Most micro-batches kept until the weight gradient, and until the input gradient."""
+    """Return the most micro-batches kept at once until the weight gradient, and until the input gradient."""
     kept = whole = most_kept = most_whole = 0
     for action, _, _ in spans if trains else ():
         kept += {ActionKind.FORWARD: 1, ActionKind.INPUT_GRADIENT: 0}.get(action.kind, -1)
@@ -115,7 +115,7 @@ def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> Trace:
-    """Read and check a trace. Raises ScheduleError for the first thing that is wrong with it, with the place."""
+    """Read and check a trace. Raises ScheduleError for the first thing that is wrong with it, and tells where."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -183,7 +183,7 @@ def _span(event: Any, place: str, counts: dict[str, int]) -> Span:
 
 
 def _check_rank(spans: Sequence[Span], rank: int, kind: str, counts: dict[str, int]) -> None:
-    """One computation at a time, and each as often as it must come."""
+    """Raise ScheduleError unless the rank computes one thing at a time, and each as often as it must."""
     end = -math.inf
     done: dict[tuple[int, int], list[str]] = {}
     for place, span in enumerate(spans):

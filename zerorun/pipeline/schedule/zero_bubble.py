@@ -1,17 +1,18 @@
-"""The zero-bubble schedule: a list scheduler that fills waiting times with weight gradients, chosen by measured times.
+"""The zero-bubble schedule: a list scheduler fills waiting times with weight gradients, as measured times suggest.
 
 [Note: zero bubble]
-A backward is split. The input gradient is what the stage before waits for; the weight gradient can be done at any later
-time (Qi et al., 2023, arXiv 2401.10241). The scheduler plays the run from its start. A rank that is free takes a forward
-or an input gradient, in turn if it could do both; else a weight gradient; else it waits. A micro-batch is kept from its
-forward to its weight gradient, and a forward that would exceed the limit of kept ones is not taken. With the limit of
-1F1B's first rank, the number of stages, this finds the paper's ZB-H1; with one less than twice that, its ZB-H2.
+A backward is split. The previous stage waits for the input gradient; the weight gradient can be computed at any later time
+(Qi et al., 2023, arXiv 2401.10241). The scheduler plays the run from its start. A free rank takes a forward or an input
+gradient, in turn if it could do both; otherwise a weight gradient; otherwise it waits. A micro-batch is kept from its
+forward to its weight gradient, and a forward that would exceed the limit of kept micro-batches is not started. With the
+limit of 1F1B's first rank, which is the number of stages, this finds the paper's ZB-H1; with one less than twice that, its
+ZB-H2.
 
-A list is only an order, and the best order for some times is often one that was found with simpler times: a rank that
-looks no further than its next action is led astray by small differences. So the run is played in several variants, all
-lists are simulated with the real times, and the fastest is taken; of equal ones, that which keeps least. One of them is
-1F1B with split backwards. It sends everything as early as 1F1B does, or earlier, so that the result is never slower than
-1F1B if the limit lets that run.
+A list is only an order, and the best order for given times is often one that was found with simpler times: a rank that
+looks no further than its next action is misled by small differences. So the run is played in several variants, all lists
+are simulated with the real times, and the fastest is chosen; among equally fast ones, the one that keeps least. One of the
+candidates is 1F1B with split backwards. It sends everything at least as early as 1F1B does, so the result is never slower
+than 1F1B if the limit permits 1F1B.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from .actions import KIND_BITS, ActionKind, PipelineSchedule
 from .simulate import simulate
 from .times import Times
 
-# A weight gradient is not begun if an input gradient comes within this part of its time: the stage before waits for that.
+# A weight gradient is not started if an input gradient comes within this fraction of its time: another stage needs that.
 _PATIENCE = 0.25
-_ROUNDING = 1e-9  # of the longest time: two sums of the same times count as equal
-_BUDGET_ACTIONS = 3_000_000  # over all variants, some 5 s; larger schedules are played in fewer of them
+_ROUNDING = 1e-9  # relative to the longest time: two sums of the same times count as equal
+_BUDGET_ACTIONS = 3_000_000  # over all variants, about 5 s; larger schedules are played in fewer variants
 _FORWARD, _INPUT, _WEIGHT = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
 
 
 def zero_bubble(stages: int, micro_batches: int, times: Times, limit: int | None = None) -> PipelineSchedule:
-    """The fastest schedule found for ``times`` in which no rank keeps more than ``limit`` micro-batches.
+    """Return the fastest schedule found for ``times`` in which no rank keeps more than ``limit`` micro-batches.
 
-    ``limit`` counts from forward to weight gradient; the default is ``stages``, what the first rank of 1F1B keeps.
+    A micro-batch is kept from its forward to its weight gradient. The default is ``stages``, as many as the first rank of
+    1F1B keeps.
     """
     times.check(stages)
     bound = min(stages if limit is None else limit, micro_batches)
@@ -72,7 +74,7 @@ class _Variant:
 
 
 def _variants(stages: int, times: Times, bound: int) -> list[_Variant]:
-    """The variants that were best for random times, in the order of how often they were."""
+    """Return the variants that were best for random times, the most frequent winner first."""
     mean = [sum(part) / stages for part in (times.forward, times.input_gradient, times.weight_gradient)]
     equal, level = Times.make(stages), Times.make(stages, *mean)
     free = (bound,) * stages
@@ -82,9 +84,9 @@ def _variants(stages: int, times: Times, bound: int) -> list[_Variant]:
 
 
 class _Play:
-    """One variant, played. Micro-batches go in order, so that three counters tell what a rank has done.
+    """Plays one variant. Micro-batches go in order, so three counters tell what a rank has done.
 
-    ``arrived[kind][rank]``: when the message that the action needs comes, for each micro-batch for which that is known.
+    ``arrived[kind][rank]``: when the message that the action needs arrives, for each micro-batch for which this is known.
     """
 
     def __init__(self, variant: _Variant, micro_batches: int, bound: int) -> None:
@@ -100,7 +102,7 @@ class _Play:
         self.arrived[_FORWARD][0] = [0.0] * micro_batches
         self.waits = [False] * stages
         self.free_at = [0.0] * stages
-        self.last = [_FORWARD] * stages  # the last forward or input gradient: which of them it was
+        self.last = [_FORWARD] * stages  # the kind of the rank's last action that was not a weight gradient
         self.codes = [array("L") for _ in range(stages)]
         self.agenda = [(0.0, rank) for rank in range(stages)]  # a heap: when to look at a rank
 
@@ -119,7 +121,7 @@ class _Play:
         return self.codes
 
     def _choose(self, rank: int, now: float) -> tuple[ActionKind | None, float]:
-        """What to start, and when; None and when to look again if there is nothing (inf: when a message comes)."""
+        """Return (what to start, when), or (None, when to look again); inf: when a message comes."""
         forwards, inputs, weights = (self.count[kind][rank] for kind in (_FORWARD, _INPUT, _WEIGHT))
         forward_at = input_at = math.inf
         room = forwards - weights < self.bound and forwards - inputs < self.ahead[rank]

@@ -1,1 +1,1 @@
-"""Where masters, optimizer states and parameters lie when not on the device: host memory, or a file."""
+"""Places for masters, optimizer states and parameters that are not on the device: host memory, or a file."""

@@ -1,17 +1,17 @@
 """Swap: master weights and moments of units in a file on a disk, and in memory only while they are updated.
 
 [Note: two ways to the same bytes]
-The file is mapped, and masters and moments are tensors over the mapping, from beginning to end: whoever reads or writes
-some of them now and then (checkpoints, access by name) does so through the page cache, and need not know. An update needs
-every byte of a unit, in every step, and goes past the page cache: the unit's extent is read into a buffer, updated there,
-and written back. Kernels keep both ways coherent as long as they are not taken at the same time: a direct read flushes what
-the mapping changed, a direct write drops what the page cache held. ``begin`` flushes on top of that. Where a
-page was written to through the mapping while the disk was given it, Linux 6.18 reported "Page cache invalidation failure on
-direct I/O", and the next flush failed with EIO: who makes states anew must wait for the disk (``HostLink.home``).
+The file is mapped, and masters and moments are tensors over the mapping for the whole run. Code that reads or writes some
+of them now and then (checkpoints, access by name) does so through the page cache, and need not know. An update needs every
+byte of a unit in every step, and bypasses the page cache: the unit's extent is read into a buffer, updated there, and
+written back. Kernels keep both ways coherent as long as they are not used at the same time: a direct read flushes what was
+changed through the mapping, and a direct write drops what the page cache held. ``begin`` flushes in addition. When a page
+was written through the mapping during a direct write to it, Linux 6.18 reported "Page cache invalidation failure on direct
+I/O", and the next flush failed with EIO. So code that makes new states must wait for the disk first (``HostLink.home``).
 
 [Note: three buffers]
-One unit is read while another is worked on and a third is written: with three buffers the disk is never idle, with two it
-is while an update runs, and a fourth finds no work.
+One unit is read while a second is updated and a third is written. With three buffers the disk is never idle; with two it is
+idle while an update runs; a fourth would have no work.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ BUFFERS = 3
 
 
 class _Phase(enum.Enum):
-    IDLE = enum.auto()  # may be given to another unit
-    READING = enum.auto()  # prefetched: somebody is about to open it
+    IDLE = enum.auto()  # free for another unit
+    READING = enum.auto()  # prefetched, and about to be opened
     OPEN = enum.auto()
     WRITING = enum.auto()
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """``memory`` holds, or is about to hold, the bytes of unit ``key``."""
+    """A buffer whose ``memory`` holds, or is about to hold, the bytes of unit ``key``."""
 
     memory: torch.Tensor  # [largest extent] uint8
     key: int | None = None
     phase: _Phase = _Phase.IDLE
-    ticket: Ticket | None = None  # of READING or WRITING
+    ticket: Ticket | None = None  # the request of READING or WRITING
 
 
 @dataclass(frozen=True)
 class _Array:
-    """A master [numel] and its states, each of which takes ``stride`` bytes; ``start`` is in bytes into the file."""
+    """A master [numel] and its states, which take ``stride`` bytes each. ``start``: byte offset in the file."""
 
     start: int
     numel: int
@@ -66,7 +66,7 @@ class _Array:
 
 @dataclass(frozen=True)
 class _Extent:
-    """The bytes of one unit in the file, multiples of BLOCK_BYTES."""
+    """The bytes of one unit in the file. ``offset`` and ``room`` are multiples of BLOCK_BYTES."""
 
     offset: int
     room: int
@@ -74,9 +74,9 @@ class _Extent:
 
 
 def require_room(folder: Path, node_bytes: int) -> None:
-    """Raise :class:`SwapError` if the disk of ``folder`` has less free than ``node_bytes``, which all ranks here need.
+    """Raise :class:`SwapError` if the disk of ``folder`` has less than ``node_bytes`` free, the need of all ranks here.
 
-    For before anything is allocated: no rank may make its :class:`StateFile` until all have asked.
+    It must be called before anything is allocated: no rank may make its :class:`StateFile` until all have called it.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -88,7 +88,10 @@ def require_room(folder: Path, node_bytes: int) -> None:
 
 
 def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
-    """[nbytes] uint8, zeros, over a file without a name on the disk of ``folder``, which must have the room."""
+    """Return [nbytes] uint8, all zero, over a file without a name on the disk of ``folder``.
+
+    Raises :class:`SwapError` if the disk has no room for it.
+    """
     file = _open_without_name(folder)
     try:
         return torch.frombuffer(_map(folder, file, nbytes, 0), dtype=torch.uint8)
@@ -97,12 +100,12 @@ def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
 
 
 def file_bytes(units: Mapping[int, Sequence[int]], states: int) -> int:
-    """Bytes of the :class:`StateFile` with these arguments."""
+    """Return the size in bytes of the :class:`StateFile` with these arguments."""
     return sum(extent.room for extent in _extents(units, states).values())
 
 
 def buffer_bytes(units: Mapping[int, Sequence[int]], states: int, buffer_count: int = BUFFERS) -> int:
-    """Bytes of memory that its buffers take."""
+    """Return the bytes of memory that the buffers of this :class:`StateFile` take."""
     return buffer_count * max((extent.room for extent in _extents(units, states).values()), default=0)
 
 
@@ -121,11 +124,11 @@ def _extents(units: Mapping[int, Sequence[int]], states: int) -> dict[int, _Exte
 
 
 class StateFile:
-    """Masters and states of one rank's units on a disk, fp32, all zero at first.
+    """Masters and states of one rank's units on a disk, in fp32, all zero at first.
 
-    The file has no name once it is open, so nothing stays behind, however the process ends. ``begin``, ``prefetch``,
-    ``open``, ``release`` and ``flush`` raise :class:`SwapError` if the disk does not give or take what it should, and
-    then always again. One thread at a time; while a unit is open, nobody else may use its tensors.
+    The file has no name once it is open, so nothing is left behind, however the process ends. ``begin``, ``prefetch``,
+    ``open``, ``release`` and ``flush`` raise :class:`SwapError` if reading or writing fails, and then in every later call.
+    Only one thread may use it at a time. While a unit is open, its tensors over the mapping must not be used.
     """
 
     def __init__(
@@ -137,9 +140,9 @@ class StateFile:
         node_bytes: int = 0,
         buffer_count: int = BUFFERS,
     ) -> None:
-        """``units``: unit -> elements of its masters, each of which has ``states`` states. ``buffer_count``: from 2.
+        """``units``: unit -> elements of its masters, each of which has ``states`` states. ``buffer_count``: at least 2.
 
-        ``node_bytes``: what all ranks of this machine take together, for the message that a full disk gets.
+        ``node_bytes``: the bytes of all ranks of this machine together, for the error message if the disk is full.
         """
         if buffer_count < 2:
             raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
@@ -148,8 +151,8 @@ class StateFile:
         self.file_bytes = sum(extent.room for extent in self._extents.values())
         self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
         self._starts = [array.start for array in self._arrays]
-        self._given: set[tuple[int, int]] = set()  # (array, state) that may not be zero any more
-        self._wanted: int | None = None  # prefetched while no buffer was to be had
+        self._given: set[tuple[int, int]] = set()  # (array, state) that may no longer be zero
+        self._wanted: int | None = None  # the unit whose prefetch waits for a free buffer
         self._file = _open_without_name(folder)
         try:
             self._map = self._allocate(node_bytes)
@@ -163,7 +166,7 @@ class StateFile:
 
     @property
     def buffer_bytes(self) -> int:
-        """Of memory that all buffers take together, once used."""
+        """The bytes of memory that all buffers take together once they have been used."""
         return sum(buffer.memory.nbytes for buffer in self._buffers)
 
     def _allocate(self, node_bytes: int) -> mmap.mmap | None:
@@ -176,14 +179,17 @@ class StateFile:
     # -- tensors over the mapping --------------------------------------------------------------------------------
 
     def master(self, key: int, index: int) -> torch.Tensor:
-        """The ``index``-th master of unit ``key``: [numel] fp32."""
+        """Return the ``index``-th master of unit ``key``: [numel] fp32."""
         array = self._extents[key].masters[index]
         if not array.numel:
             return torch.empty(0)
         return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
 
     def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
-        """A state of zeros for ``param``: in the file if ``param`` is, else in memory. Nothing may be on its way to it."""
+        """Return a state of zeros for ``param``: in the file if ``param`` is there, else in memory.
+
+        No write to the file may be in flight.
+        """
         if not self.holds(param):
             return torch.zeros_like(param, memory_format=torch.contiguous_format)
         state = self.state(param, number)
@@ -194,11 +200,11 @@ class StateFile:
         return state
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """True if ``tensor`` lies over the mapping: states that somebody replaced do not."""
+        """True if ``tensor`` is a view of the mapping. A state that was replaced by another tensor is not."""
         return tensor.numel() > 0 and self._map is not None and 0 <= self._offset(tensor) < self.file_bytes
 
     def state(self, master: torch.Tensor, number: int) -> torch.Tensor:
-        """The ``number``-th state of ``master``, which may be any contiguous part of a master; in its shape."""
+        """Return the ``number``-th state of ``master``, in its shape. ``master`` may be any contiguous part of a master."""
         if not master.numel():
             return torch.empty_like(master)
         low = self._offset(master)
@@ -207,11 +213,11 @@ class StateFile:
         return self._bytes[start : start + master.nbytes].view(torch.float32).view(master.shape)
 
     def _offset(self, tensor: torch.Tensor) -> int:
-        """Of ``tensor``, in bytes into the file."""
+        """Return the byte offset of ``tensor`` in the file."""
         return tensor.data_ptr() - self._bytes.data_ptr()
 
     def let_go(self, key: int) -> None:
-        """What was written to unit ``key`` through the mapping goes to the disk, and takes no memory any more."""
+        """Write to the disk what was written to unit ``key`` through the mapping, and free its memory."""
         extent = self._extents[key]
         if self._map is None or not extent.room:
             return
@@ -225,7 +231,7 @@ class StateFile:
     # -- units in buffers ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before the first of a series of updates: what was changed through the mapping goes to the file."""
+        """Begin a series of updates: wait for writes, and flush to the file what was changed through the mapping."""
         self.flush()
         for buffer in self._buffers:
             if buffer.phase is _Phase.READING:  # announced before, and not opened
@@ -237,15 +243,15 @@ class StateFile:
                 raise self._fail(None, error, writing=True) from error
 
     def prefetch(self, key: int) -> None:
-        """Begin to read unit ``key``, which is opened next, as soon as there is a buffer. Does not wait."""
+        """Begin to read unit ``key``, which is opened next, as soon as a buffer is free. Does not wait."""
         self._check()
         self._wanted = key
         self._read_wanted()
 
     def open(self, key: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """What is returned gives, for a tensor over the mapping, the one in the buffer, and others as they are.
+        """Open unit ``key`` and return a function that maps tensors over the mapping to those in the buffer.
 
-        ``release`` must follow.
+        The function returns all other tensors as they are. ``release`` must follow.
         """
         self._check()
         buffer = self._holding(key)
@@ -269,7 +275,7 @@ class StateFile:
         return in_buffer
 
     def release(self, key: int) -> None:
-        """Begin to write unit ``key``."""
+        """Begin to write unit ``key``, which must be open."""
         self._check()
         buffer, extent = self._holding(key), self._extents[key]
         if buffer is None or buffer.phase is not _Phase.OPEN:
@@ -280,16 +286,16 @@ class StateFile:
         self._read_wanted()
 
     def flush(self) -> None:
-        """Wait for everything that is being written."""
+        """Wait for all writes in flight."""
         self._check()
         for buffer in self._buffers:
             if buffer.phase is _Phase.WRITING:
                 self._land(buffer)
 
     def close(self) -> None:
-        """Wait, and give the disk's room back once no tensor lies there. A second call does nothing.
+        """Wait for all writes and close the file. Its space is freed once no tensor uses it. A second call does nothing.
 
-        Raises :class:`SwapError` for a failure that nobody has been told of yet.
+        Raises :class:`SwapError` for a failure that no earlier call has raised.
         """
         try:
             if self._failure is None:
@@ -304,15 +310,15 @@ class StateFile:
             raise self._failure
 
     def _holding(self, key: int) -> _Buffer | None:
-        """The buffer in which unit ``key`` is, or is about to be, up to date."""
+        """Return the buffer in which unit ``key`` is, or is about to be, up to date; else None."""
         return next((b for b in self._buffers if b.key == key and b.phase in (_Phase.READING, _Phase.OPEN)), None)
 
     def _take(self, *, patient: bool) -> _Buffer | None:
-        """A buffer for another unit. Without ``patient`` only one that is free now, else None."""
+        """Return a buffer for another unit. Without ``patient``, return only a buffer that is free now, else None."""
         for buffer in self._buffers:
             if buffer.phase is _Phase.WRITING and buffer.ticket is not None and buffer.ticket.done():
                 self._land(buffer)
-        # Prefetched ones last: if all others are open, then something else came than was announced.
+        # Prefetched buffers come last: they are taken only if another unit is opened than the one that was prefetched.
         for phase in (_Phase.IDLE, *((_Phase.WRITING, _Phase.READING) if patient else ())):
             for buffer in self._buffers:
                 if buffer.phase is phase:
@@ -340,14 +346,14 @@ class StateFile:
 
     def _begin_read(self, buffer: _Buffer, key: int) -> None:
         for other in self._buffers:
-            if other.key == key:  # what is being written must be there before it is read
+            if other.key == key:  # a write of this unit must be complete before it is read
                 self._land(other)
         extent = self._extents[key]
         buffer.key, buffer.phase = key, _Phase.READING
         buffer.ticket = self._file.read(buffer.memory[: extent.room], extent.offset)
 
     def _land(self, buffer: _Buffer) -> None:
-        """Wait for what is under way; the buffer is idle then."""
+        """Wait for the buffer's request in flight, if any; the buffer is idle afterwards."""
         ticket, key, writing = buffer.ticket, buffer.key, buffer.phase is _Phase.WRITING
         buffer.ticket, buffer.key, buffer.phase = None, None, _Phase.IDLE
         if ticket is not None:
@@ -380,7 +386,7 @@ def _open_without_name(folder: Path) -> AsyncFile:
 
 
 def _map(folder: Path, file: AsyncFile, nbytes: int, node_bytes: int) -> mmap.mmap:
-    """Allocate ``nbytes`` for ``file``, and map them."""
+    """Allocate ``nbytes`` for ``file``, and map them. Raises SwapError."""
     free = _free(folder)
     try:
         file.allocate(nbytes)
