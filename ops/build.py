@@ -48,7 +48,10 @@ def compilers(environment: Mapping[str, str]) -> Iterator[list[str]]:
     """Yield the commands of the C++ compilers that this machine has: $CXX, c++, g++, clang++. Each program comes once."""
     seen = set()
     for name in (environment.get("CXX", ""), "c++", "g++", "clang++"):
-        command = shlex.split(name)
+        try:
+            command = shlex.split(name)
+        except ValueError:  # $CXX has a quotation mark that is not closed: no program has that name
+            continue
         found = shutil.which(command[0], path=environment.get("PATH")) if command else None
         if found and (os.path.realpath(found), *command[1:]) not in seen:
             seen.add((os.path.realpath(found), *command[1:]))

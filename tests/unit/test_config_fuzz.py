@@ -26,6 +26,7 @@ _LARGE: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "prescale_gradients": False,
     "communication_data_type": "fp32",
+    "communication_timeout_s": 600,
     "data_types": {"grad_accum_dtype": "fp32"},
     "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
     "bf16": {"enabled": True, "check_grad_overflow": True},

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, cast
@@ -28,6 +29,7 @@ from ..config.parse import load_config
 from ..errors import ConfigError, TopologyError
 from ..log import warn_once
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
+from .time_limit import set_time_limit, time_limit
 from .topology_picture import draw
 from .waits import waiting
 
@@ -176,7 +178,7 @@ class Topology:
         """Return the process group of that one of ``groups`` which contains this rank; None if none does."""
         if name not in self._made:
             self._made[name], _ = dist.new_subgroups_by_enumeration(
-                [list(ranks) for ranks in groups], backend=_backend(), group_desc=f"zerorun_{name}"
+                [list(ranks) for ranks in groups], timeout=time_limit(), backend=_backend(), group_desc=f"zerorun_{name}"
             )
         return self._made[name]
 
@@ -285,7 +287,15 @@ class Topology:
         sizes, backend = tuple(map(self.size, names)), _backend()
         override: Any = None if backend is None else dict.fromkeys(names, backend)
         with waiting("the process groups of the topology"):
-            return replace(self, mesh=init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override))
+            mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names, backend_override=override)
+        set_time_limit(mesh.get_all_groups(), time_limit())
+        return replace(self, mesh=mesh)
+
+    def limit_time(self, limit: timedelta) -> None:
+        """Let a collective take ``limit``, in the groups of this topology and in that of all ranks. Collective."""
+        groups = [] if self.mesh is None else [*self.mesh.get_all_groups(), *filter(None, self._made.values())]
+        everywhere = [dist.group.WORLD, *_everyone.values()]
+        set_time_limit([*groups, *(group for group in everywhere if group is not None)], limit)
 
 
 def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "") -> dist.ProcessGroup | None:
@@ -322,7 +332,7 @@ def everyone() -> dist.ProcessGroup:
     if backend is None:
         return world
     if world not in _everyone:
-        _everyone[world] = dist.new_group(backend=backend, group_desc="zerorun_everyone")
+        _everyone[world] = dist.new_group(timeout=time_limit(), backend=backend, group_desc="zerorun_everyone")
     return _everyone[world]
 
 

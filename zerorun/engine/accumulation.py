@@ -44,10 +44,10 @@ class Accumulation:
         self._in_no_sync = False
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
-        self.begin()
+        self.begin(inspects=scaler.at_minimum)
 
-    def begin(self) -> None:
-        """Begin a new step."""
+    def begin(self, *, inspects: bool) -> None:
+        """Begin a new step. ``inspects``: look where its gradients are not finite, because that would be an error."""
         self.backwards = 0  # since the last update
         self._steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
@@ -56,7 +56,7 @@ class Accumulation:
         self.bad_losses: list[int] = []  # micro-batches, counted from 0
         self.empty: list[int] = []  # micro-batches of weight 0 with a non-finite loss, which may be a mean of nothing
         self.culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
-        self._inspects = self._scaler.at_minimum
+        self._inspects = inspects
 
     # -- the boundary --------------------------------------------------------------------------------------------
 
@@ -133,10 +133,7 @@ class Accumulation:
         self._is_last = is_last
 
     def inspect(self, unit: Unit) -> None:
-        """Note the parameters with non-finite gradients in one backward, if the next overflow is to be an error.
-
-        That is the case while the loss scale is at its minimum and no hysteresis is left.
-        """
+        """Note the parameters with non-finite gradients in one backward, if this step ``inspects``."""
         for flat_group in unit.trainable if self._inspects else ():
             for index, (name, param) in enumerate(zip(flat_group.names, flat_group.params, strict=True)):
                 for gradient in (param.grad, flat_group.late.get(index)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -117,6 +118,8 @@ def initialize(
     layers = _agree(lambda: plan_layers(model, wanted, planned))
     model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
+    if wanted.communication_timeout_s is not None:
+        planned.limit_time(timedelta(seconds=wanted.communication_timeout_s))
     topology = planned.open(device.type) if owns_topology else planned
     parallelized = ParallelizedModel()
     try:

@@ -128,7 +128,9 @@ class Outcomes(Reports, Counters, LoopQueries):
 
     def _forget_gradients(self) -> None:
         self.sharded_model.forget_gradients()
-        self.accumulation.begin()
+        scaler, skips = self.scaler, self.progress.skips_in_a_row
+        # Looking at gradients means waiting for the device, so it is done only if the next skipped step is an error.
+        self.accumulation.begin(inspects=scaler.at_minimum if scaler.dynamic else skips == SKIPS_IN_A_ROW - 1)
 
     def _refuse_losses(self, summary: Summary) -> None:
         assert self.sharded is not None
@@ -156,25 +158,17 @@ class Outcomes(Reports, Counters, LoopQueries):
                 what = "step %d skipped: gradients are NaN or infinite; %d such steps in a row are an error"
                 logger.warning(what, self.global_steps, SKIPS_IN_A_ROW)
             return
-        names = not_finite(self.units)
-        raise NonFiniteError(self._explain("gradients are NaN or infinite", self.accumulation.empty, names))
+        names, first = not_finite(self.units), self._first_culprit()
+        raise NonFiniteError(self._explain("gradients are NaN or infinite", self.accumulation.empty, names, first))
 
     def _update_scale(self, *, overflow: bool) -> None:
         before = self.scaler.scale
         try:
             self.scaler.update(overflow)
         except LossScaleError as error:
-            found = sorted(
-                (micro, rank, name)
-                for rank, culprits in enumerate(self.comm.control.values(self.accumulation.culprits))
-                for micro, name in culprits
-            )
-            where = "none was found in the gradients of a single rank: the sum over ranks overflows."
-            if found:
-                micro, rank, name = found[0]
-                where = f"first in parameter {name!r} on rank {rank} in micro-batch {micro} of this step."
+            where = self._first_culprit() or "none in the gradients of a single rank: the sum over ranks overflows"
             raise LossScaleError(
-                f"{error} Non-finite values: {where} Weights are those before this step and can be saved."
+                f"{error} Non-finite values: {where}. Weights are those before this step and can be saved."
                 f"{self._hint_of_placeholders()} Remedy: train in bf16, or lower the learning rate; fp16 rarely works for "
                 "weights made in bf16."
             ) from None
@@ -184,16 +178,29 @@ class Outcomes(Reports, Counters, LoopQueries):
             what = "step %d skipped (%d in a row): gradients overflow in fp16; loss scale %.10g -> %.10g"
             logger.warning(what, self.global_steps, count, before, self.scaler.scale)
 
-    def _explain(self, what: str, micro_batches: list[int], names: Sequence[str] = ()) -> str:
+    def _first_culprit(self) -> str:
+        """Return, in words, where the first non-finite gradient of this step was; empty if none was seen. Collective."""
+        found = sorted(
+            (micro, rank, name)
+            for rank, culprits in enumerate(self.comm.control.values(self.accumulation.culprits))
+            for micro, name in culprits
+        )
+        if not found:
+            return ""
+        micro, rank, name = found[0]
+        return f"first in parameter {name!r} on rank {rank} in micro-batch {micro} of this step"
+
+    def _explain(self, what: str, micro_batches: list[int], names: Sequence[str] = (), first: str = "") -> str:
         """Return a message that is the same on all ranks. All ranks must call it.
 
         It names the first rank that had a bad loss, or the parameters concerned, if known. ``micro_batches``: those with a
-        bad loss, or where there are ``names`` of parameters, those of weight 0 whose loss is not finite.
+        bad loss, or where there are ``names`` of parameters, those of weight 0 whose loss is not finite. ``first``: what
+        ``_first_culprit`` returned.
         """
         answers = self.comm.control.values((micro_batches, names))
         seen = [(rank, found[0]) for rank, (found, _) in enumerate(answers) if found]
         bad = list(dict.fromkeys(name for _, found in answers for name in found))
-        where = f" in {_listed(bad)}" if bad else ""
+        where = (f" in {_listed(bad)}" if bad else "") + (f", {first}" if first else "")
         hint = ""
         if seen and bad:
             hint = (

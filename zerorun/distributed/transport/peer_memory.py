@@ -51,13 +51,13 @@ from typing import Any
 
 import torch
 
+from ..time_limit import time_limit
 from ..waits import waiting
 
 SLOTS = 4096  # offers that may wait to be read
 _ENTRY = 4  # int64 of an entry
 _ITEM = 8  # bytes of an int64
 _CHECK_S = 0.05  # how often a waiting rank looks whether its peers are alive
-_PATIENCE_S = 1800.0  # torch.distributed's own limit for a collective
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -141,6 +141,7 @@ class PeerMemory:
         self._reading: deque[PeerCollective] = deque()  # not taken yet
         self._offered: deque[PeerCollective] = deque()  # not known to be read by all others
         self._word = (ctypes.c_int64 * _ENTRY)()
+        self._limit_s = time_limit().total_seconds()
 
     @classmethod
     def connect(
@@ -244,7 +245,7 @@ class PeerMemory:
     def wait_until(self, done: Callable[[], bool], timeout: timedelta | None = None) -> None:
         """Read for others until ``done()``. Raises PeerEnded, or PeerMemoryError after the timeout."""
         begun, pause = time.monotonic(), 0.0
-        limit_s = timeout.total_seconds() if timeout is not None else _PATIENCE_S
+        limit_s = timeout.total_seconds() if timeout is not None else self._limit_s
         next_check = begun + _CHECK_S
         while not done():
             serve()

@@ -1,0 +1,71 @@
+"""How long a collective may take is one setting: every process group of an engine has it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import patience, run_ranks, start_ranks
+from models import CASES
+from training import make_config, make_engine
+
+import zerorun
+from zerorun.distributed.time_limit import set_time_limit
+
+SCRIPT = """
+import sys, time, torch, torch.distributed as dist, zerorun
+
+zerorun.init_distributed("cpu")
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+          "zero_optimization": {"stage": 2}, "communication_timeout_s": 2}
+engine = zerorun.initialize(torch.nn.Linear(4, 4), config)
+for step in range(2):
+    if step and dist.get_rank():
+        time.sleep(1000)
+    engine.backward(engine(torch.ones(1, 4)).mean())
+    engine.step()
+"""
+
+
+def seconds_of(group: dist.ProcessGroup) -> float:
+    return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+
+def limits(config: dict[str, Any], open_before: bool) -> list[float]:
+    """Seconds of the groups of an engine with two axes, in a job whose process group was made with 77 s."""
+    assert dist.group.WORLD is not None
+    set_time_limit([dist.group.WORLD], timedelta(seconds=77))
+    topology = None
+    if open_before:
+        topology = zerorun.Topology.create(4, dist.get_rank(), shard_degree=2, device_type="cpu")
+        topology.own_group()
+    engine = make_engine(CASES["plain"], config, topology=topology)
+    found = [engine.topology.group(axis) for axis in ("shard", "replicate", "data")]
+    found += [engine.topology.own_group(), dist.group.WORLD]
+    memory = engine.comm.transport.memory
+    answer = [*map(seconds_of, found), *([] if memory is None else [memory._limit_s])]
+    engine.destroy()
+    if topology is not None:
+        topology.close()
+    return answer
+
+
+@pytest.mark.parametrize("open_before", (False, True))
+@pytest.mark.parametrize("given", (None, 5.5))
+def test_all_groups_have_the_limit_of_the_world_or_of_the_configuration(given: float | None, open_before: bool) -> None:
+    config = make_config(2) | ({} if given is None else {"communication_timeout_s": given})
+    config["zero_optimization"]["shard_degree"] = 2
+    for found in run_ranks(4, limits, config, open_before):
+        assert len(found) >= 5
+        assert set(found) == {given or 77.0}
+
+
+@pytest.mark.parametrize("peer_memory", ("0", "1"))
+def test_a_rank_that_does_not_come_is_an_error_after_that_time(peer_memory: str) -> None:
+    with start_ranks(2, SCRIPT, ZERORUN_PEER_MEMORY=peer_memory) as (waits, _):
+        code, _, errors = waits.finish(60 * patience())
+        assert code == 1
+        assert "OrderError" in errors
