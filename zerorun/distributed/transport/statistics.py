@@ -27,15 +27,16 @@ UNANSWERED = (
 class Message:
     """A message between this rank and the rank of the world ``peer``, of the collective ``label``."""
 
-    __slots__ = ("_work", "label", "peer")
+    __slots__ = ("_limit", "_work", "label", "peer")
 
-    def __init__(self, work: dist.Work, label: str, peer: int) -> None:
-        self._work, self.label, self.peer = work, label, peer
+    def __init__(self, work: dist.Work, label: str, peer: int, limit: timedelta) -> None:
+        """``limit``: how long ``wait`` waits without another timeout."""
+        self._work, self.label, self.peer, self._limit = work, label, peer, limit
 
-    def wait(self, *timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta | None = None) -> None:
         """Return when it is sent, or has come. Raises RuntimeError."""
         with waiting(self.label, lambda: [self.peer]):
-            self._work.wait(*timeout)
+            self._work.wait(self._limit if timeout is None else timeout)
 
 
 class Pending:
