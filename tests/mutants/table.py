@@ -279,6 +279,48 @@ _WAITS = (
         "            pass",
         _SIMULATED + "test_divided_models_have_no_races",
     ),
+    (
+        "values-on-request-not-awaited",
+        "zerorun/zero/access.py",
+        '    model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()',
+        '    model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned)',
+        "tests/ranks/test_access.py::test_gradients_and_moments_by_name_are_the_same_at_every_stage",
+    ),
+    (
+        "weights-on-request-not-awaited",
+        "zerorun/zero/access.py",
+        '    unit.gather_into(runtime.comm, flat_group, full, "on request").wait()',
+        '    unit.gather_into(runtime.comm, flat_group, full, "on request")',
+        "tests/ranks/test_access.py::test_init_gives_the_values_it_would_give_without",
+    ),
+    (
+        "updated-weights-not-awaited",
+        "zerorun/zero/sharded_model.py",
+        "            unit.finish_gather()",
+        "            pass",
+        "tests/ranks/test_access.py::test_parameters_are_readable_right_after_a_step",
+    ),
+    (
+        "sum-not-awaited-before-it-is-shared",
+        "zerorun/distributed/transport/transport.py",
+        "        self.reduce_scatter(buffer, bounds, own, label, accumulate=False, wire_dtype=wire).wait()",
+        "        self.reduce_scatter(buffer, bounds, own, label, accumulate=False, wire_dtype=wire)",
+        "tests/ranks/test_transports.py",
+    ),
+    (
+        "sequence-not-awaited",
+        "zerorun/tensor_parallel/axis.py",
+        "        self.transport.all_gather(flat, flat_bounds, label, _flat(tensor)).wait()",
+        "        self.transport.all_gather(flat, flat_bounds, label, _flat(tensor))",
+        "tests/ranks/test_parallel_matrix.py::test_other_ways_to_divide_equal_one_process",
+    ),
+    (
+        "sum-over-the-sequence-not-awaited",
+        "zerorun/tensor_parallel/axis.py",
+        "        self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype).wait()",
+        "        self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype)",
+        "tests/ranks/test_parallel_matrix.py::test_other_ways_to_divide_equal_one_process",
+    ),
 )
 
 MUTANTS = (

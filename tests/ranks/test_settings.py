@@ -104,6 +104,27 @@ def test_overlap_and_buckets_change_nothing(stage: int, model: str) -> None:
         assert_same_bits(result, results[0], variant)
 
 
+def slots(variants: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """(elements of a block, blocks, slots that they share) under each variant."""
+    found = []
+    for variant in variants:
+        engine = make_engine(CASES["plain"], make_config(3, zero_optimization=variant))
+        sharing = [unit for unit in engine.plan.units if not unit.resident]
+        numels = {sum(e.numel for group in unit.flat_groups for e in group.layout.entries) for unit in sharing}
+        found.append((max(numels), len(sharing), engine.plan.param_slots.count))
+        engine.destroy()
+    return found
+
+
+def test_the_bucket_size_says_how_far_ahead_units_are_gathered() -> None:
+    """As many slots as whole blocks fit into it, or begin in it, and one for the block in use."""
+    size, blocks, by_default = run_ranks(3, slots, [{}])[0][0]
+    wanted = {0: 1, 1: 2, size: 2, size + 1: 3, 10**9: blocks}
+    found = run_ranks(3, slots, [{"stage3_prefetch_bucket_size": ahead} for ahead in wanted])[0]
+    assert by_default == 2
+    assert [count for _, _, count in found] == list(wanted.values())
+
+
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("degree", (1, 2, 4))
 def test_shard_degree_changes_nothing(degree: int, precision: str) -> None:

@@ -6,6 +6,7 @@ Each rank's collectives are written down, and have to be the same on all ranks o
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any
@@ -22,7 +23,8 @@ from training import make_config, make_engine, train
 
 import zerorun
 from zerorun.distributed.simulated import DEVICE
-from zerorun.distributed.transport.statistics import CommunicationStatistics
+from zerorun.distributed.transport.nccl import Nccl
+from zerorun.distributed.transport.statistics import CommunicationStatistics, Pending
 from zerorun.errors import OrderError
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS
 
@@ -82,6 +84,31 @@ def test_shards_of_different_sizes(stage: int) -> None:
     """Ranks that chose an operation from the size of their own shard would choose different ones."""
     for rank, result in enumerate(run_ranks(4, train_whole, stage)):
         assert not differences(result, reference("plain", 4, 1, "AdamW")), f"rank {rank}"
+
+
+def train_with_spoilt_slots() -> tuple[Result, int]:
+    """Before each gather into a shared slot nothing of use is there. Returns how many of these there were, too."""
+    gathers, real = 0, Nccl._all_gather
+
+    def spoilt(
+        self: Nccl, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
+    ) -> Pending:
+        nonlocal gathers
+        if source is not None:
+            gathers += 1
+            full.fill_(float("nan"))
+        return real(self, full, bounds, label, source, until_given)
+
+    with simulated_device(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nccl, "_all_gather", spoilt)
+        return train(CASES["plain"], make_config(3, clip=0.5), STEPS), gathers
+
+
+def test_shards_are_sent_from_where_they_lie() -> None:
+    """Nobody copies them into the slot first: they come there with the others."""
+    for result, gathers in run_ranks(4, train_with_spoilt_slots):
+        assert not differences(result, reference("plain", 4, 1, "AdamW"))
+        assert gathers >= 2 * STEPS  # a forward and a backward each
 
 
 def step_in_another_order(stage: int) -> tuple[str, bool]:

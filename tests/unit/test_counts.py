@@ -23,9 +23,8 @@ from zerorun.plan.step import CONTROL, Collective, step_collectives
 
 WORLDS = (1, 8, 64)
 STEADY = 3  # steps after which orders are agreed on, and buffers are made
-# The norm of a step: all shards at once; what comes of them stacked, squared, added up, added to the host's, and told.
-_OF_NORM = "_foreach_norm.Scalar stack.default pow.Tensor_Scalar sum.default _to_copy.default add.Tensor"
-NORM = Counter(f"{_OF_NORM} _local_scalar_dense.default".split())
+# The norm of a step: all shards at once; what comes of them stacked, squared, added up, and told.
+NORM = Counter(["_foreach_norm.Scalar", "stack.default", "pow.Tensor_Scalar", "sum.default", "_local_scalar_dense.default"])
 # An update by torch's kernels, which come with the check for races: unscaling takes two.
 UPDATE = Counter(("copy_.default", "mul_.Tensor", "_fused_adamw_.default"))
 

@@ -251,17 +251,16 @@ class ShardedModel:
         The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all
         stages add the same numbers in the same order.
         """
-        total, on_device = torch.zeros((), dtype=torch.float64), list[torch.Tensor]()
+        on_host, on_device = torch.zeros((), dtype=torch.float64), list[torch.Tensor]()
         for flat_group in (flat_group for unit in self.units for flat_group in unit.trainable):
             if flat_group.plan.replication.counted:
                 if queues(self.comm.device) and flat_group.host_grad is None:
                     on_device.append(flat_group.grad_shard)
                 else:
-                    total = flat_group.local_square_sum() + total
-        if on_device:
-            total = square_sum_at_once(on_device) + total.to(self.comm.device)
+                    on_host = flat_group.local_square_sum() + on_host
+        found = [on_host, *([square_sum_at_once(on_device)] if on_device else [])]
         with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
-            return float(total)
+            return sum(map(float, found))  # nothing is sent to the device first, which would be a second wait
 
 
 def find(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
