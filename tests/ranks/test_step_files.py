@@ -12,7 +12,7 @@ from models import CASES, Place
 from training import make_config, make_engine
 
 ROOT = Path(__file__).parents[2]
-MOST = 30  # only ever lowered; 8 are wanted
+MOST = 29  # only ever lowered; 8 are wanted
 
 
 def files_of_a_step() -> list[str]:
