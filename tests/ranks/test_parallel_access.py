@@ -126,7 +126,7 @@ def optimizers_of_whole_parameters() -> list[tuple[str, str]]:
 def test_optimizers_that_cannot_do_are_refused() -> None:
     for factored, made_early in run_ranks(2, optimizers_of_whole_parameters):
         assert factored[0] == made_early[0] == "ModelError"
-        assert "Adafactor looks at whole parameters" in factored[1]
+        assert "Adafactor needs whole parameters" in factored[1]
         assert '"type": "Adagrad"' in made_early[1]
 
 

@@ -662,7 +662,7 @@ def test_a_stream_read_again_has_the_same_worker_seeds(warnings: list[str]) -> N
 def test_a_streams_position_must_be_whole_batches(warnings: list[str]) -> None:
     loader = make(Stream(20), 3, world=2)
     next(iter(loader))
-    with pytest.raises(CheckpointError, match=r"6 samples .* no multiple of 4.* 2 on every rank.*Remedy"):
+    with pytest.raises(CheckpointError, match=r"6 samples .* not a multiple of 4.* 2 on every rank.*Remedy"):
         make(Stream(20), 2, world=2).load_state_dict(loader.state_dict())
     other = make(Stream(20), 1, world=2)
     other.load_state_dict(loader.state_dict())

@@ -67,7 +67,7 @@ def test_the_device_of_a_rank(gpus: GpuMaker, count: int, environment: dict[str,
         (0, "cuda", "sees no GPU"),
         (2, "cuda:2", "sees 2 GPUs"),
         (1, "gpu", "no device"),
-        (1, "meta", "nothing here can train on"),
+        (1, "meta", "zerorun does not support"),
     ],
 )
 def test_a_device_that_is_not_there(gpus: GpuMaker, count: int, wanted: str, words: str) -> None:

@@ -391,7 +391,7 @@ class Parallel(nn.Sequential):
             "ties 1 parameters",
         ),
         (lambda: build(num_stages=None), "needs num_stages or a topology"),
-        (lambda: build(num_stages=2), "before the process group is there"),
+        (lambda: build(num_stages=2), "until the process group exists"),
         (lambda: build(num_stages=2, stage=2), "stage = 2 is none of the 2 stages"),
         (
             lambda: build(num_stages=2, topology=SimpleNamespace(pipe=4, pipe_rank=0)),

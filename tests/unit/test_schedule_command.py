@@ -330,7 +330,7 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], words: str, capsys: p
     ("arguments", "words"),
     [
         (("--stages", "0"), "argument --stages: '0' is not a whole number from 1 on"),
-        (("--times", "1", "x", "1"), "argument --times: 'x' is no number"),
+        (("--times", "1", "x", "1"), "argument --times: 'x' is neither a number"),
         (("--compare", "1f1b", "forward_only"), "argument --compare: invalid choice: 'forward_only'"),
         (("--kind", "1f2b"), "argument --kind: invalid choice: '1f2b'"),
     ],
@@ -347,8 +347,8 @@ def test_options_that_cannot_be_read(arguments: tuple[str, ...], words: str, cap
     [
         (("--kind", "gpipe"), "--kind gpipe is not what"),
         (("--micro-batches", "9"), "--micro-batches 9 is not what"),
-        (("--times", "1", "1", "1"), "--times has no place beside --measured"),
-        (("--compare",), "--compare has no place beside --measured"),
+        (("--times", "1", "1", "1"), "--times cannot be combined with --measured"),
+        (("--compare",), "--compare cannot be combined with --measured"),
     ],
 )
 def test_options_that_contradict_a_trace(

@@ -291,12 +291,6 @@ class Topology:
         set_time_limit(mesh.get_all_groups(), time_limit())
         return replace(self, mesh=mesh)
 
-    def limit_time(self, limit: timedelta) -> None:
-        """Let a collective take ``limit``, in the groups of this topology and in that of all ranks. Collective."""
-        groups = [] if self.mesh is None else [*self.mesh.get_all_groups(), *filter(None, self._made.values())]
-        everywhere = [dist.group.WORLD, *_everyone.values()]
-        set_time_limit([*groups, *(group for group in everywhere if group is not None)], limit)
-
 
 def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "") -> dist.ProcessGroup | None:
     """Return the process group ``name`` of the ranks at ``places`` along ``axis``; None if this rank is not among them.
@@ -306,6 +300,13 @@ def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "
     _mesh_of(topology)
     chosen = tuple(tuple(sorted(ranks[place] for place in places)) for ranks in topology.groups(axis))
     return topology._make(f"{axis} {places} {name}", chosen)
+
+
+def limit_time(topology: Topology, limit: timedelta) -> None:
+    """Let a collective take ``limit``, in the groups of ``topology`` and in that of all ranks. Collective."""
+    groups = [] if topology.mesh is None else [*topology.mesh.get_all_groups(), *topology._made.values()]
+    groups += [dist.group.WORLD, *_everyone.values()]
+    set_time_limit([group for group in groups if group is not None], limit)
 
 
 def _mesh_of(topology: Topology) -> DeviceMesh:

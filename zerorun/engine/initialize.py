@@ -22,7 +22,7 @@ from ..activations.host_pool import HostPool
 from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.device import default_device, on_host
-from ..distributed.topology import Topology
+from ..distributed.topology import Topology, limit_time
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
@@ -119,7 +119,7 @@ def initialize(
     model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
     if wanted.communication_timeout_s is not None:
-        planned.limit_time(timedelta(seconds=wanted.communication_timeout_s))
+        limit_time(planned, timedelta(seconds=wanted.communication_timeout_s))
     topology = planned.open(device.type) if owns_topology else planned
     parallelized = ParallelizedModel()
     try:
