@@ -222,6 +222,12 @@ def poison(tensor: torch.Tensor) -> None:
             tensor.fill_(-1)
 
 
+def snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of ``tensor`` of which neither streams nor observers know."""
+    with _disable_current_modes(), torch.no_grad():
+        return tensor.clone()
+
+
 def watch(observer: Observer) -> Observer:
     """Tell ``observer`` from here on. Returns the previous one."""
     before, _world.observer = _world.observer, observer

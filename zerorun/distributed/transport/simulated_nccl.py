@@ -62,9 +62,7 @@ class SimulatedNccl:
         call: Callable[[], object],
     ) -> dist.Work:
         """``unset``: what of ``writes`` has no meaning from here on."""
-        current = simulated.current_stream(simulated.DEVICE)
-        current.run_to(current.given)  # gloo reads what is there
-        self.stream.wait_stream(current)
+        self.stream.wait_stream(_settled())
         simulated.observer().begin(self.stream, reads, writes, what)
         for tensor in unset:
             simulated.poison(tensor)
@@ -84,15 +82,20 @@ class SimulatedNccl:
 
     def _reduce_scatter_base(self, own: torch.Tensor, full: torch.Tensor, options: Any) -> dist.Work:
         _refuse_uneven(full, own, self._size)
+        apart = own.untyped_storage().data_ptr() != full.untyped_storage().data_ptr()
+        _settled()
+        sent = full if apart else simulated.snapshot(full)
 
         def call() -> None:
-            own.copy_(self._sum(full).view(self._size, -1)[self._rank])
+            own.copy_(self._sum(sent).view(self._size, -1)[self._rank])
 
-        return self._begin("reduce_scatter", [full], [own], [], call)
+        return self._begin("reduce_scatter", [full], [own], [own], call)
 
     def allreduce(self, tensors: list[torch.Tensor]) -> dist.Work:
         (flat,) = tensors
-        return self._begin("all_reduce", tensors, tensors, [], lambda: flat.copy_(self._sum(flat)))
+        _settled()
+        sent = simulated.snapshot(flat)  # what it also writes to is unset until then
+        return self._begin("all_reduce", tensors, tensors, tensors, lambda: flat.copy_(self._sum(sent)))
 
     def _sum(self, flat: torch.Tensor) -> torch.Tensor:
         """Over ranks ascending, as the transports of CPUs have it, so that runs can be compared with theirs."""
@@ -120,6 +123,13 @@ class SimulatedNccl:
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[SimulatedNccl]] = weakref.WeakKeyDictionary()
+
+
+def _settled() -> simulated.SimulatedStream:
+    """The stream of the program, all of whose work so far has been done: gloo reads what is there."""
+    current = simulated.current_stream(simulated.DEVICE)
+    current.run_to(current.given)
+    return current
 
 
 class _Work:
