@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import patience, run_ranks, start_ranks
+from harness import patience, run_ranks, start_ranks, start_script
 from models import CASES
 from training import make_config, make_engine
 
@@ -28,6 +28,17 @@ for step in range(2):
         time.sleep(1000)
     engine.backward(engine(torch.ones(1, 4)).mean())
     engine.step()
+"""
+
+
+FAKE = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from zerorun.distributed.time_limit import set_time_limit, time_limit
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+print(time_limit())
+set_time_limit([dist.group.WORLD], time_limit())
 """
 
 
@@ -86,3 +97,8 @@ def test_a_rank_that_does_not_come_is_an_error_after_that_time(peer_memory: str)
 def test_a_message_that_does_not_come_is_an_error_after_that_time() -> None:
     """Of a pipeline, which waits for messages on threads."""
     assert run_ranks(2, wait_for_a_message) == ["", "RuntimeError"]
+
+
+def test_a_backend_that_tells_no_limit_has_the_default() -> None:
+    code, said, errors = start_script(FAKE).finish(60 * patience())
+    assert (code, said) == (0, "0:30:00\n"), errors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -19,8 +20,15 @@ def time_limit() -> timedelta:
     """Return the limit of the process group of all ranks; DEFAULT if there is none, or it does not tell."""
     world = dist.group.WORLD
     backends = [] if world is None else [world._get_backend(device) for device in world._device_types]
-    options = [backend.options for backend in backends if hasattr(backend, "options")]
-    return max((found._timeout for found in options), default=DEFAULT)
+    return max(filter(None, map(_limit_of, backends)), default=DEFAULT)
+
+
+def _limit_of(backend: Any) -> timedelta | None:
+    try:
+        limit: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):  # other backends than gloo and NCCL need not have any options
+        return None
+    return limit
 
 
 def set_time_limit(groups: Iterable[dist.ProcessGroup], limit: timedelta) -> None:
