@@ -6,7 +6,7 @@ Three runs of the same model and data: with everything in memory and no cap; the
 refuses with a table of bytes and the nearest configuration that fits; and offloaded, under the cap. Prints bytes by kind,
 step times and losses, which are equal, and draws memory over one step by kind.
 
-The cap is a memory cgroup where this user may make one, else a limit on the data flat group (RLIMIT_DATA), which is checked
+The cap is a memory cgroup where this user may make one, else a limit on the data segment (RLIMIT_DATA), which is checked
 when memory is allocated, not when it is used. On a GPU it is the share of the card that the process may take.
 """
 

@@ -138,6 +138,7 @@ def build(compiler: list[str], target: Path, *, openmp: bool = True) -> None:
 
     The file appears whole or not at all, so several processes may build it at the same time: that of the last one stays.
     """
+    target = target.absolute()  # ninja runs in another folder
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
@@ -167,8 +168,9 @@ def _compile(compiler: list[str], flags: list[str], target: Path) -> None:
     (target.parent / "build.ninja").write_text(_rules([*compiler, *flags], target))
     done = _run([str(Path(ninja.BIN_DIR) / "ninja"), "--quiet", "-C", str(target.parent)])
     if done.returncode or not target.exists():
-        said = [line for line in done.stdout.splitlines() if not line.startswith(("FAILED:", "ninja:", compiler[0]))]
-        raise BuildError(f"{shlex.join(compiler)} failed: {_first_error(said)}")
+        lines = done.stdout.splitlines()
+        said = [line for line in lines if not line.startswith(("FAILED:", "ninja:", compiler[0]))]
+        raise BuildError(f"{shlex.join(compiler)} failed: {_first_error(said or lines)}")
 
 
 def _rules(command: list[str], target: Path) -> str:

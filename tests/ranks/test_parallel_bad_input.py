@@ -154,6 +154,21 @@ def test_what_cannot_cross_is_named_on_both_sides() -> None:
         assert "list_iterator (at ['odd']['inner']), which cannot be sent" in message
 
 
+def cut_in_different_places() -> tuple[str, str]:
+    """As by times that each rank has measured by itself."""
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    sizes = [4, 2] if dist.get_rank() == 0 else [2, 4]
+    module = PipelineModule(layers, num_stages=2, loss_fn=lambda out, labels: out.mean(), partition_method=sizes)
+    return attempt(lambda: zerorun.initialize(module, {**make_config(0), "pipeline": {"stages": 2}}))
+
+
+def test_ranks_that_cut_in_different_places_are_told() -> None:
+    """Else layers 2 and 3 would be on both stages, and nobody would know."""
+    for kind, text in run_ranks(2, cut_in_different_places):
+        assert kind == "ModelError"
+        assert "rank 1 cuts the pipeline's layers at [0, 2, 6], and rank 0 at [0, 4, 6]. Remedy:" in text
+
+
 def different_data() -> tuple[str, str]:
     engine = zerorun.initialize(build("llama"), {**make_config(1), "tensor_parallel": {"size": 2}})
     batch = batch_of(0, 0, dist.get_rank())

@@ -216,12 +216,18 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, 
     first = planned.ranks_along("data")[0] if is_part(model) else 0
     described = [*_described(model, group_of)]
     described += sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
-    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first)
+    bounds = list(model.partitions()) if isinstance(model, Pipelined) else []
+    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first, bounds)
     with waiting("initialize(): whether all ranks build the same model"):
         found: list[Any] = gather_values(mine)
     for rank, theirs in enumerate(found):
         if theirs[0] != found[0][0]:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
+        if theirs[3] != found[0][3]:
+            raise ModelError(
+                f"rank {rank} cuts the pipeline's layers at {theirs[3]}, and rank 0 at {found[0][3]}. Remedy: pass the "
+                "same partition_method on all ranks; measured times differ, so broadcast those of rank 0."
+            )
         if theirs[1] != found[theirs[2]][1]:
             _explain_difference(described, rank, theirs[2], "model")
 
