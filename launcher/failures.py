@@ -191,7 +191,7 @@ def _failed(ends: Sequence[WorkerEnd]) -> list[WorkerEnd]:
 
 
 def _later(ends: Sequence[WorkerEnd], how: str) -> list[str]:
-    """Describe the first four, and count the rest; ``how`` says in words how these ended."""
+    """Describe the first four, and list the ranks of the rest; ``how`` says in words how these ended."""
     lines = [f"later, {end.where}: {end.how}: {failure_line(end)}" for end in ends[:4]]
     if len(ends) > 4:
         lines.append(f"later, {len(ends) - 4} more {how}: {ranks_in_words([end.rank for end in ends[4:]])}")

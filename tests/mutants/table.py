@@ -539,8 +539,8 @@ MUTANTS = (
         "who-has-not-come",
         "rank",
         "zerorun/distributed/transport/gloo.py",
-        "        return Message(self.receive(flat, peer, tag), label, self.names[peer], self._limit)",
-        "        return Message(self.receive(flat, peer, tag), label, peer, self._limit)",
+        "        return Message(self.receive(flat, peer, tag), label, self.names[peer])",
+        "        return Message(self.receive(flat, peer, tag), label, peer)",
         ("tests/ranks/test_waits.py::test_ranks_of_a_group_are_named_as_in_the_world",),
     ),
     Mutant(

@@ -17,7 +17,7 @@ from zerorun.distributed.time_limit import set_time_limit
 from zerorun.distributed.transport.waiter import Waiter
 
 SCRIPT = """
-import sys, time, torch, torch.distributed as dist, zerorun
+import atexit, sys, time, torch, torch.distributed as dist, zerorun
 
 zerorun.init_distributed("cpu")
 config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
@@ -26,6 +26,9 @@ engine = zerorun.initialize(torch.nn.Linear(4, 4), config)
 for step in range(2):
     if step and dist.get_rank():
         time.sleep(1000)
+    if step:
+        begun = time.monotonic()
+        atexit.register(lambda: print(time.monotonic() - begun, flush=True))
     engine.backward(engine(torch.ones(1, 4)).mean())
     engine.step()
 """
@@ -89,9 +92,10 @@ def wait_for_a_message() -> str:
 @pytest.mark.parametrize("peer_memory", ("0", "1"))
 def test_a_rank_that_does_not_come_is_an_error_after_that_time(peer_memory: str) -> None:
     with start_ranks(2, SCRIPT, ZERORUN_PEER_MEMORY=peer_memory) as (waits, _):
-        code, _, errors = waits.finish(60 * patience())
+        code, said, errors = waits.finish(60 * patience())
         assert code == 1
         assert "OrderError" in errors
+        assert float(said) >= 2.0
 
 
 def test_a_message_that_does_not_come_is_an_error_after_that_time() -> None:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -97,8 +96,8 @@ def named_in_messages() -> list[int]:
     pair = gloo.Gloo("pair", group, rank - 1, 2, torch.device("cpu"), CommunicationStatistics())
 
     class Noted(Message):
-        def __init__(self, work: dist.Work, label: str, peer: int, limit: timedelta) -> None:
-            super().__init__(work, label, peer, limit)
+        def __init__(self, work: dist.Work, label: str, peer: int) -> None:
+            super().__init__(work, label, peer)
             named.append(peer)
 
     gloo.Message = Noted  # type: ignore[misc]

@@ -239,6 +239,8 @@ def test_whole_floats_are_integers() -> None:
         {"zero_optimization": {"unit_policy": []}},
         {"zero_optimization": {"leaf_module": {"classes": ["A", 3]}}},
         {"communication_data_type": "int8"},
+        {"communication_timeout_s": 0.001},
+        {"communication_timeout_s": 1e14},
         {"gradient_allreduce_op": "max"},
         {"optimizer": {"params": {"lr": 1}}},
         {"optimizer": {"type": "Adam", "params": [1]}},

@@ -43,7 +43,7 @@ class AutomaticSaves:
     _before: dict[int, Any] = field(default_factory=dict)
 
     def watch(self) -> None:
-        """Notice signals from now on. Does nothing outside the main thread, since no other thread can."""
+        """Notice signals from now on, if ``on_signal``. Does nothing outside the main thread, since no other thread can."""
         if self.on_signal and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
                 self._before[number] = signal.signal(number, self._notice)

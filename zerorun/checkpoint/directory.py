@@ -188,7 +188,7 @@ def _remove(path: Path) -> None:
 
 
 def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
-    """Delete what is not needed any more, and return the names of the checkpoints that ``keep`` does not cover.
+    """Delete what is not needed any more, and return the checkpoints deleted because of ``keep``.
 
     That is the replaced version of ``tag``, what saves interrupted long ago have left, and all checkpoints but the newest
     ``keep``. ``tag`` itself always stays, and so does what zerorun did not make, and what links in ``directory`` point to.

@@ -75,8 +75,8 @@ def write_tensors(plan: WritePlan, collector: Collector, rank: int, target: Dest
                         output.write(task.file, stretch)
                     if task.rounded is not None:
                         output.write(task.rounded_file, stretch.to(dtype_of(task.rounded.dtype)))
-                except Exception as error:  # not of a disk only: memory may run out, too
-                    problem = error
+                except Exception as error:  # not of a disk only
+                    problem = error.with_traceback(None)  # whose frames would keep buffers alive
         collector.finish()
         if problem is not None:
             raise problem

@@ -77,9 +77,9 @@ def load_config(
     """Return the checked configuration from a path, a dict (copied) or base64 text. Values may still be "auto".
 
     Raises only :class:`ConfigError`, with all problems at once; with ``world_size`` (ranks), these include problems with
-    the batch sizes. A Config is returned as it is. If the caller passes an optimizer or a schedule, the section that it
-    replaces is not checked: it may name a type that only the caller's program knows. ``micro_batch_hint``: as for
-    ``resolve``.
+    the batch sizes. A Config is returned as it is. If the caller passes an optimizer or a schedule, problems in the section
+    that it replaces do not count, unless it cannot be read at all: it may name a type that only the caller's program knows.
+    ``micro_batch_hint``: as for ``resolve``.
     """
     if isinstance(source, Config):
         return source

@@ -102,9 +102,9 @@ class Config(Section):
     """How the gradients of data-parallel ranks are combined: "mean" or "sum"."""
     communication_data_type: Dtype | None = None
     """The dtype of gradients on the wire; not given: fp32, in which gradients are accumulated."""
-    communication_timeout_s: Annotated[Real, Field(gt=0)] | None = None
-    """Seconds that ranks wait for one another in a collective before that is an error; not given: as long as the process
-    group allows, which is 1,800 s unless the script made it with another `timeout`."""
+    communication_timeout_s: Annotated[Real, Field(ge=1, le=1e8)] | None = None
+    """Seconds that ranks wait for one another in a collective before that is an error, from `initialize()` on and in all
+    the program; not given: as long as the process group allows, which is 1,800 s if zerorun makes it."""
     prescale_gradients: Annotated[
         Flag, Inert("gradients are averaged in a way that cannot overflow; the result is the same.", unless=False)
     ] = False

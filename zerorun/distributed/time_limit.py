@@ -1,4 +1,6 @@
-"""How long a collective may take: all process groups have the limit of the process group of all ranks.
+"""How long a collective may take: all process groups of engines have the limit of the process group of all ranks.
+
+Only saving has a group with a longer one, since a disk may take its time (checkpoint/ranks.py).
 
 torch gives every group that is made later a default of its own (1,800 s with gloo, 600 s with NCCL alone), whatever the
 first one was told. With NCCL the limit is that of its watchdog, which ends the process.

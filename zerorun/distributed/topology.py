@@ -303,7 +303,7 @@ def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "
 
 
 def limit_time(topology: Topology, limit: timedelta) -> None:
-    """Let a collective take ``limit``, in the groups of ``topology`` and in that of all ranks. Collective."""
+    """Let a collective take ``limit``, in the groups of ``topology`` and in that of all ranks. All ranks must do so."""
     groups = [] if topology.mesh is None else [*topology.mesh.get_all_groups(), *topology._made.values()]
     groups += [dist.group.WORLD, *_everyone.values()]
     set_time_limit([group for group in groups if group is not None], limit)

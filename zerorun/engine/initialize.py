@@ -224,12 +224,20 @@ def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, 
         if theirs[0] != found[0][0]:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
         if theirs[3] != found[0][3]:
-            raise ModelError(
-                f"rank {rank} cuts the pipeline's layers at {theirs[3]}, and rank 0 at {found[0][3]}. Remedy: pass the "
-                "same partition_method on all ranks; measured times differ, so broadcast those of rank 0."
-            )
+            raise ModelError(_other_cut(rank, theirs[3], found[0][3]))
         if theirs[1] != found[theirs[2]][1]:
             _explain_difference(described, rank, theirs[2], "model")
+
+
+def _other_cut(rank: int, theirs: list[int], ours: list[int]) -> str:
+    """Say how rank ``rank`` cuts a pipeline, at the bounds ``theirs``, and what to do. ``ours``: those of rank 0."""
+    if theirs[-1:] != ours[-1:]:
+        count, other = ([*bounds[-1:], 0][0] for bounds in (theirs, ours))
+        return f"rank {rank} builds a pipeline of {count} layers, and rank 0 one of {other}. Remedy: build the same model."
+    return (
+        f"rank {rank} cuts the pipeline's layers at {theirs}, and rank 0 at {ours}. Remedy: pass the same "
+        "partition_method on all ranks; measured times differ, so broadcast those of rank 0."
+    )
 
 
 def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:

@@ -129,8 +129,9 @@ class Outcomes(Reports, Counters, LoopQueries):
     def _forget_gradients(self) -> None:
         self.sharded_model.forget_gradients()
         scaler, skips = self.scaler, self.progress.skips_in_a_row
-        # Looking at gradients means waiting for the device, so it is done only if the next skipped step is an error.
-        self.accumulation.begin(inspects=scaler.at_minimum if scaler.dynamic else skips == SKIPS_IN_A_ROW - 1)
+        # Looking at gradients means waiting for the device, so only the last step is looked at that may be skipped. Where
+        # no step may be, as in fp32, each would have to be.
+        self.accumulation.begin(inspects=scaler.at_minimum if scaler.dynamic else skips >= SKIPS_IN_A_ROW - 1)
 
     def _refuse_losses(self, summary: Summary) -> None:
         assert self.sharded is not None

@@ -1,4 +1,4 @@
-"""Divides the layers of a model by a plan. What undoes this puts them together again."""
+"""Divides the layers of a model by a plan, and returns the functions that join them again."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _closes(columns: list[_Linear], row: _Linear) -> tuple[str, ...]:
 
 
 def _vocabulary(model: nn.Module) -> dict[str, Style]:
-    """Return the plan of embedding and head of a Hugging Face model; {} if they share parameters with anything else."""
+    """Return the plan of embedding and head of a Hugging Face model; {} for others, or if they share parameters."""
     found: dict[str, Style] = {}
     chosen = {"get_input_embeddings": "embedding_rowwise", "get_output_embeddings": "colwise_gather_output"}
     for method, style in chosen.items():

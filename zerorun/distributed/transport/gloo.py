@@ -10,13 +10,10 @@ gives the same bits in every run and at every stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from functools import cached_property
 from itertools import pairwise
 
 import torch
 
-from ..time_limit import time_limit
 from ..transports import GLOO
 from .statistics import Message, Pending, Started
 from .sums import sum_in_rank_order
@@ -27,11 +24,6 @@ class Gloo(Transport):
     """Tensors are in host memory."""
 
     name = GLOO
-
-    @cached_property
-    def _limit(self) -> timedelta:
-        """How long a message may take. Left alone, gloo keeps to the limit that the process group was made with."""
-        return time_limit()
 
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
@@ -111,7 +103,7 @@ class Gloo(Transport):
         return works, finish
 
     def _sending(self, flat: torch.Tensor, peer: int, tag: int, label: str) -> Started:
-        return Message(self.send(flat, peer, tag), label, self.names[peer], self._limit)
+        return Message(self.send(flat, peer, tag), label, self.names[peer])
 
     def _receiving(self, flat: torch.Tensor, peer: int, tag: int, label: str) -> Started:
-        return Message(self.receive(flat, peer, tag), label, self.names[peer], self._limit)
+        return Message(self.receive(flat, peer, tag), label, self.names[peer])

@@ -141,7 +141,6 @@ class PeerMemory:
         self._reading: deque[PeerCollective] = deque()  # not taken yet
         self._offered: deque[PeerCollective] = deque()  # not known to be read by all others
         self._word = (ctypes.c_int64 * _ENTRY)()
-        self._limit_s = time_limit().total_seconds()
 
     @classmethod
     def connect(
@@ -245,18 +244,19 @@ class PeerMemory:
     def wait_until(self, done: Callable[[], bool], timeout: timedelta | None = None) -> None:
         """Read for others until ``done()``. Raises PeerEnded, or PeerMemoryError after the timeout."""
         begun, pause = time.monotonic(), 0.0
-        limit_s = timeout.total_seconds() if timeout is not None else self._limit_s
+        limit_s = None if timeout is None else timeout.total_seconds()
         next_check = begun + _CHECK_S
         while not done():
             serve()
             now = time.monotonic()
             if now > next_check:
                 next_check = now + _CHECK_S
+                limit_s = time_limit().total_seconds() if limit_s is None else limit_s
                 _permission.renew()
                 self._ended.update(self._handles[handle] for handle, _ in self._alive.poll(0))
                 if self._ended and not done():
                     raise PeerEnded("another rank of this host has ended")
-            if now - begun > limit_s:
+            if limit_s is not None and now - begun > limit_s:
                 raise PeerMemoryError(f"no answer from another rank in {limit_s:g} s")
             time.sleep(pause)
             pause = min(pause + 5e-6, 2e-4)

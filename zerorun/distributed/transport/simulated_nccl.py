@@ -94,7 +94,7 @@ class SimulatedNccl:
     def allreduce(self, tensors: list[torch.Tensor]) -> dist.Work:
         (flat,) = tensors
         _settled()
-        sent = simulated.snapshot(flat)  # what it also writes to is unset until then
+        sent = simulated.snapshot(flat)  # flat is NaN until the sum is there
         return self._begin("all_reduce", tensors, tensors, tensors, lambda: flat.copy_(self._sum(sent)))
 
     def _sum(self, flat: torch.Tensor) -> torch.Tensor:

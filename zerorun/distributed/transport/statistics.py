@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
+from ..time_limit import time_limit
 from ..waits import waiting
 from .peer_memory import PeerCollective
 from .sums import BufferPool
@@ -27,16 +28,15 @@ UNANSWERED = (
 class Message:
     """A message between this rank and the rank of the world ``peer``, of the collective ``label``."""
 
-    __slots__ = ("_limit", "_work", "label", "peer")
+    __slots__ = ("_work", "label", "peer")
 
-    def __init__(self, work: dist.Work, label: str, peer: int, limit: timedelta) -> None:
-        """``limit``: how long ``wait`` waits without another timeout."""
-        self._work, self.label, self.peer, self._limit = work, label, peer, limit
+    def __init__(self, work: dist.Work, label: str, peer: int) -> None:
+        self._work, self.label, self.peer = work, label, peer
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when it is sent, or has come. Raises RuntimeError."""
         with waiting(self.label, lambda: [self.peer]):
-            self._work.wait(self._limit if timeout is None else timeout)
+            self._work.wait(time_limit() if timeout is None else timeout)  # gloo's own is that of when the group was made
 
 
 class Pending:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from concurrent.futures import Future
-from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,7 +19,6 @@ class Waiter:
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Message | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._limit = time_limit()  # for each message, from when it is waited for
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     @staticmethod
@@ -31,8 +29,7 @@ class Waiter:
     def begin(self, work: dist.Work, kept: Any = None) -> Future[None]:
         """Done when ``work`` is, or failed as it has. ``kept``: what must stay alive until then."""
         if self._thread is None:  # a daemon: nobody waits at exit for a rank that has ended
-            made = (self._queue, self._limit)
-            self._thread = threading.Thread(target=_work_off, args=made, name="zerorun messages", daemon=True)
+            self._thread = threading.Thread(target=_work_off, args=(self._queue,), name="zerorun messages", daemon=True)
             self._thread.start()
         future: Future[None] = Future()
         _unfinished.add(future)
@@ -44,11 +41,11 @@ _Message = tuple[Future[None], dist.Work, Any]
 _unfinished: set[Future[None]] = set()  # of all waiters, whether anybody still refers to them or not
 
 
-def _work_off(messages: SimpleQueue[_Message | None], limit: timedelta) -> None:
+def _work_off(messages: SimpleQueue[_Message | None]) -> None:
     while (message := messages.get()) is not None:
         future, work, _ = message
         try:
-            work.wait(limit)
+            work.wait(time_limit())
         except RuntimeError as error:
             future.set_exception(error)
         else:
