@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import math
 import os
 import tempfile
 import threading
@@ -92,6 +93,9 @@ class Library:
     def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
         """Run ``rule`` on CPU tensors. ``constants``: fields of :class:`Step`, see :func:`in_two_parts`."""
         weight, gradient, out = operands.weight, operands.gradient, operands.out
+        coefficient = float(operands.coefficient)
+        if isinstance(operands.coefficient, torch.Tensor) and not math.isfinite(coefficient):
+            return
         step = Step(
             weight=weight.data_ptr(),
             gradient=gradient.data_ptr(),
@@ -100,7 +104,7 @@ class Library:
             rule=rule,
             isa=ISAS.index(self.isa),
             threads=torch.get_num_threads(),
-            coefficient=operands.coefficient,
+            coefficient=coefficient,
             **in_two_parts(constants),
         )
         for field, state in zip(("first", "second"), operands.states, strict=False):

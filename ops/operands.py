@@ -22,7 +22,9 @@ class Operands:
     gradient: Tensor  # [numel] fp32, bf16 or fp16, read only
     states: tuple[Tensor, ...]  # [numel] fp32 each, updated
     out: Tensor | None  # [numel] fp32, bf16 or fp16: receives the new weight, rounded to nearest even
-    coefficient: float  # multiplies the gradient
+    # Multiplies the gradient. A tensor is an fp32 scalar that only the device reads: if it is not finite, the update writes
+    # nothing.
+    coefficient: float | Tensor
 
     def __post_init__(self) -> None:
         _check("weight", self.weight, self.weight, (torch.float32,))
@@ -31,6 +33,8 @@ class Operands:
             _check("state", state, self.weight, (torch.float32,))
         if self.out is not None:
             _check("out", self.out, self.weight, _ROUNDED)
+        if isinstance(self.coefficient, Tensor) and (self.coefficient.dtype, self.coefficient.dim()) != (torch.float32, 0):
+            raise TypeError(f"the coefficient is {self.coefficient}; it must be a number, or an fp32 scalar on the device")
 
 
 class Updates(Protocol):

@@ -23,7 +23,7 @@ ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
-# Tensors are as Operands says. ``coefficient`` multiplies the gradient, whose tensor is not changed.
+# Tensors are as Operands says, and so is ``coefficient``, which multiplies the gradient. Its tensor is not changed.
 
 
 _left_to_torch: set[str] = set()  # device types; what ranks have agreed on holds for the whole process
@@ -67,7 +67,7 @@ def adam(
     weight_decay: float = 0.0,
     decoupled: bool = True,
     bias_correction: bool = True,
-    coefficient: float = 1.0,
+    coefficient: float | Tensor = 1.0,
 ) -> None:
     """Adam (Kingma & Ba 2015, arXiv:1412.6980); with ``decoupled``, AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
@@ -106,7 +106,7 @@ def adagrad(
     lr_decay: float = 0.0,
     eps: float = 1e-10,
     weight_decay: float = 0.0,
-    coefficient: float = 1.0,
+    coefficient: float | Tensor = 1.0,
 ) -> None:
     """Adagrad (Duchi, Hazan & Singer 2011, JMLR 12) with torch's decay of the learning rate. ``step``: from 1."""
     operands = Operands(weight, gradient, (sum,), out, coefficient)
@@ -127,7 +127,7 @@ def lion(
     lr: float,
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
-    coefficient: float = 1.0,
+    coefficient: float | Tensor = 1.0,
 ) -> None:
     """Lion: Chen et al. 2023, arXiv:2302.06675, Alg. 2.
 
@@ -164,7 +164,7 @@ def sgd(
     weight_decay: float = 0.0,
     nesterov: bool = False,
     first: bool = False,
-    coefficient: float = 1.0,
+    coefficient: float | Tensor = 1.0,
 ) -> None:
     """SGD as in ``torch.optim.SGD`` (``nesterov``: Sutskever et al. 2013). Without a buffer there is no momentum.
 
@@ -192,7 +192,8 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     Four attributes say what else the pass does. A step does not change gradients.
 
-    - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`.
+    - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`, which may find out only on the device
+      that it is not finite, and write nothing (see Operands). Whoever learns of it calls :meth:`take_back`.
     - ``gradients``: parameter -> its gradient (as many elements, fp32, bf16 or fp16); without one, ``param.grad`` is used.
     - ``outputs``: parameter -> the tensor for its new value, rounded (as many elements, fp32, bf16 or fp16).
     - ``state_home``: called with a parameter and the number of a state; makes that state, zeros of the parameter's shape.
@@ -217,8 +218,9 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Any]]:  # type: ignore[override]
-        """Parameter -> its state, once ``before_access`` has returned."""
+        """Parameter -> its state, once ``before_access`` and ``settle`` have returned."""
         self.before_access()
+        self.settle()
         return self._held
 
     @state.setter
@@ -226,12 +228,25 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         self._held = state
 
     before_access: Callable[[], None] = staticmethod(lambda: None)  # waits for updates that go on in the background
+    settle: Callable[[], None] = staticmethod(lambda: None)  # learns whether the device has written in the last step
+
+    @property
+    def overflow(self) -> bool:
+        """True if the last step was skipped, as whoever calls :meth:`step` has told. Known once ``settle`` has returned."""
+        self.settle()
+        return self._overflow
+
+    @overflow.setter
+    def overflow(self, overflow: bool) -> None:
+        self._overflow = overflow
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
         if "state" in state:
             self.state = state["state"]
-        self.coefficient: float = getattr(self, "coefficient", 1.0)
+        self.coefficient: float | Tensor = getattr(self, "coefficient", 1.0)
+        self._overflow = getattr(self, "_overflow", False)
+        self._stepped: list[tuple[Tensor, list[str]]] = []  # of the last step: parameter, the states that it made
         self.gradients: dict[Tensor, Tensor] = getattr(self, "gradients", {})
         self.outputs: dict[Tensor, Tensor] = getattr(self, "outputs", {})
         self.state_home: Callable[[Tensor, int], Tensor] = getattr(self, "state_home", _zeros)
@@ -249,14 +264,30 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._stepped.clear()
         for group in self.param_groups:
             for param in group["params"]:
                 gradient = self.gradients.get(param, param.grad)
                 if gradient is not None:
+                    had = set(self._held.get(param, ()))
                     settings, out = self._prepare(param, group), self.outputs.get(param)
                     self.update(param, gradient, out, settings, self.coefficient)
+                    self._stepped.append((param, [key for key in self._held.get(param, ()) if key not in had]))
         self.coefficient = 1.0
         return loss
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Forget the last :meth:`step`, of which the device has written nothing: step counts, and states that it made."""
+        for param, made in self._stepped:
+            state = self._held.get(param, {})
+            if "step" in state:
+                state["step"] -= 1
+            for key in made:
+                del state[key]
+            if made and not state:
+                del self._held[param]
+        self._stepped.clear()
 
     @torch.no_grad()
     def prepare(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
@@ -302,7 +333,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         gradient: Tensor,
         out: Tensor | None,
         settings: dict[str, Any],
-        coefficient: float,
+        coefficient: float | Tensor,
         where: Where | None = None,
     ) -> None:
         """Step ``param`` alone, at any time and on any thread. ``settings``: from :meth:`prepare`.

@@ -117,16 +117,24 @@ def _by_chunks(
     update: Callable[[Tensor, Tensor, tuple[Tensor, ...]], None],
 ) -> None:
     """Run ``update`` on chunks of weight, scaled gradient (fp32, which it may change) and states, and fill ``out``."""
-    weight, out = operands.weight, operands.out
+    weight, out, coefficient = operands.weight, operands.out, operands.coefficient
+    applies = torch.isfinite(coefficient) if isinstance(coefficient, Tensor) else None
     size = _CPU_CHUNK if weight.device.type == "cpu" else _DEVICE_CHUNK
     buffer = torch.empty(min(size, weight.numel()), dtype=torch.float32, device=weight.device)
     for low, high in _bounds(weight.numel(), size):
         scaled = buffer[: high - low].copy_(operands.gradient[low:high])
-        if operands.coefficient != 1.0:
-            scaled.mul_(operands.coefficient)
-        update(weight[low:high], scaled, tuple(state[low:high] for state in operands.states))
+        if applies is not None or coefficient != 1.0:
+            scaled.mul_(coefficient)
+        weights, *states = written = [tensor[low:high] for tensor in (weight, *operands.states)]
         if out is not None:
-            out[low:high].copy_(weight[low:high])
+            written.append(out[low:high])
+        before = [] if applies is None else [tensor.clone() for tensor in written]
+        update(weights, scaled, tuple(states))
+        if out is not None:
+            written[-1].copy_(weights)
+        if applies is not None:
+            for tensor, kept in zip(written, before, strict=True):
+                torch.where(applies, tensor, kept, out=tensor)
 
 
 def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:

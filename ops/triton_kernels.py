@@ -36,8 +36,10 @@ class Kernels:
         nesterov = bool(constants.get("nesterov"))
         parts = native.in_two_parts(constants)
         floats = {name: float(parts.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
-        floats["coefficient"] = float(operands.coefficient)
         if weight.numel():
+            coefficient = operands.coefficient
+            if not isinstance(coefficient, torch.Tensor):
+                coefficient = torch.full((), coefficient, dtype=torch.float32, device=weight.device)
             with torch.cuda.device_of(weight):
                 _update[(triton.cdiv(weight.numel(), _BLOCK),)](
                     weight,
@@ -46,6 +48,7 @@ class Kernels:
                     second,
                     None if out is None else _bits(out),
                     weight.numel(),
+                    coefficient,
                     **floats,
                     RULE=rule,
                     NESTEROV=nesterov,
@@ -65,8 +68,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 # -- one program: BLOCK elements ---------------------------------------------------------------------------------------
 #
-# The arguments from ``coefficient`` to ``eps`` are fields of struct Step in optimizer.cpp, which says what they mean. Whole
-# blocks are accessed without a mask, so that accesses are 16 bytes wide whatever the length of the tensor is.
+# ``coefficient`` is the address of one fp32 number; nothing is written if it is not finite. The arguments from ``keep`` to
+# ``eps`` are fields of struct Step in optimizer.cpp, which says what they mean. Whole blocks are accessed without a mask,
+# so that accesses are 16 bytes wide whatever the length of the tensor is.
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -94,15 +98,17 @@ def _update(
     COUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    scale = tl.load(coefficient)
+    writes = tl.abs(scale) < float("inf")  # False for NaN, too
     start = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
     at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, the same for all dtypes
     parts = (keep, keep_low, decay, decay_low, rate, rate_low)
     constants = (momentum, blend, second_keep, second_blend, eps)
-    if start + BLOCK <= numel:
-        _elements(weight, gradient, first, second, out, at, None, coefficient, parts, constants, RULE, NESTEROV, COUPLED)
-    else:
+    if writes & (start + BLOCK <= numel):
+        _elements(weight, gradient, first, second, out, at, None, scale, parts, constants, RULE, NESTEROV, COUPLED)
+    elif writes:
         mask = at < numel
-        _elements(weight, gradient, first, second, out, at, mask, coefficient, parts, constants, RULE, NESTEROV, COUPLED)
+        _elements(weight, gradient, first, second, out, at, mask, scale, parts, constants, RULE, NESTEROV, COUPLED)
 
 
 @triton.jit

@@ -63,7 +63,8 @@ class Races:
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
         self.launches: Counter[str] = Counter()  # of the computation, by operation
-        self.host_waits = 0  # of the program for the device
+        self.host_waits = 0  # of the program for work that the device was given since ``begin_step``
+        self._long_given: dict[Agent, int] = {}
         self._lock = threading.RLock()
         self._clocks: dict[Agent, Clock] = defaultdict(dict)
         self._then: dict[tuple[Agent, int], Clock] = {}  # clocks as they were
@@ -86,7 +87,7 @@ class Races:
 
     def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
         with self._lock:
-            self.host_waits += waiter is None
+            self.host_waits += waiter is None and number > self._long_given.get(stream, 0)
             self._join(threading.get_ident() if waiter is None else waiter, self._then.get((stream, number), {}))
 
     def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
@@ -126,6 +127,12 @@ class Races:
             if device and func is torch.ops.aten._local_scalar_dense.default:  # the program has waited for the device
                 self.host_waits += 1
                 self._join(threading.get_ident(), self._clocks[COMPUTATION])
+
+    def begin_step(self) -> None:
+        """What streams were given before is done by the time that the program asks for it: waiting for it costs nothing."""
+        with self._lock:
+            self._long_given = {agent: clock.get(agent, 0) for agent, clock in self._clocks.items()}
+            self.host_waits = 0
 
     def hand_over(self) -> Clock:
         """What the calling thread knows."""

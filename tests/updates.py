@@ -32,7 +32,7 @@ class Work:
     gradient: Tensor
     states: tuple[Tensor, ...]
     out: Tensor | None = None
-    coefficient: float = 1.0
+    coefficient: float | Tensor = 1.0
 
     def copy(self) -> Work:
         out = None if self.out is None else self.out.clone()

@@ -47,6 +47,7 @@ class Mutant:
 
 # Every wait and event of what goes on beside the computation of a GPU: (name, file, line, bug, test).
 _SIMULATED = "tests/ranks/test_simulated_device.py::"
+_DEFERRED = "tests/ranks/test_deferred_decision.py::"
 _WAITS = (
     (
         "copy-before-what-it-reads",
@@ -321,6 +322,27 @@ _WAITS = (
         "        self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype)",
         "tests/ranks/test_parallel_matrix.py::test_other_ways_to_divide_equal_one_process",
     ),
+    (
+        "outcome-not-awaited",
+        "zerorun/distributed/device.py",
+        "        self._arrival.synchronize()",
+        "        pass",
+        _DEFERRED + "test_skipped_steps_leave_no_trace",
+    ),
+    (
+        "outcome-read-before-it-is-computed",
+        "zerorun/distributed/device.py",
+        "        self.follow(read=numbers)",
+        "        pass",
+        _DEFERRED + "test_a_step_waits_for_nothing_of_its_own",
+    ),
+    (
+        "outcome-given-back",
+        "zerorun/distributed/device.py",
+        "        self.follow(read=numbers)",
+        "        self.follow()",
+        _DEFERRED + "test_a_step_waits_for_nothing_of_its_own",
+    ),
 )
 
 MUTANTS = (
@@ -384,9 +406,9 @@ MUTANTS = (
     Mutant(
         "norm-of-replicas",
         "divisor",
-        "zerorun/zero/sharded_model.py",
-        "        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)",
-        "        return Summary(square_sum / topology.shard, int(bad), weights, unused_sum > 0, apart, counts)",
+        "zerorun/zero/norm.py",
+        "        sums[0].div_(topology.replicate)",
+        "        sums[0].div_(topology.shard)",
         ("tests/ranks/test_settings.py::test_shard_degree_changes_nothing",),
     ),
     Mutant(
@@ -918,5 +940,53 @@ MUTANTS = (
         '                raise pickle.UnpicklingError("a value is in itself")',
         "                break",
         ("tests/unit/test_foreign_safety.py",),
+    ),
+    Mutant(
+        "steps-counted-in-vain",
+        "stale",
+        "ops/single_pass.py",
+        '                state["step"] -= 1',
+        "                pass",
+        (_DEFERRED + "test_skipped_steps_leave_no_trace",),
+    ),
+    Mutant(
+        "states-made-in-vain",
+        "stale",
+        "ops/single_pass.py",
+        "                del state[key]",
+        "                pass",
+        (_DEFERRED + "test_skipped_steps_leave_no_trace",),
+    ),
+    Mutant(
+        "schedule-goes-on",
+        "stale",
+        "zerorun/optim/lr_schedules.py",
+        "        scheduler.load_state_dict(state)",
+        "        pass",
+        (_DEFERRED + "test_skipped_steps_leave_no_trace",),
+    ),
+    Mutant(
+        "what-is-not-finite-is-written",
+        "swallowed",
+        "ops/torch_path.py",
+        "                torch.where(applies, tensor, kept, out=tensor)",
+        "                pass",
+        ("tests/unit/test_single_pass.py::test_a_coefficient_on_the_device",),
+    ),
+    Mutant(
+        "failure-is-forgotten",
+        "swallowed",
+        "zerorun/engine/outcomes.py",
+        "            self.history.fail(partial(self._raise_not_finite, notes, names))",
+        "            return",
+        (_DEFERRED + "test_an_error_comes_one_step_later_on_all_ranks",),
+    ),
+    Mutant(
+        "one-rank-decides",
+        "rank",
+        "zerorun/zero/norm.py",
+        "        sums, here = self._by_device(told, total[:3], bool(must_know)) if by_device else (total[:3], None)",
+        "        sums, here = self._by_device(told, total[:3], told.must_know) if by_device else (total[:3], None)",
+        (_DEFERRED + "test_the_program_decides_where_the_device_cannot",),
     ),
 )

@@ -72,6 +72,50 @@ def test_close_to_float64(rule: Rule, kind: Callable[..., Work], coefficient: fl
         assert_close_to_float64(rule, before, after, UNITS)
 
 
+@pytest.mark.each_pair
+@ALL_RULES
+@pytest.mark.parametrize("out", [None, torch.bfloat16])
+def test_a_coefficient_on_the_device(rule: Rule, out: torch.dtype | None, path: str) -> None:
+    """Gives the bits of a number. If it is not finite nothing is written, not even what is infinite already."""
+    start = training(rule, 3000)
+    start.out = None if out is None else torch.zeros(3000, dtype=out)
+    number, tensor = replace(start.copy(), coefficient=0.37), replace(start.copy(), coefficient=torch.tensor(0.37))
+    rule.run(number)
+    rule.run(tensor)
+    assert all(map(same, number.results(), tensor.results()))
+    assert not same(start.weight, tensor.weight)
+    for useless in (float("nan"), float("inf"), -float("inf")):
+        skipped = replace(tensor.copy(), coefficient=torch.tensor(useless))
+        rule.run(skipped)
+        assert all(map(same, skipped.results(), tensor.results()))
+
+
+@pytest.mark.parametrize("bad", [torch.ones(()).double(), torch.ones(1)])
+def test_other_coefficients_are_refused(bad: Tensor) -> None:
+    with pytest.raises(TypeError, match="a number, or an fp32 scalar"):
+        single_pass.sgd(torch.ones(3), torch.ones(3), lr=0.1, coefficient=bad)
+
+
+def test_a_step_is_taken_back() -> None:
+    """Counts and new states: what the device has written nothing to is as before."""
+    for optimizer_class in (Adam, Adagrad, SGD, Lion):
+        settings = {"momentum": 0.9} if optimizer_class is SGD else {}
+        tensor = torch.ones(3, requires_grad=True)
+        optimizer: SinglePassOptimizer = optimizer_class([tensor], **settings)
+        tensor.grad = torch.ones(3)
+        optimizer.coefficient = torch.tensor(float("nan"))
+        optimizer.step()
+        optimizer.take_back()
+        assert not optimizer.state and torch.equal(tensor, torch.ones(3))
+        optimizer.step()
+        before = copy.deepcopy(optimizer.state[tensor])
+        optimizer.coefficient = torch.tensor(float("nan"))
+        optimizer.step()
+        optimizer.take_back()
+        optimizer.take_back()  # there is nothing more to take back
+        assert all(torch.equal(before[key], value) for key, value in optimizer.state[tensor].items())
+
+
 @ALL_RULES
 def test_instruction_sets_give_the_same_bits(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     for gradient_type, out_type in ((torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)):

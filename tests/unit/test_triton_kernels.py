@@ -90,6 +90,19 @@ def test_bits_of_the_native_library(rule: Rule, interpreted: Any, monkeypatch: p
                     assert same(one, other)
 
 
+@ALL_RULES
+def test_a_coefficient_that_is_not_finite_writes_nothing(rule: Rule, on_cpu: Any) -> None:
+    start = training(rule, 2500)
+    start.out = torch.zeros(2500, dtype=torch.bfloat16)
+    for useless in (float("nan"), float("inf"), -float("inf")):
+        skipped = replace(start.copy(), coefficient=torch.tensor(useless))
+        rule.run(skipped)
+        assert all(map(same, skipped.results(), start.results()))
+    done = replace(start.copy(), coefficient=torch.tensor(0.37))
+    rule.run(done)
+    assert not same(done.weight, start.weight)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_gradient_is_converted_exactly(dtype: torch.dtype, on_cpu: Any) -> None:
     gradient = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -151,6 +164,7 @@ def compiled(
     kernel = triton_kernels._update
     signature = dict.fromkeys(kernel.arg_names, "fp32")
     signature |= {"weight": "*fp32", "gradient": gradient, "first": "*fp32", "second": "*fp32", "numel": "i64"}
+    signature |= {"coefficient": "*fp32"}
     constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "COUPLED": coupled, "BLOCK": 1024}
     constants |= dict.fromkeys(("first", "second")[states:]) | ({} if out else {"out": None})
     signature |= {"out": out or ""} | dict.fromkeys(constants, "constexpr")

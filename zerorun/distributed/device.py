@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -192,6 +192,19 @@ class Arrival:
             self.event.wait()
 
 
+@dataclass
+class Reading:
+    """Numbers [n] on their way to the program."""
+
+    _host: torch.Tensor
+    _arrival: Arrival = field(default_factory=Arrival)
+
+    def wait(self) -> list[float]:
+        """Return the numbers. On a GPU, wait for what they are computed from."""
+        self._arrival.synchronize()
+        return list(self._host.tolist())
+
+
 class CopyStream:
     """Copies that overlap the computation: on a GPU, in a stream of their own."""
 
@@ -229,6 +242,14 @@ class CopyStream:
         with self.copying():
             target.copy_(source, non_blocking=self._stream is not None)
         return Arrival(self._stream.record_event() if self._stream is not None else None)
+
+    def read(self, numbers: torch.Tensor) -> Reading:
+        """Begin to read ``numbers`` [n] of the computation, which goes on."""
+        if self._stream is None:
+            return Reading(numbers)
+        self.follow(read=numbers)
+        host = host_empty(numbers.numel(), numbers.dtype, pinned=True)
+        return Reading(host, self.copy(numbers, host))
 
 
 def _keep(tensor: torch.Tensor, stream: Any) -> None:

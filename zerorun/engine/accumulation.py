@@ -15,23 +15,55 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Number
 from typing import Any
 
 import torch
 
 from ..config.parse import Config
+from ..distributed.device import holds, queues
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
 from ..optim.loss_scaler import LossScaler
-from ..zero.sharded_model import Told
+from ..zero.norm import Told, UnreadLosses
 from ..zero.unit import Unit
 
 IGNORED = -100  # the class that torch's cross-entropy leaves out
 WATCHED_MICRO_BATCHES = 20  # the first ones only: looking at labels on a device means waiting for the device
 _MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}
+
+
+@dataclass
+class Notes:
+    """What is known of the micro-batches of one step on this rank. They are counted from 0.
+
+    ``bad_losses``: with a loss that is NaN or infinite. ``empty``: of weight 0, with such a loss, which may be a mean of
+    nothing. ``bad_weights``: with the weights that are of no use. ``culprits``: with the parameters whose gradients are not
+    finite there. ``unread``: those whose losses are on a device, with ``marks`` and ``weights`` as in UnreadLosses.
+    """
+
+    bad_losses: list[int] = field(default_factory=list)
+    empty: list[int] = field(default_factory=list)
+    bad_weights: list[tuple[int, float]] = field(default_factory=list)
+    culprits: list[tuple[int, str]] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+    marks: list[torch.Tensor] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
+
+    def read(self, losses: Sequence[tuple[int, float]]) -> None:
+        """Sort the unread ``losses`` that are of no use: (number among the unread, weight)."""
+        for number, weight in losses:
+            micro_batch = self.unread[number]
+            if weight == 0:
+                self.empty.append(micro_batch)
+            elif 0 < weight < math.inf:
+                self.bad_losses.append(micro_batch)
+            else:
+                self.bad_weights.append((micro_batch, weight))
 
 
 class Accumulation:
@@ -40,22 +72,21 @@ class Accumulation:
     def __init__(self, config: Config, comm: Communicator, scaler: LossScaler) -> None:
         self.micro_steps = 0  # step() calls so far
         self._config, self._comm, self._scaler = config, comm, scaler
+        self._device, self._queues = comm.device, queues(comm.device)
         self._given_boundary: bool | None = None  # set by the training loop
         self._in_no_sync = False
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
-        self.begin(inspects=scaler.at_minimum)
+        self.begin(lambda: scaler.at_minimum)
 
-    def begin(self, *, inspects: bool) -> None:
-        """Begin a new step. ``inspects``: look where its gradients are not finite, because that would be an error."""
+    def begin(self, inspects: Callable[[], bool]) -> None:
+        """Begin a new step. ``inspects``: whether to look where gradients are not finite, as that would be an error."""
         self.backwards = 0  # since the last update
         self._steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
         self._weight = 0.0
         self._compared = 0.0  # sum of the losses that must be the same on all ranks of a tensor group
-        self.bad_losses: list[int] = []  # micro-batches, counted from 0
-        self.empty: list[int] = []  # micro-batches of weight 0 with a non-finite loss, which may be a mean of nothing
-        self.culprits: list[tuple[int, str]] = []  # (micro-batch, parameter) with non-finite gradients
+        self.notes = Notes()
         self._inspects = inspects
 
     # -- the boundary --------------------------------------------------------------------------------------------
@@ -134,11 +165,11 @@ class Accumulation:
 
     def inspect(self, unit: Unit) -> None:
         """Note the parameters with non-finite gradients in one backward, if this step ``inspects``."""
-        for flat_group in unit.trainable if self._inspects else ():
+        for flat_group in unit.trainable if self._inspects() else ():
             for index, (name, param) in enumerate(zip(flat_group.names, flat_group.params, strict=True)):
                 for gradient in (param.grad, flat_group.late.get(index)):
                     if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                        self.culprits.append((self.backwards, name))
+                        self.notes.culprits.append((self.backwards, name))
 
     def ended(self) -> None:
         """Count a backward that has ended."""
@@ -155,10 +186,11 @@ class Accumulation:
         if self._mode in (None, "mean"):
             self._labels.advise()
 
-    def take_loss(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[str, float]:
-        """Return (the mode in which losses of this step count, the factor for this loss).
+    def take_loss(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[str, torch.Tensor | float]:
+        """Return (the mode in which losses of this step count, the weight of this one, which is 1 if it has none).
 
-        Raises StepError if losses of one step have different modes.
+        A weight that is on a device stays there, as an fp64 scalar. Raises StepError if losses of one step have different
+        modes.
         """
         mode = "weight" if weight is not None else "mean" if scale_wrt_gas else "sum"
         if self._mode not in (None, mode):
@@ -166,35 +198,55 @@ class Accumulation:
                 f"backward() was called with {_MODES[self._mode]} and then {_MODES[mode]} within one step. "
                 "Remedy: call it the same way for all micro-batches of a step."
             )
-        factor = self._scaler.scale
+        value: torch.Tensor | float = 1.0
         if weight is not None:
-            value = weight_of(weight)
-            self._weight += value
-            factor *= value
+            there = self._queues and isinstance(weight, torch.Tensor) and holds(self._device, weight)
+            value = weight.detach().double().reshape(()) if there and weight.numel() == 1 else weight_of(weight)
+            if not self._queues:
+                self._weight += float(value)
         self._mode = mode
-        return mode, factor
+        return mode, value
+
+    def note_unread(self, loss: torch.Tensor | None, weight: torch.Tensor | float) -> None:
+        """Let the device find out whether ``loss`` (None: any is) and its ``weight`` are of use."""
+        if not isinstance(weight, torch.Tensor):
+            weight = self._one if weight == 1.0 else torch.full_like(self._one, weight)
+        mark = weight.sqrt() * 0.0  # NaN for NaN, infinities and negative numbers
+        if loss is not None:
+            mark = mark + loss.detach().double().reshape(()) * 0.0
+        self.notes.unread.append(self.backwards)
+        self.notes.marks.append(mark)
+        self.notes.weights.append(weight)
+
+    @cached_property
+    def _one(self) -> torch.Tensor:
+        return torch.ones((), dtype=torch.float64, device=self._device)
 
     def compare(self, loss: float) -> None:
         """Add ``loss`` to the sum that must be the same on all ranks of the tensor group."""
         self._compared += loss if math.isfinite(loss) else 0.0
 
-    def told(self, wishes: Sequence[bool]) -> Told:
-        """Return what the other ranks have to know about this rank's losses."""
-        return Told(len(self.bad_losses), self._weight, self._compared, wishes)
+    def told(self, wishes: Sequence[bool], *, must_know: bool) -> Told:
+        """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""
+        unread = UnreadLosses(self.notes.marks, self.notes.weights)
+        return Told(len(self.notes.bad_losses), self._weight, self._compared, wishes, unread, must_know)
 
     # -- the divisor ---------------------------------------------------------------------------------------------
 
-    def unscale(self, weight: float) -> float:
+    @property
+    def is_weighted(self) -> bool:
+        """True if losses of this step come with weights."""
+        return self._mode == "weight"
+
+    def unscale(self, weight: torch.Tensor | float) -> torch.Tensor | float:
         """Return the factor that turns accumulated gradients into averaged, unscaled ones.
 
-        ``weight``: the sum of the weights of all losses on all ranks, if losses have weights. Raises StepError if it is 0.
+        ``weight``: the sum of the weights of all losses on all ranks, if losses have weights. Raises StepError if it is 0,
+        unless it is a tensor, of which the program does not know.
         """
-        if self._mode == "weight":
-            if weight <= 0:
-                raise StepError(
-                    "the weights of all losses of this step are zero on all ranks, so their mean does not exist. "
-                    "Remedy: leave out steps without a token, or pass a positive weight."
-                )
+        if self.is_weighted:
+            if isinstance(weight, float):
+                refuse_no_weight(weight)
             return 1.0 / (weight * self._scaler.scale)
         divisor = 1 if self._mode == "sum" else self._config.gradient_accumulation_steps
         mean = self._config.gradient_allreduce_op == "mean"
@@ -202,10 +254,10 @@ class Accumulation:
 
     def gradient_factor(self) -> float:
         """Return ``unscale`` for the losses so far. All ranks must call it."""
-        if self._mode != "weight":
-            return self.unscale(0.0)
-        weight = torch.tensor([self._weight if self._comm.topology.tensor_rank == 0 else 0.0], dtype=torch.float64)
-        return self.unscale(float(self._comm.control.sum(weight)[0]))
+        if not self.is_weighted:
+            return float(self.unscale(0.0))
+        mine = self._weight + sum(map(float, self.notes.weights)) if self._comm.topology.tensor_rank == 0 else 0.0
+        return float(self.unscale(float(self._comm.control.sum(torch.tensor([mine], dtype=torch.float64))[0])))
 
 
 # -- labels -------------------------------------------------------------------------------------------------------
@@ -235,6 +287,9 @@ class LabelCounts:
                 "with labels[..., 1:] for models that shift them, as decoders of Hugging Face do."
             )
             self._left, self._counts = 0, set()
+
+
+UNUSABLE_WEIGHT = "the weight of a loss must be finite and not negative, got {}."
 
 
 # -- what a loop gives to backward --------------------------------------------------------------------------------
@@ -270,6 +325,15 @@ def _remedy(loss: Any) -> str:
     return "pass the tensor that the model or the loss function returned."
 
 
+def refuse_no_weight(weight: float) -> None:
+    """Raise StepError for a sum of weights that is 0."""
+    if weight <= 0:
+        raise StepError(
+            "the weights of all losses of this step are zero on all ranks, so their mean does not exist. "
+            "Remedy: leave out steps without a token, or pass a positive weight."
+        )
+
+
 def weight_of(weight: Any) -> float:
     """Return the weight of a loss as a float. Raises StepError unless it is a finite number that is not negative."""
     try:
@@ -280,5 +344,5 @@ def weight_of(weight: Any) -> float:
             "micro-batch, such as mask.sum()."
         ) from None
     if not math.isfinite(value) or value < 0:
-        raise StepError(f"the weight of a loss must be finite and not negative, got {value}.")
+        raise StepError(UNUSABLE_WEIGHT.format(value))
     return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,18 +13,20 @@ from torch import nn
 from ..activations.blocks import BlockForward
 from ..config.parse import Config
 from ..data import EpochLoader
-from ..distributed.device import on_host
+from ..distributed.device import on_host, queues
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
 from ..errors import StepError
 from ..log import warn_once
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
+from ..optim.lr_schedules import can_go_back, way_back
 from ..zero.access import find_released_use, restore_module
+from ..zero.norm import Summary
 from ..zero.placeholders import released_parameter, tensors_in
-from ..zero.sharded_model import ShardedModel, Summary
+from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
 from .accumulation import Accumulation, check_loss
-from .outcomes import Progress
+from .outcomes import History, UnsettledStep
 from .saving import Saving, automatic_saves_of
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
@@ -49,14 +51,15 @@ class Engine(Saving):
     ) -> None:
         """``owns_topology``: initialize() made the topology, so the engine closes its process groups."""
         self.module, self.config, self.topology = module, config, topology
-        self.sharded_model, self.accumulation, self.scaler = sharded_model, accumulation, scaler
+        self.sharded_model, self.accumulation, self.history = sharded_model, accumulation, History(scaler)
         self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
-        self.progress = Progress()
         self.automatic_saves = automatic_saves_of(config, first=topology.rank == 0)
         self._owns_topology = owns_topology
         self._calls = 0  # calls in progress, one nested in the other
         self._in_engine_backward = False
         self.checkpointer  # noqa: B018  it remembers the model as it is now
+        if self.sharded is not None:
+            self.sharded.settle_by(self.settle)
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
@@ -82,7 +85,8 @@ class Engine(Saving):
             self._calls -= 1
         if self._calls:  # the model's own forward called the engine, and the output of the outer call will be scaled
             return output
-        if self.scaler.scale != 1.0 and torch.is_grad_enabled():
+        scaler = self.history.scaler
+        if (scaler.dynamic or scaler.scale != 1.0) and torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._scale_plain_backward)
@@ -104,7 +108,7 @@ class Engine(Saving):
 
     def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
         """Apply the loss scale where a plain ``loss.backward()``, which is not scaled, enters the model."""
-        return None if self._in_engine_backward else grad * self.scaler.scale
+        return None if self._in_engine_backward else grad * self.loss_scale
 
     def backward(
         self,
@@ -122,11 +126,13 @@ class Engine(Saving):
         scalar that depends on parameters.
         """
         self._check_loss(loss)
-        mode, factor = self.accumulation.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
-        self._note_bad_loss(loss, ignore=mode == "weight" and factor == 0)
+        mode, counts = self.accumulation.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
+        factor = self.loss_scale * counts
+        self._note_loss(loss, counts)
         self._in_engine_backward = True
         try:
-            (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
+            scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
+            scaled.backward(retain_graph=retain_graph)
         finally:
             self._in_engine_backward = False
         result = loss.detach()
@@ -135,7 +141,7 @@ class Engine(Saving):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
         check_loss(loss, "scale()")
-        scaled = loss * self.scaler.scale
+        scaled = loss * self.loss_scale
 
         def entered(grad: torch.Tensor) -> None:
             self._in_engine_backward = True
@@ -155,23 +161,27 @@ class Engine(Saving):
             )
         check_loss(loss)
 
-    def _note_bad_loss(self, loss: torch.Tensor, *, ignore: bool) -> None:
-        """Remember a NaN or infinite loss for step(), where all ranks learn of it. Losses on GPUs are not waited for.
+    def _note_loss(self, loss: torch.Tensor, weight: torch.Tensor | float = 1.0) -> None:
+        """Remember a NaN or infinite loss for step(), where all ranks learn of it. A device finds out by itself.
 
         With a dynamic loss scale it counts as an overflow. Losses of tensor ranks are noted for comparison.
         """
         if self.topology.tensor > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
-        if not on_host(self.device) or math.isfinite(float(loss.detach())):
+        dynamic, notes = self.history.scaler.dynamic, self.accumulation.notes
+        if queues(self.device):
+            self.accumulation.note_unread(None if dynamic else loss, weight)
             return
-        if ignore:
-            self.accumulation.empty.append(self.accumulation.backwards)
+        if math.isfinite(float(loss.detach())):
+            return
+        if weight == 0:
+            notes.empty.append(self.accumulation.backwards)
             return
         name = find_released_use(loss, self.units)
         if name is not None:
             raise released_parameter(*name)
-        if not self.scaler.dynamic:
-            self.accumulation.bad_losses.append(self.accumulation.backwards)
+        if not dynamic:
+            notes.bad_losses.append(self.accumulation.backwards)
 
     # -- accumulation --------------------------------------------------------------------------------------------
 
@@ -199,16 +209,20 @@ class Engine(Saving):
         Raises StepError if there was no backward since the last call, NonFiniteError for NaN losses or gradients (fp32,
         bf16), and LossScaleError if fp16 overflows at the minimum scale. An error leaves the weights as before the step.
         """
-        boundary = self.accumulation.count_step()
-        self.progress.begin()
-        if boundary:
+        if self.accumulation.count_step():
             self._step_now()
+        else:
+            self.history.progress.begin()
 
     def _step_now(self) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""
         saves = self.automatic_saves
+        self.settle()
+        self.refuse_failed()
+        self.history.progress.begin()
         self.sharded_model.reduce()
-        summary = self.sharded_model.norm(self.accumulation.told(saves.wishes() if saves is not None else ()))
+        wishes = saves.wishes() if saves is not None else ()
+        summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=not can_go_back(self.lr_scheduler)))
         try:
             self._update(summary)
         finally:
@@ -218,27 +232,34 @@ class Engine(Saving):
 
     def _update(self, summary: Summary) -> None:
         assert self.sharded is not None
-        self.progress.begin()
         self.runtime.guard.refuse_thawed()
         self.accumulation.advise()
         self._refuse_losses(summary)
         unscale = self.accumulation.unscale(summary.weight)
-        self.progress.count()
-        self.sharded.tell_overflow(not summary.finite)
-        if summary.finite:
-            norm = math.sqrt(summary.square_sum) * unscale
-            limit = self.config.gradient_clipping
-            clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-            self.sharded_model.update(unscale * clip, unused=summary.unused)
+        decision = self.sharded_model.decide(summary, unscale, self.config.gradient_clipping)
+        take_back = self._way_back() if summary.deferred else None
+        self.history.progress.count()
+        if summary.deferred or decision.outcome.finite:
+            self.sharded_model.update(decision.coefficient, unused=summary.unused)
             self.sharded_model.publish()
-            self.progress.apply(norm)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-        else:
-            self._skip()
-        if self.scaler.dynamic:
-            self._update_scale(overflow=not summary.finite)
-        self._print_progress()
+        weighted, notes = self.accumulation.is_weighted, self.accumulation.notes
+        self.history.expect(UnsettledStep(self.history.progress.calls, decision, weighted, notes, take_back))
+        if not summary.deferred:
+            self.settle()
+            self.refuse_failed()
+
+    def _way_back(self) -> Callable[[], None]:
+        """What takes back a step of which the device has written nothing."""
+        assert self.sharded is not None
+        sharded, schedule = self.sharded, way_back(self.lr_scheduler, self.sharded.optimizer)
+
+        def take_back() -> None:
+            sharded.take_back()
+            schedule()
+
+        return take_back
 
     # -- what a loop may ask -------------------------------------------------------------------------------------
 
@@ -247,11 +268,6 @@ class Engine(Saving):
         """The torch optimizer over pieces of this rank's shards. It has the user's parameter groups."""
         self.sharded_model.finish_updates()
         return self.sharded.optimizer if self.sharded is not None else None
-
-    @property
-    def loss_scale(self) -> float:
-        """The factor by which fp16 losses are multiplied; 1.0 without fp16."""
-        return self.scaler.scale
 
     def train(self, mode: bool = True) -> Engine:
         """Put the module in training mode, or with ``mode=False`` in evaluation mode, and return the engine."""
@@ -276,6 +292,13 @@ class Engine(Saving):
 
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
+        self.settle()
+        try:
+            self.refuse_failed()
+        finally:
+            self._undo()
+
+    def _undo(self) -> None:
         self.end_saving()
         self.sharded_model.finish_reductions()
         try:

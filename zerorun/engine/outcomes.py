@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
 
 from ..config.parse import Config
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, logger
 from ..optim.loss_scaler import LossScaler
 from ..zero.gradients import not_finite
-from ..zero.sharded_model import Summary
-from .accumulation import Accumulation
+from ..zero.norm import Decision, Outcome, Summary
+from .accumulation import UNUSABLE_WEIGHT, Accumulation, Notes, refuse_no_weight
 from .queries import LoopQueries
 from .reports import Reports
 
@@ -35,15 +37,21 @@ class Progress:
     skipped_steps: int = 0
     skips_in_a_row: int = 0
     grad_norm: float | None = None
-    applied: bool = False  # the last step() changed the weights
+    calls: int = 0  # of step()
+    applied_in: int = 0  # the number of the last call that changed the weights
+
+    @property
+    def applied(self) -> bool:
+        """True if the last step() changed the weights."""
+        return 0 < self.applied_in == self.calls
 
     def begin(self) -> None:
-        """Note that a step() has begun, which has not changed the weights yet."""
-        self.applied = False
+        """Note that a step() has begun."""
+        self.calls += 1
 
-    def count(self) -> None:
-        """Count a step at an accumulation boundary."""
-        self.global_steps += 1
+    def count(self, steps: int = 1) -> None:
+        """Count a step at an accumulation boundary; -1: one that was none."""
+        self.global_steps += steps
 
     def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
         """Continue from the counts of an earlier run."""
@@ -54,22 +62,61 @@ class Progress:
         self.skipped_steps += 1
         self.skips_in_a_row += 1
 
-    def apply(self, grad_norm: float) -> None:
-        """Note that a step was applied, with the norm of its gradient."""
-        self.grad_norm, self.applied, self.skips_in_a_row = grad_norm, True, 0
+    def apply(self, grad_norm: float, call: int) -> None:
+        """Note that the step in call number ``call`` was applied, with the norm of its gradient."""
+        self.grad_norm, self.applied_in, self.skips_in_a_row = grad_norm, call, 0
+
+
+@dataclass(frozen=True)
+class UnsettledStep:
+    """A step whose outcome the program may not know yet.
+
+    ``call``: the number of the step() call. ``take_back``: if the program went on as if the step had been applied, undoes
+    what was then in vain.
+    """
+
+    call: int
+    decision: Decision
+    is_weighted: bool
+    notes: Notes
+    take_back: Callable[[], None] | None
+
+
+@dataclass
+class History:
+    """What came of the steps so far: counts and loss scale, up to the last step of which the program knows the outcome."""
+
+    scaler: LossScaler
+    progress: Progress = field(default_factory=Progress)
+    unsettled: UnsettledStep | None = None  # the step after that
+    failure: Callable[[], None] | None = None  # raises the error of a step that failed, on all ranks
+
+    def expect(self, step: UnsettledStep) -> None:
+        """The outcome of this step is to be read later."""
+        self.unsettled = step
+
+    def take_unsettled(self) -> UnsettledStep | None:
+        """Return the step whose outcome is to be read now."""
+        step, self.unsettled = self.unsettled, None
+        return step
+
+    def fail(self, failure: Callable[[], None] | None) -> None:
+        """Remember an error to be raised by all ranks, or forget it."""
+        self.failure = failure
 
 
 class Counters:
     """The counts of an engine, as training loops read and set them."""
 
     config: Config
+    history: History
     progress: Progress
     accumulation: Accumulation
 
     @property
     def global_steps(self) -> int:
         """Optimizer steps so far, including skipped ones."""
-        return self.progress.global_steps
+        return self.history.progress.global_steps
 
     @global_steps.setter
     def global_steps(self, count: int) -> None:
@@ -119,7 +166,22 @@ class Counters:
 class Outcomes(Reports, Counters, LoopQueries):
     """The part of an engine that tells the outcome of a step."""
 
-    scaler: LossScaler
+    @property
+    def progress(self) -> Progress:  # type: ignore[override]
+        """The counts of the run, with the outcome of the last step."""
+        self.settle()
+        return self.history.progress
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler, with the outcome of the last step."""
+        self.settle()
+        return self.history.scaler
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor by which fp16 losses are multiplied; 1.0 without fp16."""
+        return self.scaler.scale if self.history.scaler.dynamic else self.history.scaler.scale
 
     def zero_grad(self) -> None:
         """Drop the gradients that no step() has used yet; step() itself drops the others."""
@@ -128,16 +190,52 @@ class Outcomes(Reports, Counters, LoopQueries):
 
     def _forget_gradients(self) -> None:
         self.sharded_model.forget_gradients()
-        scaler, skips = self.scaler, self.progress.skips_in_a_row
-        # Looking at gradients means waiting for the device, so only the last step is looked at that may be skipped. Where
-        # no step may be, as in fp32, each would have to be.
-        self.accumulation.begin(inspects=scaler.at_minimum if scaler.dynamic else skips >= SKIPS_IN_A_ROW - 1)
+        self.accumulation.begin(self._looks_for_culprits)
+
+    def _looks_for_culprits(self) -> bool:
+        """Looking at gradients means waiting for the device, so only the last step is looked at that may be skipped.
+
+        Where no step may be, as in fp32, each would have to be.
+        """
+        scaler, unknown = self.history.scaler, self.history.unsettled is not None
+        if scaler.dynamic:
+            return scaler.at_minimum
+        return self.history.progress.skips_in_a_row + unknown >= SKIPS_IN_A_ROW - 1
+
+    # -- the outcome of a step -----------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Learn what has come of the last step, if that is not known yet. Waits for the device, and for no other rank."""
+        step = self.history.take_unsettled()
+        if step is None:
+            return
+        assert self.sharded is not None
+        outcome, progress = step.decision.outcome, self.history.progress
+        self.sharded.tell_overflow(not outcome.finite)
+        if outcome.finite:
+            progress.apply(outcome.norm, step.call)
+        else:
+            if step.take_back is not None:
+                step.take_back()
+            step.notes.read(outcome.losses)
+            self._skip(step, outcome)
+        if self.history.scaler.dynamic:
+            self._update_scale(step.notes, overflow=not outcome.finite)
+        self._print_progress()
+
+    def refuse_failed(self) -> None:
+        """Raise the error of a step that failed, if its outcome is known. All ranks must call it where they all know."""
+        failure = self.history.failure
+        if failure is not None:
+            self.history.fail(None)
+            self.zero_grad()
+            failure()
 
     def _refuse_losses(self, summary: Summary) -> None:
         assert self.sharded is not None
         if summary.bad_losses:
             self.sharded.tell_overflow(True)
-            raise NonFiniteError(self._explain("the loss is NaN or infinite", self.accumulation.bad_losses))
+            self._raise_bad_losses(self.accumulation.notes)
         if summary.apart > _APART:
             raise StepError(
                 f"ranks of one tensor-parallel group had different losses at step {self.global_steps}: they saw different "
@@ -145,45 +243,71 @@ class Outcomes(Reports, Counters, LoopQueries):
                 "engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a group alike."
             )
 
-    def _skip(self) -> None:
-        """Skip a step whose gradients are not finite. Raises NonFiniteError where skipping would not help.
+    def _skip(self, step: UnsettledStep, outcome: Outcome) -> None:
+        """Skip a step, and remember the error if that does not help.
 
         A dynamic loss scale may help in fp16; in bf16, ``check_grad_overflow`` allows some skipped steps in a row.
         """
-        self.progress.skip()
-        in_a_row = self.progress.skips_in_a_row
-        if self.scaler.dynamic:
-            return
-        if self.config.bf16.enabled and self.config.bf16.check_grad_overflow and in_a_row < SKIPS_IN_A_ROW:
-            if is_rank_zero():
-                what = "step %d skipped: gradients are NaN or infinite; %d such steps in a row are an error"
-                logger.warning(what, self.global_steps, SKIPS_IN_A_ROW)
-            return
-        names, first = not_finite(self.units), self._first_culprit()
-        raise NonFiniteError(self._explain("gradients are NaN or infinite", self.accumulation.empty, names, first))
+        progress, notes, scaler = self.history.progress, step.notes, self.history.scaler
+        if outcome.bad_losses:
+            progress.count(-1)
+            self.history.fail(partial(self._raise_bad_losses, notes))
+        elif step.is_weighted and outcome.weight <= 0:
+            progress.count(-1)
+            self.history.fail(partial(refuse_no_weight, outcome.weight))
+        else:
+            progress.skip()
+            if scaler.dynamic:
+                return
+            bf16 = self.config.bf16
+            if bf16.enabled and bf16.check_grad_overflow and progress.skips_in_a_row < SKIPS_IN_A_ROW:
+                if is_rank_zero():
+                    what = "step %d skipped: gradients are NaN or infinite; %d such steps in a row are an error"
+                    logger.warning(what, self.global_steps, SKIPS_IN_A_ROW)
+                return
+            names = outcome.names if step.take_back is not None else not_finite(self.units)
+            self.history.fail(partial(self._raise_not_finite, notes, names))
 
-    def _update_scale(self, *, overflow: bool) -> None:
-        before = self.scaler.scale
+    def _update_scale(self, notes: Notes, *, overflow: bool) -> None:
+        scaler = self.history.scaler
+        before = scaler.scale
         try:
-            self.scaler.update(overflow)
+            scaler.update(overflow)
         except LossScaleError as error:
-            where = self._first_culprit() or "none in the gradients of a single rank: the sum over ranks overflows"
-            raise LossScaleError(
-                f"{error} Non-finite values: {where}. Weights are those before this step and can be saved."
-                f"{self._hint_of_placeholders()} Remedy: train in bf16, or lower the learning rate; fp16 rarely works for "
-                "weights made in bf16."
-            ) from None
-        count = self.progress.skips_in_a_row
+            self.history.fail(partial(self._raise_no_scale, notes, str(error)))
+            return
+        count = self.history.progress.skips_in_a_row
         told = count <= SKIPS_TOLD or count % SKIPS_BETWEEN == 0
         if overflow and told and is_rank_zero():
             what = "step %d skipped (%d in a row): gradients overflow in fp16; loss scale %.10g -> %.10g"
-            logger.warning(what, self.global_steps, count, before, self.scaler.scale)
+            logger.warning(what, self.global_steps, count, before, scaler.scale)
 
-    def _first_culprit(self) -> str:
+    # -- errors, which all ranks raise together ------------------------------------------------------------------
+
+    def _raise_bad_losses(self, notes: Notes) -> NoReturn:
+        weights = [(rank, *found[0]) for rank, found in enumerate(self.comm.control.values(notes.bad_weights)) if found]
+        if weights:
+            rank, micro_batch, weight = weights[0]
+            raise StepError(f"{UNUSABLE_WEIGHT.format(weight)} It is that of micro-batch {micro_batch} on rank {rank}.")
+        raise NonFiniteError(self._explain("the loss is NaN or infinite", notes.bad_losses))
+
+    def _raise_not_finite(self, notes: Notes, names: Sequence[str]) -> NoReturn:
+        first = self._first_culprit(notes)
+        raise NonFiniteError(self._explain("gradients are NaN or infinite", notes.empty, names, first))
+
+    def _raise_no_scale(self, notes: Notes, what: str) -> NoReturn:
+        where = self._first_culprit(notes) or "none in the gradients of a single rank: the sum over ranks overflows"
+        raise LossScaleError(
+            f"{what} Non-finite values: {where}. Weights are those before this step and can be saved."
+            f"{self._hint_of_placeholders()} Remedy: train in bf16, or lower the learning rate; fp16 rarely works for "
+            "weights made in bf16."
+        )
+
+    def _first_culprit(self, notes: Notes) -> str:
         """Return, in words, where the first non-finite gradient of this step was; empty if none was seen. Collective."""
         found = sorted(
             (micro, rank, name)
-            for rank, culprits in enumerate(self.comm.control.values(self.accumulation.culprits))
+            for rank, culprits in enumerate(self.comm.control.values(notes.culprits))
             for micro, name in culprits
         )
         if not found:
@@ -225,7 +349,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         every = self.config.steps_per_print
         if every and math.isfinite(every) and self.global_steps % int(every) == 0 and self.topology.rank == 0:
             rates = ", ".join(f"{rate:.3e}" for rate in self.get_lr())
-            scale = f", loss scale {self.scaler.scale:g}" if self.scaler.dynamic else ""
+            scale = f", loss scale {self.history.scaler.scale:g}" if self.history.scaler.dynamic else ""
             logger.info("step %d, skipped %d, lr %s%s", self.global_steps, self.skipped_steps, rates, scale)
 
 

@@ -78,7 +78,7 @@ class PipelineEngine(Engine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
 
-        Returns the mean loss over micro-batches and data-parallel ranks, a scalar on the CPU, on all stages. Micro-batches
+        Returns the mean loss over micro-batches and data-parallel ranks, a scalar, on all stages. Micro-batches
         come from ``data_iter``, or else from the training data given to initialize(), which is repeated without end. Raises
         StopIteration on all ranks if the data of any rank ends, and the errors that ``Engine.step`` raises.
         """
@@ -278,19 +278,23 @@ class PipelineEngine(Engine):
 
     def _root_of(self, loss: torch.Tensor, micro_batch: int) -> torch.Tensor:
         self.accumulation.at_micro_batch(micro_batch)
-        self._note_bad_loss(loss, ignore=False)
-        return loss * self.scaler.scale if self.scaler.scale != 1.0 else loss
+        self._note_loss(loss)
+        scale = self.loss_scale
+        return loss * scale if scale != 1.0 else loss
 
     def _autocast(self) -> AbstractContextManager[Any]:
         section = self.config.torch_autocast
         return torch.autocast(self.device.type, DTYPES[section.dtype], enabled=section.enabled)
 
     def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
-        """Return the mean over all micro-batches and data-parallel ranks, on all ranks."""
-        counts = self.topology.tensor_rank == 0
-        total = torch.stack(losses).double().sum().cpu() if losses and counts else torch.zeros((), dtype=torch.float64)
-        mean = self.comm.control.sum(total.view(1))[0] / (count * self.topology.data_parallel_size)
-        return mean.float()
+        """Return the mean over all micro-batches and data-parallel ranks, on all ranks. A device adds up by itself."""
+        on_device = self.comm.sums_on_device
+        device = self.device if on_device else torch.device(CPU)
+        total = torch.zeros(1, dtype=torch.float64, device=device)
+        if losses and self.topology.tensor_rank == 0:
+            total += torch.stack(losses).double().sum().to(device)
+        found = self.comm.sum_on_device(total, "losses") if on_device else self.comm.control.sum(total)
+        return (found[0] / (count * self.topology.data_parallel_size)).float()
 
 
 _WHOLE_BATCHES = (

@@ -49,6 +49,8 @@ class Saving(Outcomes):
         Raises StepError in the middle of an accumulation, because its gradients would be lost.
         """
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
+        self.settle()
+        self.refuse_failed()
         self._refuse_unfinished_step()
         path = self.checkpointer.save(
             named.get("dir", dir),
@@ -100,6 +102,8 @@ class Saving(Outcomes):
             weights_only=named.get("weights_only", False),
             allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
         )
+        self.settle()
+        self.history.fail(None)
         self.zero_grad()
         return self.checkpointer.load(named.get("dir", dir), tag, wanted)
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -260,6 +262,26 @@ class LRSchedule:
                 group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second beta at 0.99
             elif key == "momentum":
                 group["momentum"] = momentum
+
+
+def can_go_back(scheduler: Any) -> bool:
+    """True if ``way_back`` works for ``scheduler``, which may be None."""
+    return scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
+
+
+def way_back(scheduler: Any, optimizer: HasParamGroups) -> Callable[[], None]:
+    """Return a function that undoes what ``scheduler`` will do to itself and to the groups of ``optimizer``."""
+    if scheduler is None:
+        return lambda: None
+    state = copy(scheduler.state_dict())
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+    def go_back() -> None:
+        scheduler.load_state_dict(state)
+        for group, before in zip(optimizer.param_groups, settings, strict=True):
+            group.update(before)
+
+    return go_back
 
 
 def _momentum_key(group: dict[str, Any]) -> str | None:

@@ -17,9 +17,10 @@ from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
 CONTROL = "control"
-# fp64 numbers that ranks sum before an update: see ShardedModel.norm. With NCCL, there are two more for each part of the
-# model: see Communicator.told_order.
-SUMMARY_NUMEL = 7
+# fp64 numbers that ranks sum before an update: see zero/norm.py. With NCCL, there are two more for each part of the model
+# (see Communicator.told_order), and the devices sum some, too.
+SUMMARY_NUMEL, NORM_NUMEL = 8, 3
+NORM = "norm"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class _Step:
         if plan.topology.world_size > 1:
             numel = SUMMARY_NUMEL + (2 * plan.topology.pipe * plan.topology.tensor if plan.transport == NCCL else 0)
             self._issued.append(Collective(CONTROL, numel * torch.float64.itemsize))
+            if plan.transport == NCCL:
+                others = plan.topology.world_size - 1
+                sent = 2 * NORM_NUMEL * others // plan.topology.world_size * torch.float64.itemsize
+                self._issued.append(Collective(NORM, sent))
         if plan.policy.shard_optimizer:
             self._occupants.clear()
             for unit in plan.units:

@@ -117,6 +117,7 @@ class TrainedGroup(FlatGroup):
             gradients.shard.untyped_storage().data_ptr() == gradients.full.untyped_storage().data_ptr()
         )
         self.pieces = plan.shard_pieces
+        self.grad_pieces = [self.grad_shard[p.shard_start : p.shard_start + p.numel] for p in self.pieces]
         self.grad_views = _views(gradients.full, plan.layout)
         self._gap_views = _gaps(gradients.full, plan.layout)  # elements that belong to no parameter
         self._begin_step()
@@ -266,9 +267,3 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
         total = total + rows.double().square().sum()
     return total
-
-
-def square_sum_at_once(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares of all ``flats`` [numel] on a device, in fp64. The number of kernels does not grow with theirs."""
-    norms = torch._foreach_norm([flat for flat in flats if flat.numel()], 2, dtype=torch.float64)
-    return torch.stack(norms).square().sum() if norms else flats[0].new_zeros((), dtype=torch.float64)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..distributed.device import queues
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.communicator import Communicator
-from ..distributed.waits import waiting
-from .flat_group import FlatGroup, square_sum_at_once
+from .flat_group import FlatGroup
+from .norm import Decision, Norm, Summary, Told
 from .pieces import owned_gradient
 from .runtime import Runtime
 from .sharded_optimizer import ShardedOptimizer
@@ -68,36 +66,6 @@ class ParameterHome:
         return self.unit.index, self.unit.flat_groups.index(self.flat_group), self.entry
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a rank tells the others before an update. ``bad_losses``: how many were NaN or infinite.
-
-    ``weight``: the sum of those that losses came with. ``loss``: the sum of losses, which must be that of all ranks of its
-    tensor group. ``wishes``: what else ranks want to know of each other; as many on every rank.
-    """
-
-    bad_losses: int = 0
-    weight: float = 0.0
-    loss: float = 0.0
-    wishes: Sequence[bool] = ()
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What every rank knows about the gradients of a step. Sums are over all data-parallel ranks."""
-
-    square_sum: float  # of all gradient elements, each once, before unscaling and averaging
-    bad_losses: int  # losses that were NaN or infinite
-    weight: float  # of the losses that came with one
-    unused: bool  # some parameter had no gradient on some rank
-    apart: float = 0.0  # relative difference of losses that should be equal, those of one tensor-parallel group
-    wishes: tuple[int, ...] = ()  # for each of the wishes that ranks told: how many ranks have it
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.square_sum)
-
-
 _numbers = itertools.count()  # of engines
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
@@ -115,6 +83,7 @@ class ShardedModel:
         self.runtime, self.optimizer, self.parts = runtime, optimizer, parts
         self.gradient_factor = gradient_factor
         self.number = next(_numbers)  # of the engine, the same on all ranks
+        self._norm = Norm(runtime.comm, runtime.units)
         self.homes = {
             id(param): ParameterHome(unit, flat_group, entry)
             for unit in runtime.units
@@ -154,25 +123,18 @@ class ShardedModel:
             self._sum_over_model_axes()
 
     def norm(self, told: Told) -> Summary:
-        """Agree on the norm in one small all-reduce. Only if gradients came late there are more. Raises OrderError."""
-        topology, late = self.comm.topology, self.runtime.reducer.late
-        unused = any(False in flat_group.used for unit in self.units for flat_group in unit.trainable)
-        first = topology.tensor_rank == 0  # tensor ranks have the same losses, so one of them counts
-        other = told.loss * (topology.tensor - 1 if first else -1)  # the sum is 0 if the losses are the same
-        values = [self._square_sum(), len(late), unused, told.bad_losses, told.weight if first else 0.0, other, abs(other)]
-        values += [*told.wishes, *self.comm.told_order()]
-        total = self.comm.control.sum(torch.tensor(values, dtype=torch.float64))
-        if total[1]:
-            self.reduce_late()
-            total[0] = self.comm.control.sum(torch.tensor([self._square_sum()], dtype=torch.float64))[0]
-        square_sum, _, unused_sum, bad, weights, others, scale, *more = total.tolist()
-        self.comm.refuse_other_order(more[len(told.wishes) :])
-        counts = tuple(int(count) for count in more[: len(told.wishes)])
-        apart = abs(others) / scale if scale else 0.0
-        return Summary(square_sum / topology.replicate, int(bad), weights, unused_sum > 0, apart, counts)
+        """Agree on what ranks must know of each other before an update. Raises OrderError."""
+        must_know = told.must_know or self.optimizer is None or not self.optimizer.reads_coefficient
+        return self._norm.agree(replace(told, must_know=must_know), self.runtime.reducer.late, self.reduce_late)
 
-    def update(self, coefficient: float, *, unused: bool) -> None:
+    def decide(self, summary: Summary, unscale: torch.Tensor | float, limit: float) -> Decision:
+        """Clip to a norm of ``limit``, or not at all if that is 0. ``unscale``: from accumulated to averaged gradients."""
+        return summary.decide(unscale, limit, self._norm.copies)
+
+    def update(self, coefficient: torch.Tensor | float, *, unused: bool) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the shards' new values.
+
+        A tensor is an fp32 scalar that only the device reads; if it is NaN, nothing is written.
 
         ``unused``: some parameter had no gradient on some rank; those that none had one for stay as they are.
         """
@@ -244,23 +206,6 @@ class ShardedModel:
                 self.comm.sum_over_axis([owned_gradient(flat_group) for flat_group in members], axis)
             for flat_group in members:
                 flat_group.gradient_changed()
-
-    def _square_sum(self) -> float:
-        """Of this rank's reduced gradient shards. NaN or inf if any element is.
-
-        The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all
-        stages add the same numbers in the same order.
-        """
-        on_host, on_device = torch.zeros((), dtype=torch.float64), list[torch.Tensor]()
-        for flat_group in (flat_group for unit in self.units for flat_group in unit.trainable):
-            if flat_group.plan.replication.counted:
-                if queues(self.comm.device) and flat_group.host_grad is None:
-                    on_device.append(flat_group.grad_shard)
-                else:
-                    on_host = flat_group.local_square_sum() + on_host
-        found = [on_host, *([square_sum_at_once(on_device)] if on_device else [])]
-        with waiting("the sum of squares of the gradients: on a GPU, for every collective before it"):
-            return sum(map(float, found))  # nothing is sent to the device first, which would be a second wait
 
 
 def find(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:

@@ -70,6 +70,22 @@ class ShardedOptimizer:
                     "does: torch's round differently. Remedy: see what zerorun-report says of that rank's host."
                 )
 
+    @property
+    def reads_coefficient(self) -> bool:
+        """True if ``update`` can leave it to the device to read the coefficient, and to write nothing if it is NaN."""
+        on_device = all(not unit.placement.optimizer for unit in self.units if unit.trainable)
+        return isinstance(self.optimizer, SinglePassOptimizer) and on_device and not self._has_hooks()
+
+    def take_back(self) -> None:
+        """Forget the last update, whose coefficient was NaN."""
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.take_back()
+
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """Call ``settle`` before anybody is told what has come of the last update."""
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.settle = settle
+
     def tell_overflow(self, overflow: bool) -> None:
         """Set ``optimizer.overflow``, by which training loops decide whether their own schedules advance.
 
@@ -77,7 +93,7 @@ class ShardedOptimizer:
         """
         self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
-    def update(self, coefficient: float, *, unused: bool, order: Sequence[Unit]) -> None:
+    def update(self, coefficient: torch.Tensor | float, *, unused: bool, order: Sequence[Unit]) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
 
         ``unused``: leave alone, as torch does, the parameters that no rank had a gradient for. Units in host memory are
@@ -101,7 +117,7 @@ class ShardedOptimizer:
         unwritten = [s for s in self._flat_groups if not (id(s) in apart or (alone and s.weight_is_beside_master))]
         self.write_back(only=unwritten)
         if behind and isinstance(self.optimizer, SinglePassOptimizer):
-            begin_updates(behind, [p for p in moving if id(p.flat_group) in apart], self.optimizer, coefficient)
+            begin_updates(behind, [p for p in moving if id(p.flat_group) in apart], self.optimizer, float(coefficient))
 
     def _has_hooks(self) -> bool:
         """True if somebody besides the engine wants to know of the optimizer's steps."""
@@ -113,7 +129,7 @@ class ShardedOptimizer:
         if not self.stepping:
             raise StepError("optimizer.step() was called directly. Remedy: call engine.step().")
 
-    def _update_now(self, pieces: list[OptimizerPiece], coefficient: float) -> None:
+    def _update_now(self, pieces: list[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
         for piece in pieces:
             piece.tensor.grad = piece.gradient
         if isinstance(self.optimizer, SinglePassOptimizer):

@@ -9,8 +9,9 @@ from itertools import zip_longest
 import torch
 
 from ...errors import OrderError
+from ..device import queues
 from ..layout import Piece
-from ..topology import Topology
+from ..topology import Topology, everyone
 from ..transports import PEER_MEMORY, reads_parts
 from .connect import connect_axis
 from .control import Control
@@ -19,6 +20,7 @@ from .peer_memory import PeerMemoryError
 from .statistics import UNANSWERED, CommunicationStatistics, Pending
 from .sums import store
 from .transport import Transport
+from .world import uses_nccl
 
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
@@ -44,6 +46,7 @@ class Communicator:
         self._shard = self._connect("shard", topology.shard_rank, topology.shard)
         self._replicate = self._connect("replicate", topology.replicate_rank, topology.replicate)
         self.model_axes = model_axes or {}
+        self._world = self._connect_world()
         memory = next((axis.memory for axis in self._axes() if axis.memory is not None), None)
         self.control = Control(topology, self.statistics, memory)
         _live.add(self)
@@ -51,6 +54,15 @@ class Communicator:
     def _connect(self, axis: str, rank: int, size: int) -> Transport:
         group = self.topology.group(axis) if size > 1 else None
         return connect_axis(axis, group, rank, size, self.device, self.statistics)
+
+    def _connect_world(self) -> Transport | None:
+        """All ranks, if NCCL serves them: over the shard axis, if that is all of them."""
+        topology, group = self.topology, everyone()
+        if topology.world_size == 1 or not uses_nccl(self.device, group):
+            return None
+        if topology.shard == topology.world_size:
+            return self._shard
+        return connect_axis("world", group, topology.rank, topology.world_size, self.device, self.statistics)
 
     def _axes(self) -> tuple[Transport, ...]:
         return (self._shard, self._replicate, *self.model_axes.values())
@@ -100,6 +112,15 @@ class Communicator:
         flat = torch.cat(list(parts))
         total = transport.sum_of(flat, f"gradients over {transport.axis}").split([part.numel() for part in parts])
         torch._foreach_copy_(list(parts), list(total))
+
+    @property
+    def sums_on_device(self) -> bool:
+        """True if ``sum_on_device`` can be used: the devices of all ranks sum without their programs."""
+        return queues(self.device) and (self._world is not None or self.topology.world_size == 1)
+
+    def sum_on_device(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum of ``numbers`` [n] over all ranks of the world, as a new tensor on the device, which adds by itself."""
+        return numbers.clone() if self._world is None else self._world.sum_of(numbers, label)
 
     def stage_gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         """The small CPU tensors of all ranks of this pipeline stage: data-parallel ranks one after the other, for each
