@@ -90,6 +90,10 @@ class Races:
             self.host_waits += waiter is None and number > self._long_given.get(stream, 0)
             self._join(threading.get_ident() if waiter is None else waiter, self._then.get((stream, number), {}))
 
+    def see(self, stream: SimulatedStream, number: int) -> None:
+        with self._lock:
+            self._join(threading.get_ident(), self._then.get((stream, number), {}))
+
     def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         with self._lock:
             self._memory_of(tensor).kept_for.add(stream)

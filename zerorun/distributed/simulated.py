@@ -51,6 +51,10 @@ class Observer(Protocol):
         """Work of ``waiter`` from here on comes after work ``number`` of ``stream``, and all work before that."""
         ...
 
+    def see(self, stream: SimulatedStream, number: int) -> None:
+        """The program has found work ``number`` of ``stream`` done, without waiting for it."""
+        ...
+
     def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         """The memory of ``tensor`` is not reused before ``stream`` has done the work that it was given."""
         ...
@@ -74,6 +78,9 @@ class Nobody:
         return 0
 
     def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
+        return
+
+    def see(self, stream: SimulatedStream, number: int) -> None:
         return
 
     def keep(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
@@ -165,6 +172,11 @@ class Event:
     def synchronize(self) -> None:
         """Let the program wait for this event."""
         _world.observer.wait(None, self.stream, self.number)
+        self.stream.run_to(self.place)
+
+    def see(self) -> None:
+        """The program has found out that this event is over."""
+        _world.observer.see(self.stream, self.number)
         self.stream.run_to(self.place)
 
 

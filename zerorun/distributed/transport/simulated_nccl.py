@@ -151,7 +151,7 @@ class _Work:
         """What the program does after True comes after the call."""
         done = self._future.done()
         if done:
-            self._end.synchronize()
+            self._end.see()
         return done
 
 
