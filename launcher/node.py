@@ -125,7 +125,11 @@ class LocalNode:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     def start(self, commands: Iterable[WorkerCommand]) -> None:
-        """Start ``commands``. Raises LaunchError, and leaves none running, if one cannot be started."""
+        """Start ``commands``. Raises LaunchError, and leaves none running, if one cannot be started.
+
+        All logs are open before any worker runs, which could do harm before another one's log is refused.
+        """
+        commands = list(commands)
         make_log_dir(self._log_dir)
         _other_children.update(_children())  # started, say, by a shell that this program has replaced: not ours to end
         adopt_orphans()
@@ -133,8 +137,13 @@ class LocalNode:
         self._terminated, self._kill_at, self._drain_until = False, None, None
         try:
             self._guard = Guard()
+            logs = {
+                (command.rank, stream): Log(self._log_dir, command.rank, stream, self._listener.on_note)
+                for command in commands
+                for stream in STREAMS
+            }
             for command in commands:
-                self._start_worker(command)
+                self._start_worker(command, logs)
         except OSError as error:
             self.end_now()
             raise LaunchError(f"cannot start workers: {error}") from None
@@ -142,7 +151,7 @@ class LocalNode:
             self.end_now()
             raise
 
-    def _start_worker(self, command: WorkerCommand) -> None:
+    def _start_worker(self, command: WorkerCommand, logs: Mapping[tuple[int, str], Log]) -> None:
         guard, cores = self._guard, command.cores
         assert guard is not None
 
@@ -170,7 +179,7 @@ class LocalNode:
         self._workers.append(worker)
         self._watch(worker)
         for stream, pipe in zip(STREAMS, (process.stdout, process.stderr), strict=True):
-            self._connect(pipe.fileno(), command.rank, stream)
+            self._connect(pipe.fileno(), command.rank, stream, logs[command.rank, stream])
 
     def _watch(self, worker: Worker) -> None:
         try:
@@ -188,9 +197,7 @@ class LocalNode:
         self._pidfds.add(pidfd)
         self._selector.register(pidfd, selectors.EVENT_READ, ended)
 
-    def _connect(self, fd: int, rank: int, stream: str) -> None:
-        log = Log(self._log_dir, rank, stream, self._listener.on_note)
-
+    def _connect(self, fd: int, rank: int, stream: str, log: Log) -> None:
         def read() -> None:
             chunk = os.read(fd, 1 << 16)
             log.write(chunk)

@@ -45,6 +45,11 @@ def patience() -> float:
     return 1.0 + 2.0 * max(float(minute), float(running)) / (os.cpu_count() or 1)
 
 
+def device() -> str:
+    """That of the ranks, as ZERORUN_DEVICE has it: the CPU, unless $ZERORUN_TEST_DEVICE says "simulated"."""
+    return os.environ.get("ZERORUN_TEST_DEVICE", "cpu")
+
+
 @dataclass(frozen=True)
 class Job:
     """A call of ``function``, a dotted name in ``module`` (of ``file``), on ``world_size`` ranks; ``args`` are pickled."""
@@ -77,7 +82,7 @@ class Nursery:
         names = ("SLURM_", "ZERORUN_")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(names)}
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        settings = {"RANK": "0", "LOCAL_RANK": "0", "ZERORUN_DEVICE": "cpu", "ZERORUN_ORDER_TIMEOUT_S": "15"}
+        settings = {"RANK": "0", "LOCAL_RANK": "0", "ZERORUN_DEVICE": device(), "ZERORUN_ORDER_TIMEOUT_S": "15"}
         self._control, theirs = Pipe()
         libraries = [name for name in _LIBRARIES if name.split(".")[0] in sys.modules]
         command = [sys.executable, str(TESTS / "rank_process.py"), str(theirs.fileno()), folder, *libraries]
