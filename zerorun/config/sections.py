@@ -216,6 +216,9 @@ class ZeroOptimization(Section):
     overlap_comm: Flag | None = None
     """Gather units before they are needed, and reduce them while backward goes on. Not given: true, except at stage 3 if
     ranks of one host read each other's memory."""
+    overlap_param_gather: Annotated[Flag, OnlyStages((1, 2))] = False
+    """Gather updated parameters while the next forward goes on, unit by unit. Until a unit has run, its parameters can be
+    read only as at stage 3: in zerorun.zero.GatheredParameters, by state_dict() and the like."""
     reduce_scatter: Annotated[
         Flag, Inert("the stage decides how gradients are reduced; the result is the same.", unless=True)
     ] = True

@@ -341,9 +341,11 @@ class Outcomes(Reports, Counters, LoopQueries):
         )
 
     def _hint_of_placeholders(self) -> str:
-        if not self.plan.shares_params:
-            return ""
-        return " A stage-3 parameter used outside its module's forward reads as NaN, too."
+        if self.plan.overlap_param_gather:
+            return " With overlap_param_gather, a parameter used before its module's forward reads as NaN, too."
+        return (
+            " A stage-3 parameter used outside its module's forward reads as NaN, too." if self.plan.shares_params else ""
+        )
 
     def _print_progress(self) -> None:
         every = self.config.steps_per_print

@@ -235,6 +235,7 @@ class _Planner:
             compute_dtype=compute_dtype(config),
             wire_dtype=wire_dtype(config),
             overlap=overlap,
+            overlap_param_gather=self.config.zero_optimization.overlap_param_gather and self.topology.shard > 1,
             whole=self.raw.whole,
             micro_batches=config.gradient_accumulation_steps,
             units=units,

@@ -284,7 +284,8 @@ class ShardingPlan:
 
     ``transport``: NCCL, GLOO or PEER_MEMORY, for parameters and gradients. ``device_type``: "cpu" or "cuda".
     ``compute_dtype``: the dtype of parameters and activations; None if they keep the module's. ``wire_dtype``: the dtype in
-    which gradients are sent. ``overlap``: collectives go on behind the computation. ``whole``: no parameter is cut.
+    which gradients are sent. ``overlap``: collectives go on behind the computation. ``overlap_param_gather``: parameters of
+    resident units are gathered behind the next forward. ``whole``: no parameter is cut.
     ``micro_batches``: their number per step. ``kept_apart``: bytes of the parameters that are in no unit. ``buffers``:
     bytes of the module's buffers. ``states``: bytes of optimizer states by trained flat group; None if they are not known.
     """
@@ -301,6 +302,7 @@ class ShardingPlan:
     units: tuple[UnitPlan, ...]
     param_slots: SlotPlan
     grad_slots: SlotPlan
+    overlap_param_gather: bool = False
     staging: StagingPlan = NO_STAGING
     disk: DiskPlan | None = None
     kept_apart: int = 0

@@ -68,7 +68,7 @@ class _Step:
             self._occupants.clear()
             for unit in plan.units:
                 if unit.resident:
-                    self._all_gather(unit, "updated parameters")
+                    self._all_gather(unit.name, unit.trainable, "updated parameters")
         return self._issued
 
     # -- parameters ----------------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ class _Step:
     def _gather(self, unit: UnitPlan, phase: str) -> None:
         if not unit.resident and self._occupants.get(unit.param_slot) is not unit:
             self._occupants[unit.param_slot] = unit
-            self._all_gather(unit, phase)
+            self._all_gather(unit.name, unit.flat_groups, phase)
 
-    def _all_gather(self, unit: UnitPlan, phase: str) -> None:
+    def _all_gather(self, unit: str, groups: Sequence[FlatGroupPlan], phase: str) -> None:
         others = self._plan.topology.shard - 1
-        for group in unit.flat_groups if others else ():
+        for group in groups if others else ():
             sent = group.shard_numel * others * group.dtype.itemsize
-            self._issued.append(Collective(f"{unit.name}: all-gather {phase}", sent))
+            self._issued.append(Collective(f"{unit}: all-gather {phase}", sent))
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

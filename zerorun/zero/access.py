@@ -18,7 +18,7 @@ from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
-from .unit import Unit
+from .unit import Unit, finish_updates
 
 
 def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -> None:
@@ -75,6 +75,7 @@ def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> A
     """
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        finish_updates(runtime.units)
         if (runtime.plan.shares_params or is_part) and not runtime.guard.state_dict_allowed:
             what = "parts of the model, of which other ranks have the rest" if is_part else "placeholders"
             where = "here" if is_part else "at stage 3"

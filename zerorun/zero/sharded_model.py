@@ -147,7 +147,8 @@ class ShardedModel:
         """The shards have new values: gather units with slots of their own, let go of what shared slots hold.
 
         Returns when that is done, on all ranks: loops that read parameters after step(), for a moving average say, must see
-        new values, and those that write to them must not change what others have still to read.
+        new values, and those that write to them must not change what others have still to read. With
+        ``overlap_param_gather`` loops do neither, and it goes on behind the next forward.
         """
         self.runtime.gathers.evict_all()
         for unit in self.units:
@@ -157,11 +158,25 @@ class ShardedModel:
             for unit in resident:
                 unit.updated()
             return
+        if self.runtime.plan.overlap_param_gather:
+            self._publish_behind_forward()
+            return
         for unit in resident:
-            unit.start_gather(self.comm, "updated parameters")
+            unit.start_gather_of_updated(self.comm)
         for unit in resident:
             unit.finish_gather()
         self.comm.fence()
+
+    def _publish_behind_forward(self) -> None:
+        """Gather in the order of the next forward, which waits for each unit when it needs it. The root is needed first."""
+        order = [unit for unit in self.runtime.gathers.forward_order() if unit.resident]
+        for unit in order:
+            unit.start_gather_of_updated(self.comm)
+        for unit in order:
+            if unit.index:
+                unit.finish_gather_later()
+            else:
+                unit.finish_gather()
 
     def forget_gradients(self) -> None:
         """Start the next step without gradients."""

@@ -101,6 +101,17 @@ class Unit:
         for flat_group in self.flat_groups:
             self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, phase))
 
+    def start_gather_of_updated(self, comm: Communicator) -> None:
+        """``start_gather`` of the flat groups of a resident unit that have been trained."""
+        self.updated()
+        for flat_group in self.trainable:
+            self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, "updated parameters"))
+
+    def finish_gather_later(self) -> None:
+        """Whoever needs the parameters first waits for them, see ``updated``: until then they are loud placeholders."""
+        self.reshard()
+        self.update_by(self.unshard)
+
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
         """Begin to gather ``group`` into ``full`` [numel]."""
         source = None if self.resident else group.shard
