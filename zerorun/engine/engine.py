@@ -208,7 +208,7 @@ class Engine(Saving):
 
         Raises StepError if there was no backward since the last call, NonFiniteError for NaN losses or gradients (fp32,
         bf16), and LossScaleError if fp16 overflows at the minimum scale. An error leaves the weights as before the step.
-        On a GPU, which decides by itself whether a step is applied, these come from the call after the one that they tell of.
+        On a GPU, which decides by itself whether a step is applied, these come from the next call.
         """
         if self.accumulation.count_step():
             self._step_now()
@@ -223,7 +223,7 @@ class Engine(Saving):
         wishes = saves.wishes() if saves is not None else ()
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=not can_go_back(self.lr_scheduler)))
         try:
-            self.settle()  # the step before; if another rank has ended, norm() has said so already, and nothing is waited for
+            self.settle()  # the step before. If another rank has ended, norm() has told: nothing is waited for in vain
             self.refuse_failed()
             self._update(summary)
         finally:
