@@ -7,7 +7,6 @@ that it meets is. Here a thread for each group carries the calls out, each after
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 import time
@@ -31,12 +30,10 @@ _Call = tuple["Future[None]", Callable[[], object]]
 
 
 def group_of(group: dist.ProcessGroup) -> SimulatedNccl:
-    """What stands for NCCL's part of ``group``."""
-    found = _groups[group]() if group in _groups else None
-    if found is None:
-        found = SimulatedNccl(group)
-        _groups[group] = weakref.ref(found)
-    return found
+    """What stands for NCCL's part of ``group``: one as long as the group exists, whoever else drops it on one rank only."""
+    if group not in _groups:
+        _groups[group] = SimulatedNccl(group)
+    return _groups[group]
 
 
 class SimulatedNccl:
@@ -44,8 +41,8 @@ class SimulatedNccl:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         """All ranks of ``group`` must make it. It has connections of its own, as NCCL has."""
-        number, ranks = next(_made.setdefault(group, itertools.count())), dist.get_process_group_ranks(group)
-        store = dist.PrefixStore(f"simulated NCCL {group.group_name} {number}", _get_process_group_store(group))
+        ranks = dist.get_process_group_ranks(group)
+        store = dist.PrefixStore(f"simulated NCCL {group.group_name}", _get_process_group_store(group))
         self._group: Any = dist.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), timedelta(seconds=_PATIENCE_S))
         self.stream = simulated.SimulatedStream(simulated.DEVICE, f"collectives of {ranks}, {group.group_desc}")
         self._rank, self._size, self._calls = dist.get_rank(group), len(ranks), SimpleQueue[_Call | None]()
@@ -121,8 +118,7 @@ class SimulatedNccl:
         return self._begin("receive", [], tensors, tensors, call)
 
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[SimulatedNccl]] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, SimulatedNccl] = weakref.WeakKeyDictionary()
 
 
 def _settled() -> simulated.SimulatedStream:
