@@ -977,7 +977,7 @@ MUTANTS = (
         "failure-is-forgotten",
         "swallowed",
         "zerorun/engine/outcomes.py",
-        "            self.history.fail(partial(self._raise_not_finite, notes, names))",
+        "            self.history.fail(partial(self._raise_not_finite, notes, step.not_finite()))",
         "            return",
         (_DEFERRED + "test_an_error_comes_one_step_later_on_all_ranks",),
     ),

@@ -298,8 +298,8 @@ class Stubborn:
         self.steps += 1
 
 
-def decided_at_once(why: str) -> tuple[tuple[str, str], int]:
-    """What the step that fails says itself, and how often a schedule has advanced."""
+def decided_at_once(why: str) -> tuple[tuple[str, str], tuple[str, str], int]:
+    """What steps that fail say themselves, and how often a schedule has advanced."""
     options: dict[str, Any] = {"lr_scheduler": Stubborn} if why == "a schedule" else {}
     more = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if why == "offload" else {}
     config = configuration(1, "fp32", **more)
@@ -312,16 +312,18 @@ def decided_at_once(why: str) -> tuple[tuple[str, str], int]:
             engine.optimizer.register_step_post_hook(lambda *_: None)
         step(engine, 0)
         answer = attempt(lambda: step(engine, 1, bad=True))
+        loss = attempt(lambda: bad_loss(engine, 2))
         steps = getattr(engine.lr_scheduler, "steps", 1)
         engine.destroy()
-    return answer, steps
+    return answer, loss, steps
 
 
 @pytest.mark.parametrize("why", ("offload", "another optimizer", "a hook on one rank", "a schedule"))
 def test_the_program_decides_where_the_device_cannot(why: str) -> None:
-    for (kind, text), steps in run_ranks(2, decided_at_once, why):
+    for (kind, text), (_, of_loss), steps in run_ranks(2, decided_at_once, why):
         assert (kind, steps) == ("NonFiniteError", 1)
         assert "at step 2 in 'norm.bias'." in text
+        assert "the loss is NaN or infinite at step 2, first on rank 1 in micro-batch 0" in of_loss
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------

@@ -54,10 +54,14 @@ class Notes:
     marks: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
 
-    def read(self, losses: Sequence[tuple[int, float]]) -> None:
-        """Sort the unread ``losses`` that are of no use: (number among the unread, weight)."""
-        for number, weight in losses:
-            micro_batch = self.unread[number]
+    def read(self) -> None:
+        """Sort the unread losses that are of no use. Waits for the device."""
+        if not self.unread:
+            return
+        marks, weights = (torch.stack(values).tolist() for values in (self.marks, self.weights))
+        for micro_batch, mark, weight in zip(self.unread, marks, weights, strict=True):
+            if not math.isnan(mark):
+                continue
             if weight == 0:
                 self.empty.append(micro_batch)
             elif 0 < weight < math.inf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..log import warn_once
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, way_back
 from ..zero.access import find_released_use, restore_module
+from ..zero.gradients import not_finite
 from ..zero.norm import Summary
 from ..zero.placeholders import released_parameter, tensors_in
 from ..zero.sharded_model import ShardedModel
@@ -246,7 +248,8 @@ class Engine(Saving):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         weighted, notes = self.accumulation.is_weighted, self.accumulation.notes
-        self.history.expect(UnsettledStep(self.history.progress.calls, decision, weighted, notes, take_back))
+        culprits = summary.own.not_finite if summary.own is not None else partial(not_finite, self.units)
+        self.history.expect(UnsettledStep(self.history.progress.calls, decision, weighted, notes, culprits, take_back))
         if not summary.deferred:
             self.settle()
             self.refuse_failed()

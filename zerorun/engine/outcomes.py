@@ -12,7 +12,6 @@ from ..config.parse import Config
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, logger
 from ..optim.loss_scaler import LossScaler
-from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Outcome, Summary
 from .accumulation import UNUSABLE_WEIGHT, Accumulation, Notes, refuse_no_weight
 from .queries import LoopQueries
@@ -71,14 +70,15 @@ class Progress:
 class UnsettledStep:
     """A step whose outcome the program may not know yet.
 
-    ``call``: the number of the step() call. ``take_back``: if the program went on as if the step had been applied, undoes
-    what was then in vain.
+    ``call``: the number of the step() call. ``not_finite`` gives the names of this rank's parameters whose gradient is not.
+    ``take_back``: if the program went on as if the step had been applied, undoes what was then in vain.
     """
 
     call: int
     decision: Decision
     is_weighted: bool
     notes: Notes
+    not_finite: Callable[[], list[str]]
     take_back: Callable[[], None] | None
 
 
@@ -217,7 +217,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         else:
             if step.take_back is not None:
                 step.take_back()
-            step.notes.read(outcome.losses)
+            step.notes.read()
             self._skip(step, outcome)
         if self.history.scaler.dynamic:
             self._update_scale(step.notes, overflow=not outcome.finite)
@@ -235,6 +235,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         assert self.sharded is not None
         if summary.bad_losses:
             self.sharded.tell_overflow(True)
+            self.accumulation.notes.read()
             self._raise_bad_losses(self.accumulation.notes)
         if summary.apart > _APART:
             raise StepError(
@@ -265,8 +266,7 @@ class Outcomes(Reports, Counters, LoopQueries):
                     what = "step %d skipped: gradients are NaN or infinite; %d such steps in a row are an error"
                     logger.warning(what, self.global_steps, SKIPS_IN_A_ROW)
                 return
-            names = outcome.names if step.take_back is not None else not_finite(self.units)
-            self.history.fail(partial(self._raise_not_finite, notes, names))
+            self.history.fail(partial(self._raise_not_finite, notes, step.not_finite()))
 
     def _update_scale(self, notes: Notes, *, overflow: bool) -> None:
         scaler = self.history.scaler

@@ -34,7 +34,7 @@ class UnreadLosses:
     """The losses of a rank's micro-batches of one step that are on a device, where the program does not look at them.
 
     ``marks``: an fp64 scalar for each, NaN if the loss or its weight is of no use, and else 0. ``weights``: with which they
-    came, fp64 scalars; 0 for one that the program knows.
+    came, fp64 scalars; 1 for a loss that has none.
     """
 
     marks: Sequence[torch.Tensor] = ()
@@ -69,7 +69,6 @@ class OwnNumbers:
     sums: torch.Tensor
     norms: torch.Tensor
     names: Sequence[str]
-    unread: UnreadLosses
 
     @classmethod
     def of(cls, units: Sequence[Unit], device: torch.device, unread: UnreadLosses, *, counts: bool) -> OwnNumbers:
@@ -95,7 +94,12 @@ class OwnNumbers:
         marks, weights = (_stacked(values, device) for values in (unread.marks, unread.weights))
         bad = marks.isnan().logical_and_(weights)  # a mean of nothing, whose weight is 0, is no bad loss
         sums = torch.stack([square_sum, weights.sum() if counts else torch.zeros_like(square_sum), bad.sum().double()])
-        return cls(sums, norms, names, unread)
+        return cls(sums, norms, names)
+
+    def not_finite(self) -> list[str]:
+        """Names of the parameters whose gradient is NaN or infinite here. Waits for the device."""
+        pairs = zip(self.names, self.norms.tolist(), strict=True)
+        return list(dict.fromkeys(name for name, norm in pairs if not math.isfinite(norm)))
 
 
 class Norm:
@@ -189,11 +193,10 @@ class Summary:
         norm = torch.where(self.sums[2] == 0, self.sums[0].sqrt() * unscale, math.nan)
         clip = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
         coefficient = torch.where(norm < math.inf, clip * unscale, math.nan)
-        numbers = [norm.view(1), self.sums]
-        if self.own is None:
-            return Decision(float(coefficient), Reading(torch.cat(numbers)))
-        numbers += [self.own.norms, *(scalar.view(1) for scalar in (*self.own.unread.marks, *self.own.unread.weights))]
-        return Decision(coefficient.float(), copies.read(torch.cat(numbers)), self.own.names)
+        numbers = torch.cat([norm.view(1), self.sums])
+        if self.deferred:
+            return Decision(coefficient.float(), copies.read(numbers))
+        return Decision(float(coefficient), Reading(numbers))
 
 
 @dataclass(frozen=True)
@@ -202,34 +205,23 @@ class Decision:
 
     coefficient: torch.Tensor | float
     _reading: Reading
-    _names: Sequence[str] = ()
 
     @cached_property
     def outcome(self) -> Outcome:
         """Waits for the device, unless the program has decided."""
         with waiting(_WHAT):
-            norm, _, weight, bad_losses, *own = self._reading.wait()
-        norms, losses = own[: len(self._names)], own[len(self._names) :]
-        pairs = zip(losses[: len(losses) // 2], losses[len(losses) // 2 :], strict=True)  # marks and weights
-        names = [name for name, found in zip(self._names, norms, strict=True) if not math.isfinite(found)]
-        bad = [(number, given) for number, (mark, given) in enumerate(pairs) if math.isnan(mark)]
-        return Outcome(norm, math.isfinite(norm), weight, int(bad_losses), list(dict.fromkeys(names)), bad)
+            norm, _, weight, bad_losses = self._reading.wait()
+        return Outcome(norm, math.isfinite(norm), weight, int(bad_losses))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has come of a step. ``norm``: the 2-norm of its averaged, unclipped gradient.
-
-    Deferred decisions tell more: ``names`` of parameters whose gradient is not finite on this rank, and ``losses``, the
-    numbers of this rank's unread losses that are of no use, each with the weight that it came with on the device.
-    """
+    """What has come of a step. ``norm``: the 2-norm of its averaged, unclipped gradient; ``finite`` if it was applied."""
 
     norm: float
     finite: bool
     weight: float
     bad_losses: int
-    names: list[str]
-    losses: list[tuple[int, float]]
 
 
 def _stacked(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
