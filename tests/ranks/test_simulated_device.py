@@ -23,6 +23,8 @@ from reference import Result, differences, train_reference
 from simulation import simulated_device
 from training import make_config, make_engine, train
 
+import zerorun
+from zerorun import zero
 from zerorun.activations import host_pool
 from zerorun.errors import SwapError
 from zerorun.plan.step import step_collectives
@@ -250,3 +252,41 @@ def test_divided_models_have_no_races(stage: int, tensor: int, pipe: int, data: 
     for _, races in found:
         assert not races, "\n".join(races)
     test_parallel_matrix.compare([result for result, _ in found], test_parallel_matrix.reference("llama", data, 2))
+
+
+def write_to_parts() -> list[list[float]]:
+    """The first values of parameters to which tensor rank 0 has written."""
+    config = make_config(3, tensor_parallel={"size": 2})
+    with simulated_device():
+        engine = zerorun.initialize(test_parallel_matrix.build("llama"), config)
+        found = []
+        for param in list(engine.module.parameters())[:4]:
+            with zero.GatheredParameters([param], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    param.data.fill_(len(found) + 1.0)
+            with zero.GatheredParameters([param]):
+                found.append(param.detach().flatten()[:2].tolist())
+        engine.destroy()
+    return found
+
+
+def test_tensor_ranks_agree_on_what_they_gather() -> None:
+    assert run_ranks(2, write_to_parts) == [[[value, value] for value in (1.0, 2.0, 3.0, 4.0)]] * 2
+
+
+def left_in_flight() -> list[str]:
+    """Labels of collectives that nobody waits for any more."""
+    case = CASES["branch"]
+    with simulated_device():
+        engine = make_engine(case, make_config(3))
+        for step in range(2):
+            engine.backward(case.loss(engine, Place(dist.get_rank(), step)))
+            engine.step()
+        found = [pending.label for pending in engine.comm.statistics.in_flight]
+        engine.destroy()
+    return found
+
+
+def test_gathers_for_others_are_waited_for() -> None:
+    """What is not waited for keeps its buffers for ever."""
+    assert run_ranks(2, left_in_flight) == [[], []]
