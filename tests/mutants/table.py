@@ -435,8 +435,8 @@ MUTANTS = (
         "norm-of-replicas",
         "divisor",
         "zerorun/zero/norm.py",
-        "        sums[0].div_(topology.replicate)",
-        "        sums[0].div_(topology.shard)",
+        "        norm = math.sqrt(square_sum / self.copies) * float(unscale)",
+        "        norm = math.sqrt(square_sum) * float(unscale)",
         ("tests/ranks/test_settings.py::test_shard_degree_changes_nothing",),
     ),
     Mutant(
@@ -989,8 +989,8 @@ MUTANTS = (
         "schedule-goes-on",
         "stale",
         "zerorun/optim/lr_schedules.py",
-        "        scheduler.load_state_dict(state)",
-        "        pass",
+        "            scheduler.load_state_dict(state)",
+        "            pass",
         (_DEFERRED + "test_skipped_steps_leave_no_trace",),
     ),
     Mutant(
@@ -1013,8 +1013,8 @@ MUTANTS = (
         "one-rank-decides",
         "rank",
         "zerorun/zero/norm.py",
-        "        sums, here = self._by_device(told, total[:3], bool(must_know)) if by_device else (total[:3], None)",
-        "        sums, here = self._by_device(told, total[:3], told.must_know) if by_device else (total[:3], None)",
+        "        sums, here = self._by_device(told, total[:3].tolist(), bool(must_know)) if by_device else (total[:3].tolist(), None)",
+        "        sums, here = self._by_device(told, total[:3].tolist(), told.must_know) if by_device else (total[:3].tolist(), None)",
         (_DEFERRED + "test_the_program_decides_where_the_device_cannot",),
     ),
 )

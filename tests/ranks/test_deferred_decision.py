@@ -6,9 +6,12 @@ where it decides at once. Weights, optimizer states, schedules, counts and error
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from test_bad_input import attempt
 from training import make_config, make_engine, merged
 
 import zerorun
+from zerorun.distributed.device import Reading
 from zerorun.engine.engine import COMPARED_STEPS
 
 CASE = Case("plain", lambda: Gpt(2))
@@ -186,7 +190,8 @@ def fail(stage: int, planted: Planted, ask: str) -> dict[str, Any]:
         planted(engine, 2)  # says nothing yet
         if ask in ("all ranks", f"rank {dist.get_rank()}"):
             engine.get_global_grad_norm()
-        found: dict[str, Any] = {"error": attempt(lambda: step(engine, 3, weight=weight))}
+        found: dict[str, Any] = {"counted": engine.global_steps}
+        found["error"] = attempt(lambda: step(engine, 3, weight=weight))
         after = engine.state_dict()
         found["unchanged"] = same(before, after) and rates == engine.get_lr()
         found["counts"] = engine.global_steps, engine.skipped_steps
@@ -210,6 +215,7 @@ def test_an_error_comes_one_step_later_on_all_ranks(planted: Planted, stage: int
     """And neither the step that failed nor the one that ends with the error has changed anything."""
     kind, text = ERRORS[planted]
     for found in run_ranks(2, fail, stage, planted, ask):
+        assert found["counted"] == 3  # the same on all ranks, whichever knows already
         assert found["error"][0] == kind and text in found["error"][1]
         assert found["unchanged"]
         assert found["counts"] == ((3, 1) if planted in (bad_gradient, mean_of_nothing) else (2, 0))
@@ -283,6 +289,148 @@ def test_no_checkpoint_of_a_step_that_failed(tmp_path: Path) -> None:
     for (kind, text), steps, applied in run_ranks(2, save_what_failed, tmp_path):
         assert (kind, steps, applied) == ("NonFiniteError", 2, True)
         assert "at step 2 in 'norm.bias'" in text
+
+
+# -- between a step and its outcome ------------------------------------------------------------------------------------
+
+
+def rates_are_those_of_steps_applied() -> bool:
+    """Whoever asks for rates learns of the step that was skipped."""
+    engine = make_engine(CASE, configuration(1, "bf16", schedule="WarmupDecayLR"))
+    assert engine.optimizer is not None
+    step(engine, 0)
+    step(engine, 1)
+    rates = engine.get_lr()
+    step(engine, 2, bad=True)
+    found = engine.get_lr()
+    step(engine, 3, bad=True)
+    packed = engine.optimizer.state_dict()
+    kept = packed["param_groups"][0]["lr"], {int(state["step"]) for state in packed["state"].values()}
+    engine.destroy()
+    return found == rates and kept == (rates[0], {2})
+
+
+def weights_are_read_at_once() -> bool:
+    """The script may use a tensor again."""
+    norms = []
+    for again in (True, False):
+        engine = make_engine(CASE, configuration(1, "fp32", gradient_accumulation_steps=2))
+        buffer = torch.zeros((), dtype=torch.float64)
+        for micro, weight in enumerate((1.0, 5.0)):
+            buffer.fill_(weight)
+            loss = CASE.loss(engine, Place(dist.get_rank(), 0, micro))
+            engine.backward(loss, weight=buffer if again else buffer.clone())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    return norms[0] == norms[1]
+
+
+def an_engine_ends_with_its_optimizer_kept() -> bool:
+    engine = make_engine(CASE, configuration(1, "bf16"))
+    step(engine, 0)
+    optimizer, seen = engine.optimizer, weakref.ref(engine)
+    engine.destroy()
+    del engine
+    gc.collect()
+    return optimizer is not None and seen() is None
+
+
+def an_interrupted_wait_is_waited_again() -> bool:
+    engine = make_engine(CASE, configuration(1, "bf16"))
+    step(engine, 0)
+    step(engine, 1, bad=True)
+    real, calls = Reading.wait, []
+
+    def wait(self: Reading) -> list[float]:
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reading, "wait", wait)
+        with pytest.raises(KeyboardInterrupt):
+            engine.get_global_grad_norm()
+        found = engine.skipped_steps, engine.was_step_applied()
+    engine.destroy()
+    return found == (1, False)
+
+
+def a_save_in_between_drops_nothing() -> bool:
+    """It is refused for the step that has begun, before the error of the one before is told."""
+    engine = make_engine(CASE, configuration(1, "fp32", gradient_accumulation_steps=2))
+    for micro in (0, 1):
+        loss = CASE.loss(engine, Place(dist.get_rank(), 0, micro))
+        engine.backward(loss * float("nan"))
+        engine.step()
+    engine.backward(CASE.loss(engine, Place(dist.get_rank(), 1, 0)))
+    engine.step()
+    kind, text = attempt(lambda: engine.save_checkpoint("nowhere"))
+    engine.zero_grad()
+    last = attempt(engine.destroy)
+    return kind == "StepError" and "in the middle of a step" in text and last[0] == "NonFiniteError"
+
+
+def other_weights_are_refused() -> bool:
+    engine = make_engine(CASE, configuration(1, "fp32"))
+    found = []
+    for weight in (torch.tensor(1.0 + 2.0j), torch.ones(2)):
+        found.append(attempt(partial(step, engine, 0, weight=weight)))
+    engine.zero_grad()
+    engine.destroy()
+    return all(kind == "StepError" and "must be a number" in text for kind, text in found)
+
+
+def an_export_is_told() -> bool:
+    engine = make_engine(CASE, configuration(1, "fp32"))
+    step(engine, 0, bad=True)
+    kind, _ = attempt(lambda: engine.export("nowhere"))
+    engine.destroy()
+    return kind == "NonFiniteError"
+
+
+BETWEEN = (
+    rates_are_those_of_steps_applied,
+    weights_are_read_at_once,
+    an_engine_ends_with_its_optimizer_kept,
+    an_interrupted_wait_is_waited_again,
+    a_save_in_between_drops_nothing,
+    other_weights_are_refused,
+    an_export_is_told,
+)
+
+
+def on_simulated(what: Callable[[], bool]) -> bool:
+    with simulated_device():
+        return what()
+
+
+@pytest.mark.parametrize("what", BETWEEN, ids=lambda what: what.__name__)
+def test_between_a_step_and_its_outcome(what: Callable[[], bool]) -> None:
+    assert run_ranks(2, on_simulated, what) == [True] * 2
+
+
+def schedule_ends() -> list[Any]:
+    """A schedule that raises after an update that was made: its third step, on the simulated device and on the CPU."""
+    found = []
+    for place in (simulated_device(), nullcontext()):
+        with place:
+            config = configuration(1, "fp32")
+            config["scheduler"] = {"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": 2}}
+            engine = make_engine(CASE, config)
+            step(engine, 0)
+            step(engine, 1)
+            with pytest.raises(ValueError, match="Tried to step 3 times"):
+                step(engine, 2)
+            found.append((engine.was_step_applied(), engine.global_steps, engine.get_global_grad_norm()))
+            engine.destroy()
+    return found
+
+
+def test_an_error_of_a_schedule_loses_no_outcome() -> None:
+    for there, here in run_ranks(2, schedule_ends):
+        assert here[:2] == (True, 3) and same(there, here)
 
 
 # -- who decides -------------------------------------------------------------------------------------------------------

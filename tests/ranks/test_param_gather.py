@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from models import CASES, Place
+from models import CASES, Block, Case, Gpt, Place
 from races import looking_for_races
 from reference import differences, train_reference
 from simulation import simulated_device
 from test_bad_input import attempt
+from torch import nn
 from training import make_config, make_engine, train
 
 import zerorun
@@ -141,6 +142,39 @@ def test_a_parameter_read_too_early_is_an_error() -> None:
     for kind, text in run_ranks(2, elsewhere):
         assert kind == "NonFiniteError"
         assert "With overlap_param_gather, a parameter used before its module's forward reads as NaN, too." in text
+
+
+class Gain(Block):
+    """With a parameter of one element, and so a placeholder to which torch can write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
+def written_early(asked: bool) -> tuple[str, str]:
+    """``asked``: somebody reads the weights between the write and the next forward."""
+    case = Case("gain", lambda: Gpt(3, Gain))
+    engine = make_engine(case, configuration(1))
+    engine.backward(case.loss(engine, Place(dist.get_rank(), 0)))
+    engine.step()
+    with torch.no_grad():
+        engine.module.blocks[1].gain.fill_(0.5)
+    if asked:
+        engine.state_dict()
+    answer = attempt(lambda: case.loss(engine, Place(dist.get_rank(), 1)))
+    engine.zero_grad()
+    engine.destroy()
+    return answer
+
+
+@pytest.mark.parametrize("asked", (False, True))
+def test_a_write_that_would_be_lost_is_an_error(asked: bool) -> None:
+    for kind, text in run_ranks(2, written_early, asked):
+        assert kind == "ReleasedParameterError" and "'blocks.1.gain' was written to" in text
 
 
 def traffic(stage: int, ahead: bool) -> tuple[dict[str, int], dict[str, int], int]:

@@ -28,10 +28,11 @@ STEADY = 3  # steps after which orders are agreed on, and buffers are made
 # it all over ranks, as a copy.
 NORM = Counter(["_foreach_norm.Scalar", "stack.default", "pow.Tensor_Scalar", "sum.default"])
 LOSSES = Counter(["isnan.default", "logical_and_.default", "_to_copy.default"])
-LOSSES += Counter({"stack.default": 3, "sum.default": 2, "clone.default": 1, "div_.Tensor": 1})
-# The decision: the averaged norm, if no loss is bad; the limit over it, at most 1; the coefficient, in fp32; what is read.
-DECISION = Counter(["sqrt.default", "eq.Scalar", "full_like.default", "add.Tensor", "div.Tensor", "clamp.default"])
-DECISION += Counter({"lt.Scalar": 1, "mul.Tensor": 2, "where.self": 2, "_to_copy.default": 1, "cat.default": 1})
+LOSSES += Counter({"stack.default": 3, "sum.default": 2, "clone.default": 1})
+# The decision: the averaged norm; the limit over it, at most 1; the coefficient; whether they are of use; what is read.
+DECISION = Counter(["sqrt.default", "full_like.default", "add.Tensor", "clamp.default", "eq.Scalar", "stack.default"])
+DECISION += Counter({"div.Tensor": 2, "mul.Tensor": 2, "lt.Scalar": 2, "logical_and_.default": 2, "_to_copy.default": 3})
+DECISION += Counter(["where.self", "cat.default"])
 # An update by torch's kernels, which come with the check for races: unscaling takes two. Triton's kernel looks by itself
 # whether the coefficient is finite, and does not have to put back three tensors.
 UPDATE = Counter(("copy_.default", "mul_.Tensor", "_fused_adamw_.default"))

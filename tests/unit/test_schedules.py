@@ -20,6 +20,7 @@ from zerorun.optim.lr_schedules import (
     WarmupLR,
     build_formula,
     build_schedule,
+    step_reversibly,
 )
 
 
@@ -293,3 +294,72 @@ def test_all_errors_come_at_once() -> None:
         build_formula("WarmupDecayLR", {"warmup_type": "x", "warmup_steps": 1, "warmup_min_lr": [0.0, "y"]})
     keys = {problem.key.removeprefix("scheduler.params.") for problem in caught.value.problems}
     assert keys == {"warmup_type", "warmup_steps", "warmup_min_lr", "total_num_steps"}
+
+
+# -- a step that is taken back ---------------------------------------------------------------------------------------
+
+
+class Listing:
+    """A schedule whose state is what it holds itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.seen = optimizer, list[int]()
+
+    def step(self) -> None:
+        self.seen.append(len(self.seen))
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+MAKERS: dict[str, Any] = {
+    "StepLR": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    "OneCycleLR": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 9),
+    "SequentialLR": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)],
+        [2],
+    ),
+    "ours": lambda optimizer: LRSchedule(optimizer, OneCycle(cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_first_step_size=3)),
+    "Listing": Listing,
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("tensor", (False, True))
+def test_a_step_that_is_taken_back_was_never_made(maker: str, tensor: bool) -> None:
+    def rates(skips: bool) -> list[float]:
+        optimizer = torch.optim.SGD([torch.zeros(2)], lr=torch.tensor(0.1) if tensor else 0.1, momentum=0.9)
+        schedule, found = MAKERS[maker](optimizer), []
+        for _ in range(4):
+            optimizer.step()
+            if skips:
+                step_reversibly(schedule, optimizer)()
+            step_reversibly(schedule, optimizer)
+            found += [float(optimizer.param_groups[0]["lr"]), optimizer.param_groups[0]["momentum"]]
+        return found
+
+    assert rates(True) == rates(False)
+
+
+@pytest.mark.parametrize("maker", ("StepLR", "ours", "Listing"))
+def test_what_the_script_does_after_a_step_stays(maker: str) -> None:
+    optimizer = make_sgd(0.1, 0.2)
+    schedule = MAKERS[maker](optimizer)
+    optimizer.step()
+    go_back = step_reversibly(schedule, optimizer)
+    optimizer.param_groups[1]["lr"] = 0.75
+    if maker == "Listing":  # others do not allow it
+        optimizer.add_param_group({"params": [torch.zeros(1)], "lr": 0.3})
+    go_back()
+    assert [group["lr"] for group in optimizer.param_groups[1:]] == [0.75, 0.3][: len(optimizer.param_groups) - 1]
+    before = schedule.state_dict()
+    go_back = step_reversibly(schedule, optimizer)
+    schedule.load_state_dict(copy.deepcopy(before) | {"last_batch_iteration": 7})
+    if maker == "ours":
+        go_back()
+        assert schedule.last_batch_iteration == 7

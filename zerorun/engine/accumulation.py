@@ -205,7 +205,10 @@ class Accumulation:
         value: torch.Tensor | float = 1.0
         if weight is not None:
             there = self._queues and isinstance(weight, torch.Tensor) and holds(self._device, weight)
-            value = weight.detach().double().reshape(()) if there and weight.numel() == 1 else weight_of(weight)
+            if there and weight.numel() == 1 and not weight.is_complex():
+                value = weight.detach().to(torch.float64, copy=True).reshape(())  # the script may use its own again
+            else:
+                value = weight_of(weight)
             if not self._queues:
                 self._weight += float(value)
         self._mode = mode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -20,10 +20,10 @@ from ..distributed.topology import Topology
 from ..errors import StepError
 from ..log import warn_once
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
-from ..optim.lr_schedules import can_go_back, way_back
+from ..optim.lr_schedules import can_go_back, step_reversibly
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
-from ..zero.norm import Summary
+from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter, tensors_in
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
@@ -240,30 +240,29 @@ class Engine(Saving):
         self._refuse_losses(summary)
         unscale = self.accumulation.unscale(summary.weight)
         decision = self.sharded_model.decide(summary, unscale, self.config.gradient_clipping)
-        take_back = self._way_back() if summary.deferred else None
-        self.history.progress.count()
-        if summary.deferred or decision.outcome.finite:
-            self.sharded_model.update(decision.coefficient, unused=summary.unused)
-            self.sharded_model.publish()
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-        weighted, notes = self.accumulation.is_weighted, self.accumulation.notes
         culprits = summary.own.not_finite if summary.own is not None else partial(not_finite, self.units)
-        self.history.expect(UnsettledStep(self.history.progress.calls, decision, weighted, notes, culprits, take_back))
-        if not summary.deferred:
-            self.settle()
-            self.refuse_failed()
+        step = UnsettledStep(
+            self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
+        )
+        self.history.progress.count()
+        if summary.deferred:
+            self._apply(decision, summary)
+            step.take_back.append(self.sharded.take_back)
+            self.history.expect(step)
+            if self.lr_scheduler is not None:
+                step.take_back.append(step_reversibly(self.lr_scheduler, self.sharded.optimizer))
+            return
+        if decision.outcome.finite:
+            self._apply(decision, summary)
+        self.history.expect(step)
+        if decision.outcome.finite and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.settle()
+        self.refuse_failed()
 
-    def _way_back(self) -> Callable[[], None]:
-        """What takes back a step of which the device has written nothing."""
-        assert self.sharded is not None
-        sharded, schedule = self.sharded, way_back(self.lr_scheduler, self.sharded.optimizer)
-
-        def take_back() -> None:
-            sharded.take_back()
-            schedule()
-
-        return take_back
+    def _apply(self, decision: Decision, summary: Summary) -> None:
+        self.sharded_model.update(decision.coefficient, unused=summary.unused)
+        self.sharded_model.publish()
 
     # -- what a loop may ask -------------------------------------------------------------------------------------
 
@@ -317,6 +316,8 @@ class Engine(Saving):
     def _let_go(self) -> None:
         """Remove the hooks and close the links to host memory and disks. Other ranks are not needed for it."""
         self.runtime.remove_hooks()
+        if self.sharded is not None:
+            self.sharded.settle_by(lambda: None)
         for link in links_of(self.units):
             link.close()
 

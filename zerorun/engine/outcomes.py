@@ -71,7 +71,7 @@ class UnsettledStep:
     """A step whose outcome the program may not know yet.
 
     ``call``: the number of the step() call. ``not_finite`` gives the names of this rank's parameters whose gradient is not.
-    ``take_back``: if the program went on as if the step had been applied, undoes what was then in vain.
+    ``take_back``: if the program went on as if the step had been applied, undo what was then in vain.
     """
 
     call: int
@@ -79,7 +79,7 @@ class UnsettledStep:
     is_weighted: bool
     notes: Notes
     not_finite: Callable[[], list[str]]
-    take_back: Callable[[], None] | None
+    take_back: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass
@@ -95,10 +95,9 @@ class History:
         """The outcome of this step is to be read later."""
         self.unsettled = step
 
-    def take_unsettled(self) -> UnsettledStep | None:
-        """Return the step whose outcome is to be read now."""
-        step, self.unsettled = self.unsettled, None
-        return step
+    def settled(self) -> None:
+        """The outcome of the last step is known."""
+        self.unsettled = None
 
     def fail(self, failure: Callable[[], None] | None) -> None:
         """Remember an error to be raised by all ranks, or forget it."""
@@ -206,22 +205,24 @@ class Outcomes(Reports, Counters, LoopQueries):
 
     def settle(self) -> None:
         """Learn what has come of the last step, if that is not known yet. Waits for the device, and for no other rank."""
-        step = self.history.take_unsettled()
+        step = self.history.unsettled
         if step is None:
             return
         assert self.sharded is not None
         outcome, progress = step.decision.outcome, self.history.progress
+        self.history.settled()
         self.sharded.tell_overflow(not outcome.finite)
         if outcome.finite:
             progress.apply(outcome.norm, step.call)
         else:
-            if step.take_back is not None:
-                step.take_back()
+            for take_back in step.take_back:
+                take_back()
             step.notes.read()
             self._skip(step, outcome)
         if self.history.scaler.dynamic:
             self._update_scale(step.notes, overflow=not outcome.finite)
-        self._print_progress()
+        if self.history.failure is None:
+            self._print_progress()
 
     def refuse_failed(self) -> None:
         """Raise the error of a step that failed, if its outcome is known. All ranks must call it where they all know."""
@@ -251,11 +252,9 @@ class Outcomes(Reports, Counters, LoopQueries):
         """
         progress, notes, scaler = self.history.progress, step.notes, self.history.scaler
         if outcome.bad_losses:
-            progress.count(-1)
-            self.history.fail(partial(self._raise_bad_losses, notes))
+            self.history.fail(partial(self._raise_uncounted, partial(self._raise_bad_losses, notes)))
         elif step.is_weighted and outcome.weight <= 0:
-            progress.count(-1)
-            self.history.fail(partial(refuse_no_weight, outcome.weight))
+            self.history.fail(partial(self._raise_uncounted, partial(refuse_no_weight, outcome.weight)))
         else:
             progress.skip()
             if scaler.dynamic:
@@ -283,6 +282,11 @@ class Outcomes(Reports, Counters, LoopQueries):
             logger.warning(what, self.global_steps, count, before, scaler.scale)
 
     # -- errors, which all ranks raise together ------------------------------------------------------------------
+
+    def _raise_uncounted(self, failure: Callable[[], None]) -> None:
+        """The step does not count. Until here it does, on all ranks alike, whichever of them knows already."""
+        self.history.progress.count(-1)
+        failure()
 
     def _raise_bad_losses(self, notes: Notes) -> NoReturn:
         weights = [(rank, *found[0]) for rank, found in enumerate(self.comm.control.values(notes.bad_weights)) if found]

@@ -87,6 +87,8 @@ class PipelineEngine(Engine):
         if self.sharded is None:
             raise PipelineError("train_batch() needs an optimizer. Remedy: configure an 'optimizer' section.")
         count = self.config.gradient_accumulation_steps
+        if self.history.scaler.dynamic:
+            self.settle()  # on all stages alike: whether a step overflowed at the smallest scale decides what is looked at
         self.module.train()
         batches = self._take(data_iter, count)
         schedule = self._schedule(count)

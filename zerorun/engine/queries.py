@@ -102,6 +102,11 @@ class LoopQueries:
         """The momentum of each parameter group: its ``betas``, or its ``momentum``; 0 if it has neither."""
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
+    def settle(self) -> None:
+        """Learn what has come of the last step."""
+        raise NotImplementedError
+
     def _groups(self) -> list[dict[str, Any]]:
+        self.settle()
         sharded = self.sharded_model.optimizer
         return sharded.optimizer.param_groups if sharded is not None else []

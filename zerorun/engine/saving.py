@@ -49,9 +49,9 @@ class Saving(Outcomes):
         Raises StepError in the middle of an accumulation, because its gradients would be lost.
         """
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
+        self._refuse_unfinished_step()
         self.settle()
         self.refuse_failed()
-        self._refuse_unfinished_step()
         path = self.checkpointer.save(
             named.get("dir", dir),
             tag,
@@ -123,6 +123,8 @@ class Saving(Outcomes):
         None means the dtype in which the model computes. All ranks must call it. The export appears whole or not at all.
         Raises CheckpointError on all ranks alike.
         """
+        self.settle()
+        self.refuse_failed()
         return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
 
     @cached_property

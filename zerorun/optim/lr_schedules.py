@@ -14,11 +14,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from copy import copy
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from torch import Tensor
 
 from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
 from zerorun.log import warn_once
@@ -265,23 +267,50 @@ class LRSchedule:
 
 
 def can_go_back(scheduler: Any) -> bool:
-    """True if ``way_back`` works for ``scheduler``, which may be None."""
+    """True if ``step_reversibly`` works for ``scheduler``."""
     return scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
 
 
-def way_back(scheduler: Any, optimizer: HasParamGroups) -> Callable[[], None]:
-    """Return a function that undoes what ``scheduler`` will do to itself and to the groups of ``optimizer``."""
-    if scheduler is None:
-        return lambda: None
-    state = copy(scheduler.state_dict())
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def step_reversibly(scheduler: Any, optimizer: HasParamGroups) -> Callable[[], None]:
+    """Step ``scheduler``. Return a function that undoes it, in the schedule and in the groups of ``optimizer``.
+
+    What the script has changed since then stays as it is.
+    """
+    state, groups = deepcopy(scheduler.state_dict()), _settings(optimizer)
+    scheduler.step()
+    state_after, groups_after = deepcopy(scheduler.state_dict()), _settings(optimizer)
 
     def go_back() -> None:
-        scheduler.load_state_dict(state)
-        for group, before in zip(optimizer.param_groups, settings, strict=True):
-            group.update(before)
+        now = _settings(optimizer)
+        if _same(scheduler.state_dict(), state_after):
+            scheduler.load_state_dict(state)
+        for group, found, before, after in zip(optimizer.param_groups, now, groups, groups_after, strict=False):
+            for key, value in after.items():
+                if not _same(found.get(key), value):
+                    group[key] = found[key]  # loading the schedule has set it
+                elif isinstance(group[key], Tensor):
+                    group[key].copy_(before[key])
+                else:
+                    group[key] = before[key]
 
     return go_back
+
+
+def _settings(optimizer: HasParamGroups) -> list[dict[str, Any]]:
+    """Copies of what the groups have besides parameters."""
+    return [
+        {k: deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")} for group in optimizer.param_groups
+    ]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _momentum_key(group: dict[str, Any]) -> str | None:

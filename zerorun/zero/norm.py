@@ -26,6 +26,7 @@ from ..distributed.waits import waiting
 from ..plan.step import NORM
 from .unit import Unit
 
+Sums = torch.Tensor | list[float]
 _WHAT = "the norm of the gradients: on a GPU, for every collective before it"
 
 
@@ -77,20 +78,14 @@ class OwnNumbers:
         The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all stages
         add the same numbers in the same order.
         """
-        on_host, pieces, names = torch.zeros((), dtype=torch.float64), list[torch.Tensor](), list[str]()
-        for flat_group in (flat_group for unit in units for flat_group in unit.trainable):
-            if flat_group.plan.replication.counted:
-                if queues(device) and flat_group.host_grad is None:
-                    pieces += flat_group.grad_pieces
-                    names += [flat_group.names[piece.entry] for piece in flat_group.pieces]
-                else:
-                    on_host = flat_group.local_square_sum() + on_host
+        counted = [group for unit in units for group in unit.trainable if group.plan.replication.counted]
+        on_device = [group for group in counted if group.host_grad is None]
+        pieces = [piece for group in on_device for piece in group.grad_pieces]
+        names = [group.names[piece.entry] for group in on_device for piece in group.pieces]
         norms = _stacked(torch._foreach_norm(pieces, 2, dtype=torch.float64) if pieces else [], device)
         square_sum = norms.square().sum()
-        if not queues(device):
-            square_sum = on_host
-        elif bool(on_host):  # a number on its way up, for which nothing waits
-            square_sum = square_sum + float(on_host)
+        if len(on_device) < len(counted):
+            square_sum = square_sum + square_sum_on_host(units, offloaded_only=True)  # nothing waits while it goes up
         marks, weights = (_stacked(values, device) for values in (unread.marks, unread.weights))
         bad = marks.isnan().logical_and_(weights)  # a mean of nothing, whose weight is 0, is no bad loss
         sums = torch.stack([square_sum, weights.sum() if counts else torch.zeros_like(square_sum), bad.sum().double()])
@@ -100,6 +95,15 @@ class OwnNumbers:
         """Names of the parameters whose gradient is NaN or infinite here. Waits for the device."""
         pairs = zip(self.names, self.norms.tolist(), strict=True)
         return list(dict.fromkeys(name for name, norm in pairs if not math.isfinite(norm)))
+
+
+def square_sum_on_host(units: Sequence[Unit], *, offloaded_only: bool = False) -> float:
+    """Of this rank's reduced gradients, which are in host memory, or as far as they are."""
+    total = torch.zeros((), dtype=torch.float64)
+    for group in (group for unit in units for group in unit.trainable if group.plan.replication.counted):
+        if group.host_grad is not None or not offloaded_only:
+            total = group.local_square_sum() + total
+    return float(total)
 
 
 class Norm:
@@ -130,24 +134,26 @@ class Norm:
                 total[0] = self._sum(self._read_own(told)[:1])[0]
         self._comm.refuse_other_order(more[len(told.wishes) :])
         wishes = tuple(int(count) for count in more[: len(told.wishes)])
-        sums, here = self._by_device(told, total[:3], bool(must_know)) if by_device else (total[:3], None)
-        sums[0].div_(topology.replicate)
-        return Summary(sums, here, unused_sum > 0, abs(others) / scale if scale else 0.0, wishes)
+        apart = abs(others) / scale if scale else 0.0
+        sums, here = self._by_device(told, total[:3].tolist(), bool(must_know)) if by_device else (total[:3].tolist(), None)
+        return Summary(sums, topology.replicate, here, unused_sum > 0, apart, wishes)
 
-    def _by_device(self, told: Told, known: torch.Tensor, must_know: bool) -> tuple[torch.Tensor, OwnNumbers | None]:
+    def _by_device(self, told: Told, known: list[float], must_know: bool) -> tuple[Sums, OwnNumbers | None]:
         """The sums of all ranks' own numbers, with what is ``known``: on the device, unless some rank ``must_know``."""
         here = self._own(told)
         sums = self._comm.sum_on_device(here.sums, NORM)
-        for number, value in zip(sums, known.tolist(), strict=True):
+        for number, value in zip(sums, known, strict=True):
             if value:
                 number += value
-        return (torch.tensor(self._read(sums), dtype=torch.float64), None) if must_know else (sums, here)
+        return (self._read(sums), None) if must_know else (sums, here)
 
     def _own(self, told: Told) -> OwnNumbers:
         return OwnNumbers.of(self._units, self._comm.device, told.unread, counts=self._comm.topology.tensor_rank == 0)
 
     def _read_own(self, told: Told) -> list[float]:
-        return self._read(self._own(told).sums)
+        """``OwnNumbers.sums``, waited for. A CPU's program knows the losses, and has told of them."""
+        on_device = queues(self._comm.device)
+        return self._read(self._own(told).sums) if on_device else [square_sum_on_host(self._units), 0.0, 0.0]
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         with waiting(_WHAT):
@@ -161,13 +167,14 @@ class Norm:
 class Summary:
     """What every rank knows before an update. Sums are over all data-parallel ranks.
 
-    ``sums`` [3]: fp64, of the squares of all gradient elements, each once, before unscaling and averaging; of the weights
-    that losses came with; of the bad losses. ``own``: this rank's part, if they are on the device and the decision is left
-    to it. ``unused``: some parameter had no gradient on some rank. ``apart``: relative difference of losses that should be
+    ``sums`` [3]: of the squares of all gradient elements, ``copies`` times, before unscaling and averaging; of the weights
+    that losses came with; of the bad losses. ``own``: this rank's part, if they are on the device, in fp64, which then
+    decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative difference of losses that should be
     equal, those of one tensor-parallel group. ``wishes``: for each of those that ranks told, how many ranks have it.
     """
 
-    sums: torch.Tensor
+    sums: Sums
+    copies: int
     own: OwnNumbers | None
     unused: bool
     apart: float = 0.0
@@ -181,36 +188,48 @@ class Summary:
     @property
     def bad_losses(self) -> int:
         """How many losses were NaN or infinite, as far as the program knows already."""
-        return 0 if self.deferred else int(self.sums[2])
+        return 0 if isinstance(self.sums, torch.Tensor) else int(self.sums[2])
 
     @property
     def weight(self) -> torch.Tensor | float:
         """The sum of weights."""
-        return self.sums[1] if self.deferred else float(self.sums[1])
+        return self.sums[1]
 
-    def decide(self, unscale: torch.Tensor | float, limit: float, copies: CopyStream) -> Decision:
+    def decide(self, unscale: torch.Tensor | float, limit: float, stream: CopyStream) -> Decision:
         """Clip to a norm of ``limit``, or not at all if that is 0. ``unscale``: from accumulated to averaged gradients."""
-        norm = torch.where(self.sums[2] == 0, self.sums[0].sqrt() * unscale, math.nan)
+        if isinstance(self.sums, torch.Tensor):
+            return self._leave_to_device(self.sums, unscale, limit, stream)
+        square_sum, weight, bad = self.sums
+        norm = math.sqrt(square_sum / self.copies) * float(unscale)
+        clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        return Decision(clip * float(unscale), Outcome(norm, math.isfinite(norm), weight, int(bad)))
+
+    def _leave_to_device(
+        self, sums: torch.Tensor, unscale: torch.Tensor | float, limit: float, stream: CopyStream
+    ) -> Decision:
+        """The same, by the device; NaN stands for no update, and for the norm that there is then."""
+        norm = (sums[0] / self.copies).sqrt() * unscale
         clip = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
-        coefficient = torch.where(norm < math.inf, clip * unscale, math.nan)
-        numbers = torch.cat([norm.view(1), self.sums])
-        if self.deferred:
-            return Decision(coefficient.float(), copies.read(numbers))
-        return Decision(float(coefficient), Reading(numbers))
+        coefficient = (clip * unscale).float()
+        applies = (sums[2] == 0).logical_and_(norm < math.inf).logical_and_(coefficient < math.inf)
+        found = torch.where(applies, torch.stack([norm, coefficient.double()]), math.nan)
+        return Decision(found[1].float(), stream.read(torch.cat([found[:1], sums])))
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a step. ``coefficient``: of the update; NaN: nothing is written. A tensor is read by the device."""
+    """What becomes of a step. ``coefficient``: of the update. A tensor is read by the device: NaN if there is none."""
 
     coefficient: torch.Tensor | float
-    _reading: Reading
+    _found: Reading | Outcome
 
     @cached_property
     def outcome(self) -> Outcome:
         """Waits for the device, unless the program has decided."""
+        if isinstance(self._found, Outcome):
+            return self._found
         with waiting(_WHAT):
-            norm, _, weight, bad_losses = self._reading.wait()
+            norm, _, weight, bad_losses = self._found.wait()
         return Outcome(norm, math.isfinite(norm), weight, int(bad_losses))
 
 

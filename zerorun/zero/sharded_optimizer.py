@@ -52,6 +52,8 @@ class ShardedOptimizer:
         optimizer.register_state_dict_pre_hook(lambda _: finish_updates(units))
         if isinstance(optimizer, SinglePassOptimizer):
             optimizer.before_access = partial(finish_updates, units)
+            optimizer.register_state_dict_pre_hook(_settle)  # it reads the groups before the state
+            optimizer.register_load_state_dict_pre_hook(lambda found, _: _settle(found))
 
     def _agree_on_kernels(self) -> None:
         """Let all ranks update with the same kernels: others round differently, and replicas would drift apart."""
@@ -207,6 +209,11 @@ class ShardedOptimizer:
             else:
                 pieces.append(piece)
         self.pieces = pieces
+
+
+def _settle(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, SinglePassOptimizer):
+        optimizer.settle()
 
 
 def write_back(flat_group: TrainedGroup) -> None:

@@ -80,7 +80,8 @@ class Unit:
         """``modules``: that enter and leave the unit; hooks sit on them. ``link``: to the host, for what lies there."""
         self.plan, self.modules, self.flat_groups = plan, list(modules), list(flat_groups)
         self.index, self.name, self.placement = plan.index, plan.name, plan.placement
-        self.resident = plan.resident  # the parameters are whole all the time
+        self.resident = plan.resident  # the parameters are whole all the time, unless a gather is finished later
+        self._has_shown_placeholders = not plan.resident
         self.param_slot, self.grad_slot = plan.param_slot, plan.grad_slot
         self.trainable = [group for group in flat_groups if isinstance(group, TrainedGroup)]
         self.link = link
@@ -110,6 +111,7 @@ class Unit:
     def finish_gather_later(self) -> None:
         """Whoever needs the parameters first waits for them, see ``updated``: until then they are loud placeholders."""
         self.reshard()
+        self._has_shown_placeholders = True
         self.update_by(self.unshard)
 
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
@@ -156,7 +158,7 @@ class Unit:
 
     def overwritten(self) -> Iterator[str]:
         """Names of the parameters whose placeholder the script has written to. Waits for the device."""
-        for flat_group in self.flat_groups if not self.resident else ():
+        for flat_group in self.flat_groups if self._has_shown_placeholders else ():
             if not bool(is_loud(flat_group.marks).all()):
                 yield from (
                     name for name, mark in zip(flat_group.names, flat_group.marks, strict=True) if not is_loud(mark)
