@@ -169,8 +169,8 @@ class Summary:
 
     ``sums`` [3]: of the squares of all gradient elements, ``copies`` times, before unscaling and averaging; of the weights
     that losses came with; of the bad losses. ``own``: this rank's part, if they are on the device, in fp64, which then
-    decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative difference of losses that should be
-    equal, those of one tensor-parallel group. ``wishes``: for each of those that ranks told, how many ranks have it.
+    decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative difference of losses that should
+    be equal, those of one tensor-parallel group. ``wishes``: for each of those that ranks told, how many ranks have it.
     """
 
     sums: Sums
