@@ -223,7 +223,8 @@ class Engine(Saving):
         self.history.progress.begin()
         self.sharded_model.reduce()
         wishes = saves.wishes() if saves is not None else ()
-        summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=not can_go_back(self.lr_scheduler)))
+        must_know = self.lr_scheduler is not None and not can_go_back(self.lr_scheduler)
+        summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
         try:
             self.settle()  # the step before. If another rank has ended, norm() has told: nothing is waited for in vain
             self.refuse_failed()

@@ -268,7 +268,7 @@ class LRSchedule:
 
 def can_go_back(scheduler: Any) -> bool:
     """True if ``step_reversibly`` works for ``scheduler``."""
-    return scheduler is None or (hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict"))
+    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
 def step_reversibly(scheduler: Any, optimizer: HasParamGroups) -> Callable[[], None]:

@@ -56,8 +56,8 @@ class Stretches:
 
     def take(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """[numel] for each peer; contents undefined. Valid until it is called again."""
-        size = stretch_bytes(numel, dtype)
-        if not self._buffers or self._buffers[0].numel() < size:
+        if not self._buffers or self._buffers[0].numel() < min(STRETCH, numel) * dtype.itemsize:
+            size = stretch_bytes(numel, dtype)
             self._buffers = [torch.empty(size, dtype=torch.uint8) for _ in range(self._peers)]
         return [buffer[: numel * dtype.itemsize].view(dtype) for buffer in self._buffers]
 
