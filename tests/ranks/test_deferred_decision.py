@@ -492,7 +492,7 @@ def waits(config: dict[str, Any], weighted: bool) -> list[int]:
     return found[3:]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 @pytest.mark.parametrize("accumulation", (1, 2))

@@ -40,7 +40,7 @@ def train_on(model: str, where: str, config: dict[str, Any], monkey: bool = Fals
         return result, list(found.found)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "model", ("plain", "tied", "lora", "frozen", "unused_alternating", "checkpoint", "two_forwards", "moe")
 )
