@@ -243,7 +243,7 @@ _WAITS = (
         "zerorun/zero/reducer.py",
         "            pending.wait()",
         "            pass",
-        _SIMULATED + "test_equals_one_process",
+        _SIMULATED + "test_divided_models_equal_one_process",
     ),
     (
         "links-not-drained",

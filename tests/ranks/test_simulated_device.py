@@ -148,9 +148,11 @@ def look_at_branches(config: dict[str, Any]) -> list[str]:
     return look(config, CASES["branch"])
 
 
-def test_a_unit_that_one_rank_did_not_need_has_no_races() -> None:
-    """Its gather, which another rank needs, reads the shard that is updated next."""
-    for found in run_ranks(2, look_at_branches, make_config(3)):
+@pytest.mark.parametrize("world", (2, 4))
+def test_a_unit_that_one_rank_did_not_need_has_no_races(world: int) -> None:
+    """Its gather, which another rank needs, reads the shard that is updated next. With replicas the sum that decides on the
+    update goes through another group, and waits for no gather."""
+    for found in run_ranks(world, look_at_branches, make_config(3, zero_optimization={"shard_degree": 2})):
         assert not found, "\n".join(found)
 
 
@@ -231,7 +233,7 @@ def train_parallel(tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, 
         return test_parallel_matrix.train("llama", tensor, pipe, config)
 
 
-@pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "schedule"), (PARALLEL[1], PARALLEL[3]))
+@pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "schedule"), (PARALLEL[1], PARALLEL[3], (0, 2, 1, 2, "1f1b")))
 def test_divided_models_equal_one_process(stage: int, tensor: int, pipe: int, data: int, schedule: str) -> None:
     config = make_config(stage, accumulation=2, clip=0.5, pipeline={"schedule": schedule})
     found = run_ranks(tensor * pipe * data, train_parallel, tensor, pipe, config)
