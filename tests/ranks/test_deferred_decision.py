@@ -222,31 +222,9 @@ def test_an_error_comes_one_step_later_on_all_ranks(planted: Planted, stage: int
         assert same(found["weights"], found["wanted"])
 
 
-def bf16_ends() -> tuple[int, tuple[str, str]]:
+def until_the_end(config: dict[str, Any]) -> tuple[int, tuple[str, str]]:
+    """(how many steps came before the error, the error), where no step has finite gradients."""
     done = 0
-    with simulated_device():
-        engine = make_engine(CASE, configuration(3, "bf16"))
-
-        def loop() -> None:
-            nonlocal done
-            for number in range(9):
-                step(engine, number, bad=True)
-                done += 1
-
-        answer = attempt(loop)
-        engine.destroy()
-    return done, answer
-
-
-def test_bf16_names_the_rank_of_the_third_skipped_step() -> None:
-    for done, (kind, text) in run_ranks(2, bf16_ends):
-        assert (done, kind) == (3, "NonFiniteError")
-        assert "in 'norm.bias', first in parameter 'norm.bias' on rank 1 in micro-batch 0 of this step." in text
-
-
-def fp16_ends() -> tuple[int, tuple[str, str]]:
-    done, config = 0, configuration(1, "fp16")
-    config["fp16"] |= {"initial_scale_power": 1, "min_loss_scale": 1}
     with simulated_device():
         engine = make_engine(CASE, config)
 
@@ -261,9 +239,17 @@ def fp16_ends() -> tuple[int, tuple[str, str]]:
     return done, answer
 
 
+def test_bf16_names_the_rank_of_the_third_skipped_step() -> None:
+    for done, (kind, text) in run_ranks(2, until_the_end, configuration(3, "bf16")):
+        assert (done, kind) == (3, "NonFiniteError")
+        assert "in 'norm.bias', first in parameter 'norm.bias' on rank 1 in micro-batch 0 of this step." in text
+
+
 def test_fp16_ends_at_the_smallest_scale() -> None:
     """2 -> 1 in the first step; the second has no answer, of which the third tells."""
-    for done, (kind, text) in run_ranks(2, fp16_ends):
+    config = configuration(1, "fp16")
+    config["fp16"] |= {"initial_scale_power": 1, "min_loss_scale": 1}
+    for done, (kind, text) in run_ranks(2, until_the_end, config):
         assert (done, kind) == (2, "LossScaleError")
         assert "first in parameter 'norm.bias' on rank 1" in text
 

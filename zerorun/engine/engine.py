@@ -226,8 +226,7 @@ class Engine(Saving):
         must_know = self.lr_scheduler is not None and not can_go_back(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
         try:
-            self.settle()  # the step before. If another rank has ended, norm() has told: nothing is waited for in vain
-            self.refuse_failed()
+            self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             self._update(summary)
         finally:
             self._forget_gradients()
@@ -258,7 +257,6 @@ class Engine(Saving):
         self.history.expect(step)
         if decision.outcome.finite and self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.settle()
         self.refuse_failed()
 
     def _apply(self, decision: Decision, summary: Summary) -> None:
@@ -296,7 +294,6 @@ class Engine(Saving):
 
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
-        self.settle()
         try:
             self.refuse_failed()
         finally:

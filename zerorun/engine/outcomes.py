@@ -225,7 +225,8 @@ class Outcomes(Reports, Counters, LoopQueries):
             self._print_progress()
 
     def refuse_failed(self) -> None:
-        """Raise the error of a step that failed, if its outcome is known. All ranks must call it where they all know."""
+        """Learn what has come of the last step, and raise its error if it failed. All ranks must call it."""
+        self.settle()
         failure = self.history.failure
         if failure is not None:
             self.history.fail(None)

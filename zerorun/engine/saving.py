@@ -50,7 +50,6 @@ class Saving(Outcomes):
         """
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
         self._refuse_unfinished_step()
-        self.settle()
         self.refuse_failed()
         path = self.checkpointer.save(
             named.get("dir", dir),
@@ -123,7 +122,6 @@ class Saving(Outcomes):
         None means the dtype in which the model computes. All ranks must call it. The export appears whole or not at all.
         Raises CheckpointError on all ranks alike.
         """
-        self.settle()
         self.refuse_failed()
         return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
 
