@@ -222,6 +222,28 @@ def test_an_error_comes_one_step_later_on_all_ranks(planted: Planted, stage: int
         assert same(found["weights"], found["wanted"])
 
 
+def scale_after(planted: Planted) -> tuple[float, tuple[str, str], float]:
+    """(loss scale before, the error of the planted step, loss scale after that)"""
+    weight = torch.ones(())
+    with simulated_device():
+        engine = make_engine(CASE, configuration(1, "fp16"))
+        step(engine, 0, weight=weight)
+        before = engine.loss_scale
+        planted(engine, 1)
+        error = attempt(lambda: step(engine, 2, weight=weight))
+        after = engine.loss_scale
+        engine.destroy()
+    return before, error, after
+
+
+@pytest.mark.parametrize("planted", (no_weight, negative_weight), ids=lambda planted: planted.__name__)
+def test_a_loss_of_no_use_is_no_overflow(planted: Planted) -> None:
+    """Whether or not the host has known before the update, in fp16 the loss scale stays what it was."""
+    for before, error, after in run_ranks(2, scale_after, planted):
+        assert error[0] == ERRORS[planted][0]
+        assert before == after
+
+
 def until_the_end(config: dict[str, Any]) -> tuple[int, tuple[str, str]]:
     """(how many steps came before the error, the error), where no step has finite gradients."""
     done = 0

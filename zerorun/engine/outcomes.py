@@ -219,7 +219,7 @@ class Outcomes(Reports, Counters, LoopQueries):
                 take_back()
             step.notes.read()
             self._skip(step, outcome)
-        if self.history.scaler.dynamic:
+        if self.history.scaler.dynamic and self.history.failure is None:  # a loss that is of no use is no overflow
             self._update_scale(step.notes, overflow=not outcome.finite)
         if self.history.failure is None:
             self._print_progress()
