@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -19,7 +20,14 @@ from zerorun.distributed.transport import process_group
 from zerorun.errors import TopologyError
 from zerorun.zero.offload.host_link import HostLink
 
-VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "ZERORUN_DEVICE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "LOCAL_RANK",
+    "SLURM_LOCALID",
+    "ZERORUN_DEVICE",
+    "LOCAL_WORLD_SIZE",
+    "CUDA_VISIBLE_DEVICES",
+    "TORCH_NCCL_HIGH_PRIORITY",
+)
 GpuMaker = Callable[..., list[Any]]
 
 
@@ -29,7 +37,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> GpuMaker:
 
     def see(count: int, **environment: str) -> list[Any]:
         for name in VARIABLES:
-            monkeypatch.delenv(name, raising=False)
+            monkeypatch.setenv(name, "")  # so that it is put back as it is now
+            monkeypatch.delenv(name)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         chosen: list[Any] = []
@@ -83,6 +92,10 @@ def test_a_script_that_has_initialised_torch_gets_its_gpu(gpus: GpuMaker, monkey
     process_group.init_distributed("cuda")
     process_group.init_distributed("nccl")
     assert chosen == [torch.device("cuda", 3)] * 3
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "1"
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
+    process_group.init_distributed()
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == "0"  # what the user says
 
 
 def backends(names: list[str], named: str | None = None) -> list[Any]:

@@ -94,8 +94,9 @@ def _type_of(where: torch.device | torch.Tensor) -> str:
 
 
 def select(device: torch.device) -> None:
-    """Make ``device`` the one that "cuda" means in this process."""
+    """Make ``device`` the one that "cuda" means in this process, where collectives go before computation."""
     if on_gpu(device):
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")  # of NCCL's streams; torch reads it for each communicator
         torch.cuda.set_device(device)
 
 
