@@ -7,11 +7,14 @@ without. Editable installations always build at first use, so that the library f
 import importlib.util
 import os
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
 from setuptools.command.build_py import build_py
 
+# Read by Python at each start, if it lies where packages are installed: begins the DeepSpeed mode where it is asked for.
+STARTUP = "zerorun/deepspeed/zerorun-as-deepspeed.pth"
 ROOTS = {"zerorun": "zerorun", "zerorun.ops": "ops", "zerorun.launcher": "launcher"}
 
 
@@ -32,12 +35,13 @@ def ops_build():
 
 
 class BuildNative(build_py):
-    """Python files, and the native library; a library that cannot be built fails nothing."""
+    """Python files, STARTUP, and the native library; a library that cannot be built fails nothing."""
 
     def run(self):
         super().run()
         if self.editable_mode:
             return
+        self.copy_file(STARTUP, os.path.join(self.build_lib, os.path.basename(STARTUP)))
         build, reasons = ops_build(), []
         for compiler in build.compilers(os.environ):
             try:
@@ -54,6 +58,10 @@ class NativeDistribution(Distribution):
     def has_ext_modules(self):
         return any(True for _ in ops_build().compilers(os.environ))
 
+    def has_data(self):
+        """An editable installation asks for this, and then installs ``data_files``."""
+        return self.has_data_files()
+
 
 if sys.platform != "linux":
     print(
@@ -65,6 +73,7 @@ if sys.platform != "linux":
 # An editable installation is a line in a .pth file, which type checkers follow, and not an import hook, which they do not.
 # In a checkout zerorun/__init__.py finds ops/ and launcher/ by itself.
 editable = bool({"editable_wheel", "develop"} & set(sys.argv))
+packages_folder = os.path.relpath(sysconfig.get_path("purelib"), sysconfig.get_path("data"))
 
 setup(
     distclass=NativeDistribution,
@@ -78,7 +87,8 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "."} if editable else ROOTS,
     packages=packages({"zerorun": "zerorun"} if editable else ROOTS),
-    package_data={"zerorun": ["py.typed"], "zerorun.ops": ["csrc/*.cpp"]},
+    package_data={"zerorun": ["py.typed"], "zerorun.deepspeed": ["*.pth"], "zerorun.ops": ["csrc/*.cpp"]},
+    data_files=[(packages_folder, [STARTUP])] if editable else [],
     scripts=[],
     setup_requires=["ninja"],  # for the native library
     install_requires=[

@@ -249,11 +249,20 @@ def _add_worker_options(parser: argparse.ArgumentParser) -> None:
         type=_export,
         help="give the workers this variable, also on other hosts; may be repeated",
     )
+    _add(
+        parser,
+        "--as-deepspeed",
+        action="append_const",
+        dest="export",
+        const=("ZERORUN_AS_DEEPSPEED", "1"),
+        help="in the workers, import deepspeed gives zerorun: for scripts and trainers that know DeepSpeed",
+    )
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
     _add(parser, "-H", "--hostfile", metavar="FILE", help="lines such as: node1 slots=8 (user=NAME port=N); # comments")
     _add(parser, "-i", "--include", default="", metavar="FILTER", help="only these: node1@node2:0,2@node[3-5]:0-3")
+    _add(parser, "--force-multi", action="store_true", help="reach this host by ssh, too, if it is in the hostfile")
     _add(parser, "-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
     _add(
         parser,
@@ -556,7 +565,7 @@ def make_request(
     from .job_plan import INTERFACE_NAMES, LaunchRequest, ProgramKind, exported
 
     inherited = environment.get("OMP_NUM_THREADS", "")
-    named = own_names() if launcher in ("local", "ssh") else set()
+    named = own_names() if launcher in ("local", "ssh") and not args.force_multi else set()
     local = tuple(host.name for host in hosts if host.name.lower() in named)
     several = len(local) < len(hosts)
     exports = read_exports(args.export, environment, files=several)

@@ -132,8 +132,12 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer | type) -> bool:
-    """True if the optimizer can work on arbitrary 1-D pieces of parameters. Subclasses of known types do not count."""
-    return (optimizer if isinstance(optimizer, type) else type(optimizer)) in ELEMENTWISE
+    """True if the optimizer can work on arbitrary 1-D pieces of parameters.
+
+    Subclasses of known types do not count, unless they say so themselves by a class attribute ``elementwise = True``.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return kind in ELEMENTWISE or bool(vars(kind).get("elementwise", False))
 
 
 def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:

@@ -1,0 +1,114 @@
+"""``deepspeed.initialize`` and the functions beside it, with DeepSpeed's signatures."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..distributed.transport import process_group
+from ..engine.engine import Engine
+from ..engine.initialize import initialize as make_engine
+from ..errors import ConfigError, ConfigProblem, TopologyError
+
+_engines: list[weakref.ref[Engine]] = []
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them.
+
+    ``config_params`` is another name of ``config``. ``distributed_port`` and ``dist_init_required`` have no effect: the
+    launcher says where ranks meet, and a process group that exists is used. Raises what ``zerorun.initialize`` raises;
+    TopologyError for an ``mpu`` whose ranks have parts of a layer, and ConfigError for ``mesh_param``.
+    """
+    if mesh_param is not None:
+        reason = "zerorun has no axis along the sequence."
+        raise ConfigError([ConfigProblem("mesh_param", mesh_param, reason, "Leave it out.")], "initialize()")
+    if mpu is not None:
+        _refuse_parts(mpu)
+    if config is None:
+        config = config_params
+    if model is None:
+        raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
+    engine = make_engine(
+        model,
+        config,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        args=args,
+    )
+    _engines.append(weakref.ref(engine))
+    return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def newest_engine() -> Engine | None:
+    """The engine that ``initialize`` made last, of those that still exist."""
+    found = [engine for made in _engines if (engine := made()) is not None]
+    return found[-1] if found else None
+
+
+def _refuse_parts(mpu: Any) -> None:
+    sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in ("tensor_model", "model", "sequence")]
+    if any(size is not None and size() > 1 for size in sizes):
+        raise TopologyError(
+            "the mpu given to initialize() says that ranks have parts of each layer, or of each sequence. zerorun has to "
+            'divide layers itself to know their parts. Remedy: pass the whole model, and set "tensor_parallel": '
+            '{"autotp_size": N} in the configuration.'
+        )
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: Any = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group; see ``zerorun.init_distributed``.
+
+    With ``init_method``, ranks meet there: torch's own rendezvous, with ``rank`` and ``world_size`` if they are given. The
+    other arguments that ``zerorun.init_distributed`` does not have change nothing.
+    """
+    if init_method is not None and not dist.is_initialized():
+        limit = {} if timeout is None else {"timeout": timeout}
+        dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo", init_method=init_method,
+                                rank=rank, world_size=world_size, **limit)  # fmt: skip
+    process_group.init_distributed(dist_backend=dist_backend, timeout=timeout)
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
+    """Return the model as it is: ``initialize`` divides its layers, once the configuration says over how many ranks.
+
+    Raises ConfigError with what the configuration has to say, unless ``tp_size`` is 1.
+    """
+    if tp_size == 1:
+        return model
+    reason = "layers are divided by initialize(), which reads the number of ranks in the configuration."
+    remedy = f'Leave tp_model_init out, and write "tensor_parallel": {{"autotp_size": {tp_size}}} in the configuration.'
+    raise ConfigError([ConfigProblem("tp_size", tp_size, reason, remedy)], "tp_model_init()")

@@ -1,0 +1,72 @@
+"""``deepspeed.utils.groups``: the ranks of the engine that was made last; before the first, all ranks are data-parallel."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ..distributed.topology import Topology
+from .entry import newest_engine
+from .mpu import Grid
+
+
+def _grid() -> Grid:
+    engine = newest_engine()
+    if engine is not None and engine.topology.mesh is not None:
+        return Grid(engine.topology)
+    return Grid(Topology(dist.get_world_size(), dist.get_world_size(), dist.get_rank()))
+
+
+def get_data_parallel_group() -> dist.ProcessGroup | None:
+    """The process group of the ranks with different data. Before the first engine, that of all ranks."""
+    return _grid().get_data_parallel_group() if newest_engine() is not None else dist.group.WORLD
+
+
+def get_data_parallel_rank() -> int:
+    return _grid().get_data_parallel_rank()
+
+
+def get_data_parallel_world_size() -> int:
+    return _grid().get_data_parallel_world_size()
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup:
+    """The process group of the ranks that divide each layer. The first call must come from all ranks."""
+    return _grid().get_tensor_model_parallel_group()
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _grid().get_tensor_model_parallel_rank()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _grid().get_tensor_model_parallel_world_size()
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    return _grid().get_tensor_model_parallel_src_rank()
+
+
+get_model_parallel_group = get_tensor_model_parallel_group
+get_model_parallel_rank = get_tensor_model_parallel_rank
+get_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+
+def get_own_group() -> dist.ProcessGroup | None:
+    """A group of this rank alone: no sequence is divided. The first call must come from all ranks."""
+    engine = newest_engine()
+    return engine.topology.own_group() if engine is not None and dist.get_world_size() > 1 else dist.group.WORLD
+
+
+def get_broadcast_src_rank() -> int:
+    """The first rank of the world in this rank's data-parallel group."""
+    return _grid().get_data_parallel_src_rank()
+
+
+def zero() -> int:
+    """This rank's number along an axis that has one rank."""
+    return 0
+
+
+def one() -> int:
+    """The number of ranks along an axis that is not divided."""
+    return 1

@@ -1,0 +1,144 @@
+"""Small functions that scripts import from DeepSpeed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..distributed.device import default_device, on_host
+from ..log import is_rank_zero, logger, warn_once
+from .accelerator import get_accelerator
+
+DeepSpeedOptimizer = torch.optim.Optimizer  # engine.optimizer is one of torch's; it shards, and wraps nothing
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+CROSS_RANK, CROSS_SIZE = "CROSS_RANK", "CROSS_SIZE"
+_GIB = 1 << 30
+
+
+# -- logging -----------------------------------------------------------------------------------------------------
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log ``message`` on the given ranks; on all of them for None or [-1]."""
+    rank = int(os.environ.get("RANK", "0"))
+    if ranks is None or -1 in ranks or rank in ranks:
+        logger.log(level, "%s", message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log ``message`` as ``log_dist`` does, the first time it is given."""
+    if message not in _logged:
+        _logged.add(message)
+        log_dist(message, ranks, level)
+
+
+_logged: set[str] = set()
+
+
+def warning_once(message: str, *args: Any) -> None:
+    """Log a warning on rank 0, the first time it is given."""
+    warn_once(message % args if args else message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """If ``force``, log ``message`` with the memory of rank 0's device and of its host, in GiB."""
+    if not force or not is_rank_zero():
+        return
+    accelerator, host = get_accelerator(), psutil.virtual_memory()
+    used = ""
+    if not on_host(default_device()):
+        used = f"device {accelerator.memory_allocated() / _GIB:.2f} GiB, most {accelerator.max_memory_allocated() / _GIB:.2f}; "
+    logger.info("%s: %shost %.2f of %.2f GiB (%.0f %%)", message, used, host.used / _GIB, host.total / _GIB, host.percent)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str | None:
+    """Log what the newest engine has sent, on rank 0; with ``return_dict``, return the text. All ranks may call it."""
+    from .entry import newest_engine  # entry makes engines, which most scripts that import this module never do
+
+    engine = newest_engine()
+    text = "" if engine is None else str(engine.communication_report())
+    if is_rank_zero() and text:
+        logger.info("%s", text)
+    return text if return_dict else None
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """Return ``item`` with its tensors on ``device``, in nested dicts, lists and tuples; with a criterion, those it chooses."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)([move_to_device(value, device, criterion_func) for value in item])
+    return item
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Return ``item`` with copies of its tensors on ``device``, so that torch.save writes no buffer of which they are views."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True).requires_grad_(item.requires_grad)
+    if isinstance(item, dict):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+    """In the block, modules are made on ``device`` with parameters of ``dtype``; on "meta" they take no memory."""
+    if not enabled:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def instrument_w_nvtx(function: Any) -> Any:
+    """Return ``function``, to be shown under its name in profiles."""
+    return torch.profiler.record_function(function.__qualname__)(function)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+# -- deepspeed.comm, beyond torch.distributed --------------------------------------------------------------------
+
+
+def get_local_rank() -> int:
+    """This rank's number on its host."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """The process group of all ranks."""
+    return dist.group.WORLD
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
+    """Make a device mesh. All ranks must call it."""
+    kind = "cpu" if on_host(default_device()) else "cuda"
+    return init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)

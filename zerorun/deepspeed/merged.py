@@ -1,0 +1,84 @@
+"""``deepspeed.utils.zero_to_fp32``: full fp32 weights from a checkpoint of zerorun, in one process without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ..checkpoint.cli import export
+from ..checkpoint.cli.choose import locate, open_reader
+from ..checkpoint.write_plan import MODEL
+from ..errors import CheckpointError
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return name -> tensor on the CPU: fp32 masters where the checkpoint has them, else the weights cast to fp32.
+
+    ``tag``: by default that of the newest checkpoint. ``lazy_mode`` has no effect: tensors are read one by one anyway.
+    Raises CheckpointError if there is no whole checkpoint. For one of DeepSpeed the error says how to import it.
+    """
+    directory = Path(checkpoint_dir)
+    try:
+        path = locate(directory, tag)
+    except CheckpointError as error:
+        if any(directory.glob("*/*_states.pt")) or any(directory.glob("*_states.pt")):
+            remedy = f"it is one of DeepSpeed. Remedy: zerorun-checkpoint import-deepspeed {directory} OUT, and read OUT."
+            raise CheckpointError(f"{error} But {remedy}") from None
+        raise
+    found: dict[str, torch.Tensor] = {}
+    with open_reader(path) as reader:
+        weights = export.Weights(reader, torch.float32)
+        parameters = reader.manifest.parameters if reader.manifest is not None else {}
+        for name in reader.places(MODEL):
+            if exclude_frozen_parameters and name in parameters and not parameters[name].get("trainable", True):
+                continue
+            stream = weights.stream(name)
+            parts = list(stream.stretches())
+            found[name] = torch.cat(parts).view(stream.tensor.shape) if parts else torch.empty(stream.tensor.shape)
+    return found
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None) -> nn.Module:
+    """Load the fp32 weights of a checkpoint into ``model``, on the CPU, and return it."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights of a checkpoint into ``output_dir``, in files of at most ``max_shard_size`` bytes (or "5GB").
+
+    They are pytorch_model.bin or, with ``safe_serialization``, model.safetensors; several come with an index, as
+    transformers reads it. Raises CheckpointError as ``get_fp32_state_dict_from_zero_checkpoint`` does.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards  # comes with transformers, which reads the result
+
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    name = "model{suffix}.safetensors" if safe_serialization else "pytorch_model{suffix}.bin"
+    limit = max_shard_size if max_shard_size is not None else sum(tensor.nbytes for tensor in state.values()) + 1
+    split = split_torch_state_dict_into_shards(state, filename_pattern=name, max_shard_size=limit)
+    out = Path(output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    for file, names in split.filename_to_tensors.items():
+        part = {name: state[name] for name in names}
+        if safe_serialization:
+            save_file(part, out / file, metadata={"format": "pt"})
+        else:
+            torch.save(part, out / file)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (out / f"{name.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2))

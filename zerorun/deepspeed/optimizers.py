@@ -1,0 +1,95 @@
+"""Optimizers by the names of DeepSpeed's kernels: zerorun's updates in a single pass, on CPUs and GPUs alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..ops import single_pass
+
+
+class FusedAdam(single_pass.Adam):
+    """Adam, or AdamW with ``adam_w_mode``. Raises ValueError for ``amsgrad``, which DeepSpeed's does not support either."""
+
+    elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **unused: Any,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad is not supported by FusedAdam. Remedy: torch.optim.AdamW(..., amsgrad=True).")
+        how = {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
+        super().__init__(params, lr, betas, eps, weight_decay, **how)
+
+
+class DeepSpeedCPUAdam(single_pass.Adam):
+    """Adam, or AdamW with ``adamw_mode``. States are fp32. Raises ValueError for ``amsgrad``."""
+
+    elementwise = True
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        **unused: Any,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad is not supported by DeepSpeedCPUAdam. Remedy: torch.optim.AdamW(..., amsgrad=True).")
+        how = {"decoupled_weight_decay": adamw_mode, "bias_correction": bias_correction}
+        super().__init__(model_params, lr, betas, eps, weight_decay, **how)
+
+
+class DeepSpeedCPUAdagrad(single_pass.Adagrad):
+    """Adagrad. States are fp32."""
+
+    elementwise = True
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        **unused: Any,
+    ) -> None:
+        super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
+
+
+class FusedLion(single_pass.Lion):
+    """Lion. States are fp32."""
+
+    elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        **unused: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, weight_decay)
+
+
+class DeepSpeedCPULion(FusedLion):
+    """Lion. States are fp32."""
+
+    elementwise = True

@@ -1,0 +1,134 @@
+"""What scripts written for DeepSpeed ask of a parameter: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_numel``, ``ds_tensor``.
+
+DeepSpeed sets them on each parameter that stage 3 partitions, and its clients ask ``hasattr(param, "ds_id")``. Here they are
+looked up when they are asked for, so they are always what is the case. Other parameters do not have them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..zero.access import owned_part
+from ..zero.init import part_of, partitioned_as
+from ..zero.sharded_model import ParameterHome, ShardedModel, find
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether a parameter has its value on this rank, has a placeholder, or is being unsharded."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """How a parameter is kept: as it is, partitioned over all ranks, or over those of one host."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+def is_zero_param(param: Any) -> bool:
+    """True for a parameter of which each rank has a part: at stage 3, or made in ``zero.Init``."""
+    return isinstance(param, torch.Tensor) and hasattr(param, "ds_id")
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing but check: a unit unshards what its modules use, and an error names what is used elsewhere.
+
+    Raises TypeError for anything but a module and a parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        found = f"{type(module).__name__} and {type(parameter).__name__}"
+        raise TypeError(f"register_external_parameter takes a module and one of its parameters, not {found}.")
+
+
+unregister_external_parameter = register_external_parameter
+
+
+# -- attributes of parameters ------------------------------------------------------------------------------------
+
+
+def _home(param: torch.Tensor, name: str) -> tuple[ShardedModel, ParameterHome] | None:
+    """Where stage 3 has the parameter; None if ``zero.Init`` has it. Raises AttributeError for any other."""
+    found = find(param)
+    if found is not None and found[0].runtime.plan.shares_params:
+        return found
+    if part_of(param) is None:
+        raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: stage 3 does not have it")
+    return None
+
+
+def _number(param: torch.Tensor) -> int:
+    found = _home(param, "ds_id")
+    if found is None:
+        return partitioned_as(param) or 0
+    model, home = found
+    return list(model.homes).index(id(home.flat_group.params[home.entry]))
+
+
+def _status(param: torch.Tensor) -> ZeroParamStatus:
+    found = _home(param, "ds_status")
+    if found is None:
+        return ZeroParamStatus.NOT_AVAILABLE
+    model, home = found
+    is_whole = home.unit.unsharded or id(param) in model.runtime.guard.held
+    return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _shape(param: torch.Tensor) -> torch.Size:
+    found = _home(param, "ds_shape")
+    return param.shape if found is None else torch.Size(found[1].flat_group.layout.entries[found[1].entry].shape)
+
+
+def _numel(param: torch.Tensor) -> int:
+    _home(param, "ds_numel")
+    return _shape(param).numel()
+
+
+def _tensor(param: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the parameter, 1-D; it is empty on ranks that have nothing of it."""
+    found = _home(param, "ds_tensor")
+    if found is None:
+        part = part_of(param)
+        assert part is not None
+        return part
+    return owned_part(found[1], found[1].flat_group.weight)
+
+
+# -- TRL takes hooks off for generation, and puts them on again --------------------------------------------------------
+
+
+class NoHooks:
+    """Stands for what TRL looks through for hooks to remove before it generates; zerorun's know whole parameters by sight."""
+
+    def __init__(self) -> None:
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.module = self
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield nothing: no parameter has to forget which modules use it."""
+        yield from ()
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield nothing, as above."""
+        yield from ()
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Do nothing: no hook was removed."""
+
+
+def install() -> None:
+    """Give all parameters and optimizers of this process the attributes. The mode does it at ``import deepspeed``."""
+    for name, get in {
+        "ds_id": _number, "ds_status": _status, "ds_shape": _shape, "ds_numel": _numel, "ds_tensor": _tensor
+    }.items():  # fmt: skip
+        setattr(nn.Parameter, name, property(get))
+    setattr(torch.optim.Optimizer, "parameter_offload", property(lambda optimizer: NoHooks()))  # noqa: B010

@@ -1,0 +1,36 @@
+"""DeepSpeed's classes of learning-rate schedules, for scripts that make them: zerorun's schedule, with their signatures."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ..optim.lr_schedules import FORMULAS, LRSchedule, build_formula
+
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+ONE_CYCLE, LR_RANGE_TEST = "OneCycle", "LRRangeTest"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
+WARMUP_TYPE, TOTAL_NUM_STEPS = "warmup_type", "total_num_steps"
+
+# The order in which DeepSpeed's constructors take what the schedules need; then come the fields in their own order.
+_FIRST = {WARMUP_DECAY_LR: (TOTAL_NUM_STEPS,), WARMUP_COSINE_LR: (TOTAL_NUM_STEPS,)}
+
+
+def _schedule_class(name: str) -> type[LRSchedule]:
+    """Make the class ``name``: clients know schedules by the names of their classes."""
+    first = _FIRST.get(name, ())
+    order = [*first, *(field.name for field in fields(FORMULAS[name]) if field.name not in first)]
+
+    def __init__(self: LRSchedule, optimizer: Any, *values: Any, last_batch_iteration: int = -1, **params: Any) -> None:
+        formula = build_formula(name, {**dict(zip(order, values, strict=False)), **params})
+        assert formula is not None
+        LRSchedule.__init__(self, getattr(optimizer, "optimizer", optimizer), formula, last_batch_iteration)
+
+    text = f"The schedule {name}: ``{name}(optimizer, {', '.join(order)})``. Raises ConfigError for what it cannot use."
+    return type(name, (LRSchedule,), {"__init__": __init__, "__doc__": text, "__module__": __name__})
+
+
+WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest = (
+    _schedule_class(name) for name in (WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR, ONE_CYCLE, LR_RANGE_TEST)
+)

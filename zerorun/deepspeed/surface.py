@@ -1,0 +1,185 @@
+"""DeepSpeed's names: which module has which, and where zerorun has them. Plain data, which needs no torch.
+
+A name that is neither here nor in ``MISSING`` is one that no client of DeepSpeed known to us uses.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+
+def _names(**homes: str) -> dict[str, str]:
+    """Return name -> "module:name". Each keyword is a module of zerorun, with __ for a dot, and the value names in it.
+
+    ``new=old`` in a value: DeepSpeed says ``new`` where zerorun says ``old``.
+    """
+    found = {}
+    for home, names in homes.items():
+        path = f"zerorun.{home.replace('__', '.')}" if home != "torch" else "torch.distributed"
+        for name in names.split():
+            new, _, old = name.partition("=")
+            found[new] = f"{path}:{old or new}"
+    return found
+
+
+_INIT = _names(zero__init="Init", zero__access="GatheredParameters")
+_STATUS = _names(deepspeed__parameters="ZeroParamStatus ZeroParamType")
+_EXTERNAL = _names(deepspeed__parameters="register_external_parameter unregister_external_parameter")
+_PIPE = _names(pipeline__module="PipelineModule", pipeline__layer_spec="LayerSpec TiedLayerSpec")
+_LOG = _names(log="logger", deepspeed__helpers="log_dist log_dist_once warning_once")
+_CHECKPOINTING = _names(
+    activations__checkpointing="checkpoint non_reentrant_checkpoint configure is_configured reset"
+)
+_ENGINE = _names(engine__engine="DeepSpeedEngine=Engine")
+_TOPOLOGY = _names(
+    distributed__process_topology="ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
+    deepspeed__mpu="PipelineParallelGrid=Grid",
+)
+_VALUES = _names(
+    zero__access="safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
+    zero__gradients="safe_get_full_grad safe_get_local_grad",
+)
+_CONFIG = _names(config__parse="DeepSpeedConfig=Config", errors="DeepSpeedConfigError=ConfigError")
+_COMM = _names(
+    torch="ReduceOp is_initialized is_available new_group destroy_process_group broadcast broadcast_object_list all_gather "
+    "all_gather_object all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_reduce reduce gather scatter "
+    "all_to_all all_to_all_single send recv isend irecv P2POp batch_isend_irecv barrier monitored_barrier get_world_size "
+    "get_rank get_global_rank get_backend ProcessGroup allgather_fn=all_gather_into_tensor "
+    "reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce "
+    "get_all_ranks_from_group=get_process_group_ranks",
+    deepspeed__entry="init_distributed",
+    deepspeed__helpers="get_local_rank get_world_group initialize_mesh_device log_summary",
+)
+_ACCELERATOR = _names(deepspeed__accelerator="get_accelerator DeepSpeedAccelerator=Accelerator")
+_GROUPS = _names(
+    deepspeed__groups="get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
+    "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
+    "get_tensor_model_parallel_world_size get_tensor_model_parallel_src_rank "
+    "_get_data_parallel_group=get_data_parallel_group _get_data_parallel_rank=get_data_parallel_rank "
+    "_get_data_parallel_world_size=get_data_parallel_world_size _get_model_parallel_world_size=get_model_parallel_world_size "
+    "_get_sequence_parallel_group=get_own_group _get_sequence_parallel_rank=zero _get_sequence_parallel_world_size=one "
+    "_get_sequence_data_parallel_group=get_data_parallel_group _get_sequence_data_parallel_rank=get_data_parallel_rank "
+    "_get_sequence_data_parallel_world_size=get_data_parallel_world_size _get_expert_parallel_world_size=one "
+    "_get_expert_model_parallel_world_size=one _get_broadcast_src_rank=get_broadcast_src_rank",
+)
+_SCHEDULES = _names(
+    deepspeed__schedulers="WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES WARMUP_LR "
+    "WARMUP_DECAY_LR WARMUP_COSINE_LR ONE_CYCLE LR_RANGE_TEST WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
+    "TOTAL_NUM_STEPS"
+)
+_HELPERS = _names(
+    deepspeed__helpers="see_memory_usage set_random_seed move_to_device"
+)
+_TO_FP32 = _names(
+    deepspeed__merged="get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
+    "load_state_dict_from_zero_checkpoint"
+)
+_LOADER = _names(data="RepeatingLoader DeepSpeedDataLoader=EpochLoader")
+
+SURFACE: dict[str, dict[str, str]] = {
+    "deepspeed": {
+        **_ENGINE,
+        **_CONFIG,
+        **_PIPE,
+        **_LOADER,
+        **_ACCELERATOR,
+        **_names(
+            deepspeed__entry="initialize init_distributed tp_model_init",
+            deepspeed__arguments="add_config_arguments",
+            deepspeed__activation="__version__=VERSION version=VERSION",
+            deepspeed__helpers="log_dist OnDevice DeepSpeedOptimizer",
+            engine__pipeline_engine="PipelineEngine",
+            log="logger",
+        ),
+    },
+    "deepspeed.accelerator": _ACCELERATOR,
+    "deepspeed.accelerator.real_accelerator": _ACCELERATOR,
+    "deepspeed.accelerator.abstract_accelerator": _ACCELERATOR,
+    "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.utils": _names(deepspeed__helpers="clone_tensors_for_torch_save"),
+    "deepspeed.checkpointing": _CHECKPOINTING,
+    "deepspeed.comm": _COMM,
+    "deepspeed.comm.comm": _COMM,
+    "deepspeed.constants": _names(deepspeed__helpers="TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE"),
+    "deepspeed.git_version_info": _names(deepspeed__activation="version=VERSION"),
+    "deepspeed.launcher": {},
+    "deepspeed.launcher.runner": _names(deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.monitor": {},
+    "deepspeed.ops": {},
+    "deepspeed.ops.adagrad": _names(deepspeed__optimizers="DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adam": _names(deepspeed__optimizers="DeepSpeedCPUAdam FusedAdam"),
+    "deepspeed.ops.adam.cpu_adam": _names(deepspeed__optimizers="DeepSpeedCPUAdam"),
+    "deepspeed.ops.adam.fused_adam": _names(deepspeed__optimizers="FusedAdam"),
+    "deepspeed.ops.lion": _names(deepspeed__optimizers="DeepSpeedCPULion FusedLion"),
+    "deepspeed.pipe": _PIPE,
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.base_optimizer": _names(deepspeed__helpers="DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer"),
+    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.dataloader": _LOADER,
+    "deepspeed.runtime.engine": _ENGINE,
+    "deepspeed.runtime.lr_schedules": _SCHEDULES,
+    "deepspeed.runtime.pipe": _PIPE,
+    "deepspeed.runtime.pipe.engine": _names(engine__pipeline_engine="PipelineEngine"),
+    "deepspeed.runtime.pipe.module": _PIPE,
+    "deepspeed.runtime.pipe.topology": _TOPOLOGY,
+    "deepspeed.runtime.utils": _HELPERS,
+    "deepspeed.runtime.zero": {**_INIT, **_STATUS, **_EXTERNAL},
+    "deepspeed.runtime.zero.partition_parameters": {**_INIT, **_STATUS, **_EXTERNAL},
+    "deepspeed.runtime.zero.utils": _names(deepspeed__parameters="is_zero_param"),
+    "deepspeed.utils": {**_LOG, **_VALUES, **_LOADER, **_names(deepspeed__helpers="OnDevice instrument_w_nvtx")},
+    "deepspeed.utils.groups": _GROUPS,
+    "deepspeed.utils.logging": _LOG,
+    "deepspeed.utils.zero_to_fp32": _TO_FP32,
+    "deepspeed.zero": {**_INIT, **_STATUS, **_EXTERNAL},
+}
+
+# What zerorun does not do, by the beginning of the name: the reason, and what to do instead.
+MISSING: dict[str, str] = {
+    "deepspeed.autotuning": "zerorun does not search for a configuration. Remedy: python -m zerorun.plan, or estimate_memory().",
+    "deepspeed.compression": "zerorun trains, and does not compress. Remedy: quantise or prune with torchao after training.",
+    "deepspeed.compile": "DeepCompile is not needed: engine.compile() compiles block by block at every stage.",
+    "deepspeed.elasticity": "zerorun's checkpoints load on any number of ranks. Remedy: drop it, and set batch sizes.",
+    "deepspeed.inference": "zerorun trains. Remedy: engine.export() the model, and serve it with an inference library.",
+    "deepspeed.init_inference": "zerorun trains. Remedy: engine.export() the model, and serve it with an inference library.",
+    "deepspeed.DeepSpeedHybridEngine": "there is no engine for both training and serving. Remedy: engine.export().",
+    "deepspeed.InferenceEngine": "zerorun trains. Remedy: engine.export() the model, and serve it with an inference library.",
+    "deepspeed.DeepSpeedTransformerLayer": "there are no fused layers. Remedy: torch's layers, and engine.compile().",
+    "deepspeed.linear": "there is no OptimizedLinear. Remedy: peft's LoRA with a quantised base, which zerorun shards.",
+    "deepspeed.moe": "experts are those of the model, and are sharded like other parameters. Remedy: use the model's own "
+    "MoE layer; zero_optimization.stage 3 divides it.",
+    "deepspeed.module_inject": "layers are divided by \"tensor_parallel\" in the configuration, and not replaced.",
+    "deepspeed.nebula": "that service is not supported. Remedy: save_checkpoint() writes in the background by itself.",
+    "deepspeed.ops.aio": "zerorun reads and writes disks by itself: zero_optimization.offload_optimizer.device = \"nvme\".",
+    "deepspeed.ops.lamb": "zerorun's LAMB has no class of its own here. Remedy: name it in the configuration.",
+    "deepspeed.ops.op_builder": "nothing is built op by op. Remedy: drop it; zerorun.ops has what it needs.",
+    "deepspeed.ops.sparse_attention": "zerorun has no attention kernels. Remedy: torch's flex_attention.",
+    "deepspeed.ops.transformer": "there are no fused layers. Remedy: torch's layers, and engine.compile().",
+    "deepspeed.profiling": "Remedy: the section flops_profiler of the configuration, or torch.profiler.",
+    "deepspeed.runtime.data_pipeline": "data efficiency is not built. Remedy: sample in the dataset or its sampler.",
+    "deepspeed.runtime.domino": "zerorun overlaps tensor parallelism by itself. Remedy: \"tensor_parallel\" in the file.",
+    "deepspeed.runtime.fp16": "loss scaling is the engine's. Remedy: \"fp16\" in the file, and engine.loss_scale.",
+    "deepspeed.runtime.sequence_parallel": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
+    "\"tensor_parallel\": {\"sequence_parallel\": true} divides activations along the sequence.",
+    "deepspeed.sequence": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
+    "\"tensor_parallel\": {\"sequence_parallel\": true} divides activations along the sequence.",
+    "deepspeed.zero.TiledLinear": "a linear layer is not cut into tiles. Remedy: \"tensor_parallel\", or "
+    "activation_checkpointing with cpu_checkpointing.",
+    "deepspeed.zero.MiCS_Init": "Remedy: zero.Init(), and \"zero_optimization\": {\"shard_degree\": 8} in the file.",
+}
+
+
+def target_of(module: str, name: str) -> Any:
+    """Import what ``module`` of DeepSpeed calls ``name``. Raises KeyError for a name that it has not."""
+    path, _, inside = SURFACE[module][name].partition(":")
+    return getattr(import_module(path), inside)
+
+
+def missing_reason(name: str) -> str:
+    """Say why ``name`` is not there, and what to do."""
+    found = next((why for start, why in MISSING.items() if f"{name}.".startswith(f"{start}.")), None)
+    why = found or "Remedy: if a program needs it, say so where zerorun's issues are kept; DeepSpeed itself has it."
+    return f"{name} is not in zerorun, which stands for DeepSpeed in this process. {why}"
