@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, LENGTH = 64, 12
 
@@ -31,6 +32,15 @@ def llama(layers: int = 2, **settings: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def stored(folder: str) -> LlamaForCausalLM:
+    """``llama()`` as it comes from files in ``folder``, which one rank writes, whoever reads; for who asks where it is from."""
+    path = f"{folder}/stored"
+    if dist.get_rank() == 0:
+        llama().save_pretrained(path)
+    dist.barrier()
+    return LlamaForCausalLM.from_pretrained(path)
+
+
 class Sentences(Dataset[dict[str, Any]]):
     """``count`` sequences [LENGTH] of token ids, each of which is its own label."""
 
@@ -43,3 +53,18 @@ class Sentences(Dataset[dict[str, Any]]):
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         return {"input_ids": self._ids[number], "labels": self._ids[number]}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that knows the words w3 to w63, and nothing of any hub."""
+    special = ["<pad>", "<s>", "</s>"]
+    words = {word: number for number, word in enumerate([*special, *(f"w{n}" for n in range(3, VOCABULARY))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def words(count: int, length: int = 6, seed: int = 3) -> list[str]:
+    """``count`` texts of ``length`` words."""
+    numbers = torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(f"w{int(number)}" for number in row) for row in numbers]

@@ -25,8 +25,9 @@ def note(pid):
         file.write(f"{pid}\\n")
 def meet(*ranks):
     '''Wait until the ranks are all here.'''
-    with open(f"here{rank}", "w") as file:
+    with open(f"coming{rank}", "w") as file:
         file.write(str(os.getpid()))
+    os.rename(f"coming{rank}", f"here{rank}")  # so that nobody sees it empty
     while not all(os.path.exists(f"here{other}") for other in ranks):
         time.sleep(0.005)
 def ended(other):

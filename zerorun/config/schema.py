@@ -263,6 +263,18 @@ class Config(Section):
         content: dict[str, Any] = self.model_dump(by_alias=True, exclude_none=True)
         return content
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key at the top level as plain data, a section as a dict, as trainers made for DeepSpeed ask for it."""
+        return self.as_dict().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        """As ``get``. Raises KeyError for an unknown key."""
+        return self.as_dict()[key]
+
+    def __contains__(self, key: object) -> bool:
+        """True for a key at the top level that has a value."""
+        return self.get(str(key)) is not None
+
     def effective(self) -> dict[str, EffectiveValue]:
         """Return dotted key -> value in force, for every key with a value. If a key has no effect, its note says why."""
         reasons = {note.key: note.reason for note in self.notes}

@@ -70,7 +70,9 @@ class DeepSpeedFinder(DistributionFinder):
             raise ImportError(missing_reason(name), name=name)
         return ModuleSpec(name, _SurfaceLoader(), origin="zerorun", is_package=True)
 
-    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator[Distribution]:  # noqa: B008
+    def find_distributions(
+        self, context: DistributionFinder.Context = DistributionFinder.Context()
+    ) -> Iterator[Distribution]:  # noqa: B008
         """Yield the metadata of ``deepspeed``, if that is asked for."""
         if context.name in (None, NAME):
             yield _Metadata()

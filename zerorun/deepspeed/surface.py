@@ -28,9 +28,7 @@ _STATUS = _names(deepspeed__parameters="ZeroParamStatus ZeroParamType")
 _EXTERNAL = _names(deepspeed__parameters="register_external_parameter unregister_external_parameter")
 _PIPE = _names(pipeline__module="PipelineModule", pipeline__layer_spec="LayerSpec TiedLayerSpec")
 _LOG = _names(log="logger", deepspeed__helpers="log_dist log_dist_once warning_once")
-_CHECKPOINTING = _names(
-    activations__checkpointing="checkpoint non_reentrant_checkpoint configure is_configured reset"
-)
+_CHECKPOINTING = _names(activations__checkpointing="checkpoint non_reentrant_checkpoint configure is_configured reset")
 _ENGINE = _names(engine__engine="DeepSpeedEngine=Engine")
 _TOPOLOGY = _names(
     distributed__process_topology="ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
@@ -69,9 +67,7 @@ _SCHEDULES = _names(
     "WARMUP_DECAY_LR WARMUP_COSINE_LR ONE_CYCLE LR_RANGE_TEST WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
     "TOTAL_NUM_STEPS"
 )
-_HELPERS = _names(
-    deepspeed__helpers="see_memory_usage set_random_seed move_to_device"
-)
+_HELPERS = _names(deepspeed__helpers="see_memory_usage set_random_seed move_to_device")
 _TO_FP32 = _names(
     deepspeed__merged="get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
     "load_state_dict_from_zero_checkpoint"
@@ -151,24 +147,24 @@ MISSING: dict[str, str] = {
     "deepspeed.linear": "there is no OptimizedLinear. Remedy: peft's LoRA with a quantised base, which zerorun shards.",
     "deepspeed.moe": "experts are those of the model, and are sharded like other parameters. Remedy: use the model's own "
     "MoE layer; zero_optimization.stage 3 divides it.",
-    "deepspeed.module_inject": "layers are divided by \"tensor_parallel\" in the configuration, and not replaced.",
+    "deepspeed.module_inject": 'layers are divided by "tensor_parallel" in the configuration, and not replaced.',
     "deepspeed.nebula": "that service is not supported. Remedy: save_checkpoint() writes in the background by itself.",
-    "deepspeed.ops.aio": "zerorun reads and writes disks by itself: zero_optimization.offload_optimizer.device = \"nvme\".",
+    "deepspeed.ops.aio": 'zerorun reads and writes disks by itself: zero_optimization.offload_optimizer.device = "nvme".',
     "deepspeed.ops.lamb": "zerorun's LAMB has no class of its own here. Remedy: name it in the configuration.",
     "deepspeed.ops.op_builder": "nothing is built op by op. Remedy: drop it; zerorun.ops has what it needs.",
     "deepspeed.ops.sparse_attention": "zerorun has no attention kernels. Remedy: torch's flex_attention.",
     "deepspeed.ops.transformer": "there are no fused layers. Remedy: torch's layers, and engine.compile().",
     "deepspeed.profiling": "Remedy: the section flops_profiler of the configuration, or torch.profiler.",
     "deepspeed.runtime.data_pipeline": "data efficiency is not built. Remedy: sample in the dataset or its sampler.",
-    "deepspeed.runtime.domino": "zerorun overlaps tensor parallelism by itself. Remedy: \"tensor_parallel\" in the file.",
-    "deepspeed.runtime.fp16": "loss scaling is the engine's. Remedy: \"fp16\" in the file, and engine.loss_scale.",
+    "deepspeed.runtime.domino": 'zerorun overlaps tensor parallelism by itself. Remedy: "tensor_parallel" in the file.',
+    "deepspeed.runtime.fp16": 'loss scaling is the engine\'s. Remedy: "fp16" in the file, and engine.loss_scale.',
     "deepspeed.runtime.sequence_parallel": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
-    "\"tensor_parallel\": {\"sequence_parallel\": true} divides activations along the sequence.",
+    '"tensor_parallel": {"sequence_parallel": true} divides activations along the sequence.',
     "deepspeed.sequence": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
-    "\"tensor_parallel\": {\"sequence_parallel\": true} divides activations along the sequence.",
-    "deepspeed.zero.TiledLinear": "a linear layer is not cut into tiles. Remedy: \"tensor_parallel\", or "
+    '"tensor_parallel": {"sequence_parallel": true} divides activations along the sequence.',
+    "deepspeed.zero.TiledLinear": 'a linear layer is not cut into tiles. Remedy: "tensor_parallel", or '
     "activation_checkpointing with cpu_checkpointing.",
-    "deepspeed.zero.MiCS_Init": "Remedy: zero.Init(), and \"zero_optimization\": {\"shard_degree\": 8} in the file.",
+    "deepspeed.zero.MiCS_Init": 'Remedy: zero.Init(), and "zero_optimization": {"shard_degree": 8} in the file.',
 }
 
 
