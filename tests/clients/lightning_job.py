@@ -1,0 +1,107 @@
+"""Rank program: Lightning's Trainer, with its own DDPStrategy, and with ZerorunStrategy at each stage.
+
+    zerorun --nproc-per-node 2 tests/clients/lightning_job.py OUT.json
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cells import run_cells
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from models import Sentences, llama
+from torch.utils.data import DataLoader
+
+from zerorun.integrations.lightning import ZerorunStrategy
+
+CELLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 3},  # the last step of an epoch has fewer micro-batches
+    "clipping": {"gradient_clip_val": 0.3},
+    "validation": {},
+    "checkpoint": {},
+    "weights only": {},
+    "bf16": {"precision": "bf16-mixed"},
+    "offload": {},
+    "manual": {},
+}
+
+
+class Model(LightningModule):
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.model, self.log_of_losses = llama(), []
+        self.automatic_optimization = not manual
+
+    def forward(self, batch: Any) -> Any:
+        return self.model(**batch).loss
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        loss = self(batch)
+        self.log_of_losses.append(float(loss.detach()))
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            return None
+        return loss
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.log("validation", self(batch), sync_dist=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
+    seed_everything(5, verbose=False)
+    zero: dict[str, Any] = {"stage": stage}
+    if cell == "offload":
+        zero["offload_optimizer"] = {"device": "cpu"}
+    found: dict[str, Any] = {}
+
+    def trainer(epochs: int) -> Trainer:
+        strategy = DDPStrategy() if stage is None else ZerorunStrategy({"zero_optimization": zero})
+        saves = ModelCheckpoint(folder, save_last=True, save_weights_only=cell == "weights only")
+        return Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, limit_train_batches=4, logger=False,
+            callbacks=[saves] if cell in ("checkpoint", "weights only") else None, barebones=False,
+            enable_checkpointing=cell in ("checkpoint", "weights only"), enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=2 if cell == "validation" else 0, **CELLS[cell],
+        )  # fmt: skip
+
+    data = DataLoader(Sentences(), batch_size=2)
+    model = Model(cell == "manual")
+    used = trainer(2)
+    used.fit(model, data, DataLoader(Sentences(8), batch_size=2))
+    found["log"] = model.log_of_losses
+    found["weights"] = [float(value.double().sum()) for value in model.state_dict().values()]
+    if cell == "validation":
+        found["validation"] = float(used.callback_metrics["validation"])
+        found["test"] = used.test(model, DataLoader(Sentences(8), batch_size=2), verbose=False)[0]["validation"]
+    if cell == "checkpoint":
+        dist.barrier()
+        model = Model(False)
+        trainer(3).fit(model, data, ckpt_path=f"{folder}/last.ckpt")
+        found["resumed"] = model.log_of_losses
+    if cell == "weights only":
+        state = torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
+        found["saved"] = [float(value.double().sum()) for value in state.values()]
+    return found
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    run_cells(CELLS, train, skip=lambda cell, stage: cell == "offload" and stage == 0)

@@ -1,0 +1,223 @@
+"""Lightning: ``Trainer(strategy=ZerorunStrategy("ds.json"))`` trains an unmodified LightningModule, on CPUs and GPUs.
+
+[Note: who does what]
+Lightning owns the loop: it counts micro-batches, divides the loss by them, steps schedulers of ``configure_optimizers``, and
+decides when to save. The engine owns gradients: it reduces, unscales and clips them, and updates. So the configuration
+takes ``gradient_accumulation_steps`` and, unless it has them, ``gradient_clipping`` and the precision from the Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from ..config.source import read_source
+from ..engine.engine import Engine
+from ..engine.initialize import initialize
+from ..errors import CheckpointError, ConfigError, ConfigProblem
+
+TAG = "checkpoint"  # of a checkpoint of zerorun in the directory that Lightning names
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "32-true": {},
+    "bf16-mixed": {"bf16": {"enabled": True}},
+    "bf16-true": {"bf16": {"enabled": True}},
+    "16-mixed": {"fp16": {"enabled": True}},
+    "16-true": {"fp16": {"enabled": True}},
+}
+
+
+class EnginePrecision(Precision):
+    """Backward, clipping and update by the engine, which casts inputs and scales losses itself."""
+
+    def __init__(self, precision: str, strategy: ZerorunStrategy) -> None:
+        self.precision = precision  # type: ignore[assignment]
+        self._strategy = strategy
+
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """Add the gradients of a loss that Lightning has divided by the micro-batches of a step."""
+        self._strategy.backward_of(tensor, retain_graph=bool(kwargs.get("retain_graph", False)))
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, which calls ``backward``, and update the weights."""
+        result = closure()
+        self._after_closure(model, optimizer)
+        self._strategy.engine.step()
+        return result
+
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the engine clips, in ``step()``."""
+
+
+class ZerorunStrategy(DDPStrategy):
+    """Trains with a zerorun engine. ``config``: path of a JSON file, or a dict, as for ``zerorun.initialize``.
+
+    With an ``optimizer`` in the configuration, ``configure_optimizers`` is not called, and the engine steps the file's
+    ``scheduler``. Checkpoints are directories, which load on any number of ranks; with ``save_weights_only`` they are
+    Lightning's single files of full weights. Raises ConfigError for a precision that is none of 32, bf16 and 16, and for
+    more than one optimizer.
+    """
+
+    strategy_name = "zerorun"
+
+    def __init__(self, config: str | Path | dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._given = config
+        self._engine: Engine | None = None
+        self._forward_redirection = _ForwardRedirection()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine while a Trainer fits. Raises RuntimeError at other times."""
+        if self._engine is None:
+            raise RuntimeError("there is no engine yet. Remedy: ask for it from on_fit_start() on.")
+        return self._engine
+
+    # -- precision -------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """That of the engine."""
+        given = self._precision_plugin
+        return given if given is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, EnginePrecision):
+            name = str(precision_plugin.precision)
+            if name not in _PRECISIONS:
+                reason = "the engine trains in fp32, bf16 or fp16."
+                raise ConfigError([ConfigProblem("precision", name, reason, f"Use one of {', '.join(_PRECISIONS)}.")], "Trainer")
+            precision_plugin = EnginePrecision(name, self)
+        self._precision_plugin = precision_plugin
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Make the engine, for training or, where stage 3 divides the model, for evaluation."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        config = self._configuration(trainer)
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if not fits and config.get("zero_optimization", {}).get("stage") != 3:
+            self.model_to_device()
+            _sync_module_states(self.lightning_module)
+            return
+        optimizer, schedules = self._optimizer(config) if fits else (None, [])
+        if not fits:
+            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        self._engine = initialize(self.lightning_module, config, optimizer=optimizer)
+        self.model = self._engine  # type: ignore[assignment]
+        self.optimizers = [self._engine.optimizer] if self._engine.optimizer is not None else []
+        self.lr_scheduler_configs = schedules
+
+    def _configuration(self, trainer: Trainer) -> dict[str, Any]:
+        """The given one, with what the Trainer knows."""
+        config = dict(read_source(self._given)[0])
+        config["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
+        config.pop("train_batch_size", None)  # it follows from the others
+        if "gradient_clipping" not in config or trainer.gradient_clip_val is not None:
+            config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
+        for key, section in _PRECISIONS[str(self.precision_plugin.precision)].items():
+            config[key] = {**config.get(key, {}), **section}
+        return config
+
+    def _optimizer(self, config: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, list[Any]]:
+        """The optimizer and the schedules of ``configure_optimizers``; nothing if the configuration has an optimizer."""
+        if "optimizer" in config:
+            return None, []
+        assert self.lightning_module is not None
+        optimizers, schedules = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if len(optimizers) != 1:
+            reason = "an engine has one optimizer, which may have several parameter groups."
+            raise ConfigError([ConfigProblem("configure_optimizers", len(optimizers), reason, "Return one.")], "LightningModule")
+        return optimizers[0], schedules
+
+    def teardown(self) -> None:
+        """Give the module its full weights back. All ranks must call it."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.destroy()
+            self.model = self.lightning_module
+            self.optimizers = []
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the engine as it is: other ranks may not come to give weights back."""
+        self._engine = None
+        super().on_exception(exception)
+
+    # -- training --------------------------------------------------------------------------------------------------
+
+    def backward_of(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Add the gradients of ``loss``, a scalar; reduce them at the last micro-batch of a step."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        is_last = not module.automatic_optimization or not module.trainer.fit_loop._should_accumulate()
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.backward(loss, scale_wrt_gas=False, retain_graph=retain_graph)
+
+    # -- checkpoints -----------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the engine loads, so it has to be there."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the engine restores its optimizer."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing while there is an engine: ``save_checkpoint`` takes the weights from it, by parts."""
+        return {} if self._engine is not None else super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing, as above."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the engine with Lightning's states into the directory ``filepath``, or weights alone into a file."""
+        filepath = self.broadcast(filepath)
+        if self._engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif "optimizer_states" in checkpoint:
+            kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+            self._engine.save_checkpoint(filepath, tag=TAG, client_state=kept)
+        else:
+            super().save_checkpoint({**checkpoint, "state_dict": self._engine.state_dict()}, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint of ``save_checkpoint`` and return Lightning's states.
+
+        Raises CheckpointError for a file where the engine needs a directory.
+        """
+        if self._engine is None or Path(checkpoint_path).is_file():
+            if self._engine is not None and self.engine.optimizer is not None:
+                raise CheckpointError(
+                    f"{checkpoint_path} is a file of weights, which has no state to go on from. Remedy: give the directory "
+                    "of a checkpoint, or load the weights into the module before fit()."
+                )
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        only_weights = self.engine.optimizer is None
+        _, state = self.engine.load_checkpoint(checkpoint_path, tag=TAG, load_module_only=only_weights)
+        return dict(state or {})
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing where the engine has loaded the weights."""
+        if self._engine is None:
+            super().load_model_state_dict(checkpoint, strict)
