@@ -5,7 +5,6 @@ zerorun --as-deepspeed --nproc-per-node 2 tests/clients/accelerate_job.py OUT.js
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import torch
@@ -94,7 +93,10 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     if cell == "evaluation":
         model.eval()
         with torch.no_grad():
-            losses = [accelerator.gather(model(**batch).loss.reshape(1)).tolist() for batch, _ in zip(data, range(2))]
+            losses = [
+                accelerator.gather(model(**batch).loss.reshape(1)).tolist()
+                for batch, _ in zip(data, range(2), strict=False)
+            ]
         found["evaluation"] = losses
     if cell == "state dict":
         state = accelerator.get_state_dict(model)

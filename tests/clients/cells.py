@@ -1,4 +1,4 @@
-"""What the clients' rank programs share: they train in one cell after the other, as DDP and at each stage, in one process."""
+"""What the clients' rank programs share: they train in one cell after the other, as DDP and at each stage."""
 
 from __future__ import annotations
 

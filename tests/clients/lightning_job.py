@@ -1,6 +1,6 @@
 """Rank program: Lightning's Trainer, with its own DDPStrategy, and with ZerorunStrategy at each stage.
 
-    zerorun --nproc-per-node 2 tests/clients/lightning_job.py OUT.json
+zerorun --nproc-per-node 2 tests/clients/lightning_job.py OUT.json
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, LENGTH = 64, 12
@@ -34,7 +34,7 @@ def llama(layers: int = 2, **settings: Any) -> LlamaForCausalLM:
 
 
 def stored(folder: str) -> LlamaForCausalLM:
-    """``llama()`` as it comes from files in ``folder``, which one rank writes, whoever reads; for who asks where it is from."""
+    """``llama()`` as it comes from files in ``folder``, for trainers that load a model a second time by its name."""
     path = f"{folder}/stored"
     if dist.get_rank() == 0:
         llama().save_pretrained(path)

@@ -1,6 +1,6 @@
 """Rank program: TRL's trainers SFT, DPO and GRPO, as DDP and by their DeepSpeed route.
 
-    zerorun --as-deepspeed --nproc-per-node 2 tests/clients/trl_job.py OUT.json
+zerorun --as-deepspeed --nproc-per-node 2 tests/clients/trl_job.py OUT.json
 """
 
 from __future__ import annotations

@@ -24,7 +24,9 @@ FLOORS = (
     ("startup",),
     ("checkpoint", "memory"),
     ("checkpoint.importers", "engine"),
-    ("checkpoint.cli", "deepspeed", "report", "__main__"),
+    ("checkpoint.cli", "report", "__main__"),
+    ("deepspeed",),
+    ("integrations",),
 )
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 MOST_AT_THE_TOP = 5  # modules beside __init__.py
@@ -32,7 +34,7 @@ MOST_AT_THE_TOP = 5  # modules beside __init__.py
 NO_TORCH = ("launcher", "config", "errors", "log", "other_paths", "pipeline.schedule", "ops.build")
 NO_TORCH += ("distributed.layout", "distributed.process_topology", "distributed.topology_picture", "memory.limits")
 NO_TORCH += ("plan.policy", "plan.placement")
-NO_TORCH += ("deepspeed.arguments", "pipeline.partition", "pipeline.cli")
+NO_TORCH += ("deepspeed.activation", "deepspeed.arguments", "deepspeed.surface", "pipeline.partition", "pipeline.cli")
 # Names of files that mean the same wherever they are.
 USUAL = {"__init__", "__main__", "cli"}
 

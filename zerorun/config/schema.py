@@ -264,7 +264,7 @@ class Config(Section):
         return content
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key at the top level as plain data, a section as a dict, as trainers made for DeepSpeed ask for it."""
+        """The value of a key at the top level as plain data, a section as a dict. Trainers made for DeepSpeed ask so."""
         return self.as_dict().get(key, default)
 
     def __getitem__(self, key: str) -> Any:

@@ -33,14 +33,21 @@ class ActivationError(ZerorunError, RuntimeError):
 def activate() -> None:
     """Let ``import deepspeed`` give zerorun from now on in this process, also where DeepSpeed is installed.
 
-    Calling it again does nothing. Raises ActivationError if the program has imported DeepSpeed already.
+    Calling it again does nothing. Raises ActivationError if the program has imported DeepSpeed already, or accelerate where
+    there was none.
     """
     if is_active():
         return
     if NAME in sys.modules:
         raise ActivationError(
-            "the DeepSpeed mode cannot begin: this process has imported DeepSpeed itself, and what it took from there would "
+            "the DeepSpeed mode cannot begin: this process has imported DeepSpeed itself, and what it took from it would "
             f"stay. Remedy: call zerorun.deepspeed.activate() before anything imports deepspeed, or set {VARIABLE}=1."
+        )
+    accelerator = sys.modules.get("accelerate.accelerator")
+    if accelerator is not None and not hasattr(accelerator, "DeepSpeedEngineWrapper"):
+        raise ActivationError(
+            "the DeepSpeed mode cannot begin: accelerate has been imported (transformers and others do it), and has found "
+            f"no DeepSpeed. Remedy: call zerorun.deepspeed.activate() before that, or set {VARIABLE}=1."
         )
     sys.meta_path.insert(0, DeepSpeedFinder())
 
@@ -54,6 +61,9 @@ def activate_if_asked() -> None:
     """Activate the mode if the environment says so. This is what the .pth file calls."""
     if os.environ.get(VARIABLE, "0") not in ("", "0"):
         activate()
+
+
+_ANYTHING = DistributionFinder.Context()
 
 
 class DeepSpeedFinder(DistributionFinder):
@@ -70,9 +80,7 @@ class DeepSpeedFinder(DistributionFinder):
             raise ImportError(missing_reason(name), name=name)
         return ModuleSpec(name, _SurfaceLoader(), origin="zerorun", is_package=True)
 
-    def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
-    ) -> Iterator[Distribution]:  # noqa: B008
+    def find_distributions(self, context: DistributionFinder.Context = _ANYTHING) -> Iterator[Distribution]:
         """Yield the metadata of ``deepspeed``, if that is asked for."""
         if context.name in (None, NAME):
             yield _Metadata()
@@ -99,9 +107,9 @@ class _SurfaceLoader(Loader):
         if module.__name__ == NAME:
             setup_logging()
             info_once(f"deepspeed is zerorun in this process ({VARIABLE} or zerorun.deepspeed.activate()).")
-            from . import parameters
+            from .parameters import install
 
-            parameters.install()
+            install()
 
 
 class _Surface(ModuleType):

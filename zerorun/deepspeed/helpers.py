@@ -58,7 +58,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     accelerator, host = get_accelerator(), psutil.virtual_memory()
     used = ""
     if not on_host(default_device()):
-        used = f"device {accelerator.memory_allocated() / _GIB:.2f} GiB, most {accelerator.max_memory_allocated() / _GIB:.2f}; "
+        now, most = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+        used = f"device {now / _GIB:.2f} GiB, most {most / _GIB:.2f}; "
     logger.info("%s: %shost %.2f of %.2f GiB (%.0f %%)", message, used, host.used / _GIB, host.total / _GIB, host.percent)
 
 
@@ -77,7 +78,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str 
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return ``item`` with its tensors on ``device``, in nested dicts, lists and tuples; with a criterion, those it chooses."""
+    """Return ``item`` with its tensors on ``device``, in nested dicts and lists; with a criterion, those it chooses."""
     if isinstance(item, torch.Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, dict):
@@ -88,7 +89,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Return ``item`` with copies of its tensors on ``device``, so that torch.save writes no buffer of which they are views."""
+    """Return ``item`` with copies of its tensors on ``device``, for torch.save, which writes all that views are of."""
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True).requires_grad_(item.requires_grad)
     if isinstance(item, dict):
@@ -99,7 +100,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
 
 @contextmanager
-def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:  # noqa: N802
+def OnDevice(dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> Iterator[None]:
     """In the block, modules are made on ``device`` with parameters of ``dtype``; on "meta" they take no memory."""
     if not enabled:
         yield

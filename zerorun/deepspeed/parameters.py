@@ -1,7 +1,7 @@
-"""What scripts written for DeepSpeed ask of a parameter: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_numel``, ``ds_tensor``.
+"""What scripts made for DeepSpeed ask of a parameter: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_numel``, ``ds_tensor``.
 
-DeepSpeed sets them on each parameter that stage 3 partitions, and its clients ask ``hasattr(param, "ds_id")``. Here they are
-looked up when they are asked for, so they are always what is the case. Other parameters do not have them.
+DeepSpeed sets them on each parameter that stage 3 partitions, and its clients ask ``hasattr(param, "ds_id")``. Here they
+are looked up when they are asked for, so they are always what is the case. Other parameters do not have them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _tensor(param: torch.Tensor) -> torch.Tensor:
 
 
 class NoHooks:
-    """Stands for what TRL looks through for hooks to remove before it generates; zerorun's know whole parameters by sight."""
+    """Stands for what TRL looks through for hooks to remove before it generates. zerorun's hooks can stay."""
 
     def __init__(self) -> None:
         self.forward_hooks: list[Any] = []

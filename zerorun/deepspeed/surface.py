@@ -52,11 +52,13 @@ _COMM = _names(
 )
 _ACCELERATOR = _names(deepspeed__accelerator="get_accelerator DeepSpeedAccelerator=Accelerator")
 _GROUPS = _names(
-    deepspeed__groups="get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
-    "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
+    deepspeed__groups="get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+    "get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size "
+    "get_tensor_model_parallel_group get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size get_tensor_model_parallel_src_rank "
     "_get_data_parallel_group=get_data_parallel_group _get_data_parallel_rank=get_data_parallel_rank "
-    "_get_data_parallel_world_size=get_data_parallel_world_size _get_model_parallel_world_size=get_model_parallel_world_size "
+    "_get_data_parallel_world_size=get_data_parallel_world_size "
+    "_get_model_parallel_world_size=get_model_parallel_world_size "
     "_get_sequence_parallel_group=get_own_group _get_sequence_parallel_rank=zero _get_sequence_parallel_world_size=one "
     "_get_sequence_data_parallel_group=get_data_parallel_group _get_sequence_data_parallel_rank=get_data_parallel_rank "
     "_get_sequence_data_parallel_world_size=get_data_parallel_world_size _get_expert_parallel_world_size=one "
@@ -104,11 +106,11 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.launcher.runner": _names(deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME"),
     "deepspeed.monitor": {},
     "deepspeed.ops": {},
-    "deepspeed.ops.adagrad": _names(deepspeed__optimizers="DeepSpeedCPUAdagrad"),
-    "deepspeed.ops.adam": _names(deepspeed__optimizers="DeepSpeedCPUAdam FusedAdam"),
-    "deepspeed.ops.adam.cpu_adam": _names(deepspeed__optimizers="DeepSpeedCPUAdam"),
-    "deepspeed.ops.adam.fused_adam": _names(deepspeed__optimizers="FusedAdam"),
-    "deepspeed.ops.lion": _names(deepspeed__optimizers="DeepSpeedCPULion FusedLion"),
+    "deepspeed.ops.adagrad": _names(deepspeed__kernel_names="DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adam": _names(deepspeed__kernel_names="DeepSpeedCPUAdam FusedAdam"),
+    "deepspeed.ops.adam.cpu_adam": _names(deepspeed__kernel_names="DeepSpeedCPUAdam"),
+    "deepspeed.ops.adam.fused_adam": _names(deepspeed__kernel_names="FusedAdam"),
+    "deepspeed.ops.lion": _names(deepspeed__kernel_names="DeepSpeedCPULion FusedLion"),
     "deepspeed.pipe": _PIPE,
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
@@ -135,14 +137,14 @@ SURFACE: dict[str, dict[str, str]] = {
 
 # What zerorun does not do, by the beginning of the name: the reason, and what to do instead.
 MISSING: dict[str, str] = {
-    "deepspeed.autotuning": "zerorun does not search for a configuration. Remedy: python -m zerorun.plan, or estimate_memory().",
-    "deepspeed.compression": "zerorun trains, and does not compress. Remedy: quantise or prune with torchao after training.",
+    "deepspeed.autotuning": "zerorun does not search for a configuration. Remedy: estimate_memory().",
+    "deepspeed.compression": "zerorun does not compress. Remedy: quantise or prune with torchao after training.",
     "deepspeed.compile": "DeepCompile is not needed: engine.compile() compiles block by block at every stage.",
     "deepspeed.elasticity": "zerorun's checkpoints load on any number of ranks. Remedy: drop it, and set batch sizes.",
-    "deepspeed.inference": "zerorun trains. Remedy: engine.export() the model, and serve it with an inference library.",
-    "deepspeed.init_inference": "zerorun trains. Remedy: engine.export() the model, and serve it with an inference library.",
+    "deepspeed.inference": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
+    "deepspeed.init_inference": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
     "deepspeed.DeepSpeedHybridEngine": "there is no engine for both training and serving. Remedy: engine.export().",
-    "deepspeed.InferenceEngine": "zerorun trains. Remedy: engine.export() the model, and serve it with an inference library.",
+    "deepspeed.InferenceEngine": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
     "deepspeed.DeepSpeedTransformerLayer": "there are no fused layers. Remedy: torch's layers, and engine.compile().",
     "deepspeed.linear": "there is no OptimizedLinear. Remedy: peft's LoRA with a quantised base, which zerorun shards.",
     "deepspeed.moe": "experts are those of the model, and are sharded like other parameters. Remedy: use the model's own "

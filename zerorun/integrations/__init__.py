@@ -1,1 +1,1 @@
-"""The smallest official routes from trainers of others to zerorun. Each module needs the library after which it is named."""
+"""The smallest official routes from other people's trainers. Each module needs the library after which it is named."""

@@ -1,8 +1,8 @@
 """Lightning: ``Trainer(strategy=ZerorunStrategy("ds.json"))`` trains an unmodified LightningModule, on CPUs and GPUs.
 
 [Note: who does what]
-Lightning owns the loop: it counts micro-batches, divides the loss by them, steps schedulers of ``configure_optimizers``, and
-decides when to save. The engine owns gradients: it reduces, unscales and clips them, and updates. So the configuration
+Lightning owns the loop: it counts micro-batches, divides the loss by them, steps schedulers of ``configure_optimizers``,
+and decides when to save. The engine owns gradients: it reduces, unscales and clips them, and updates. So the configuration
 takes ``gradient_accumulation_steps`` and, unless it has them, ``gradient_clipping`` and the precision from the Trainer.
 """
 
@@ -99,7 +99,9 @@ class ZerorunStrategy(DDPStrategy):
             name = str(precision_plugin.precision)
             if name not in _PRECISIONS:
                 reason = "the engine trains in fp32, bf16 or fp16."
-                raise ConfigError([ConfigProblem("precision", name, reason, f"Use one of {', '.join(_PRECISIONS)}.")], "Trainer")
+                raise ConfigError(
+                    [ConfigProblem("precision", name, reason, f"Use one of {', '.join(_PRECISIONS)}.")], "Trainer"
+                )
             precision_plugin = EnginePrecision(name, self)
         self._precision_plugin = precision_plugin
 
@@ -143,7 +145,9 @@ class ZerorunStrategy(DDPStrategy):
         optimizers, schedules = _init_optimizers_and_lr_schedulers(self.lightning_module)
         if len(optimizers) != 1:
             reason = "an engine has one optimizer, which may have several parameter groups."
-            raise ConfigError([ConfigProblem("configure_optimizers", len(optimizers), reason, "Return one.")], "LightningModule")
+            raise ConfigError(
+                [ConfigProblem("configure_optimizers", len(optimizers), reason, "Return one.")], "LightningModule"
+            )
         return optimizers[0], schedules
 
     def teardown(self) -> None:

@@ -1,0 +1,106 @@
+"""Trainers that know DeepSpeed, in every cell: losses, norms and weights are those of DDP.
+
+One pair of ranks runs all cells of a client, one after the other (see cells.py); the tests read what it found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from harness import patience
+
+HERE = Path(__file__).parent
+STAGES = (0, 1, 2, 3)
+# In 16 bits DDP computes in another way: autocast with fp32 weights.
+TOLERANCES = {"bf16": 0.05, "fp16": 1e-3}
+EXACT = 1e-6
+TRAINER = (
+    "plain", "accumulation", "checkpointing", "lora", "generate", "resume", "best", "save", "bf16", "fp16",
+    "optimizer in the file", "offloaded optimizer", "offloaded parameters",
+)  # fmt: skip
+ACCELERATE = (
+    "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",
+    "schedule", "state dict", "offload",
+)  # fmt: skip
+TRL = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
+LIGHTNING = (
+    "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
+)  # fmt: skip
+
+
+@cache
+def found_by(program: str, *options: str) -> dict[str, Any]:
+    """Cell and stage -> what two ranks of the program found there."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "--nproc-per-node", "2"]
+        command += [str(HERE / f"{program}_job.py"), str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300 * patience())
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def compare(found: dict[str, Any], cell: str, stage: int) -> None:
+    """Raise AssertionError unless all that was found in the cell is, within its tolerance, what DDP has there."""
+    result, wanted = found[f"{cell}, stage {stage}"], found.get(f"{cell}, DDP", found.get("plain, DDP"))
+    assert "error" not in result, result["error"]
+    assert wanted is not None and "error" not in wanted, wanted
+    for what, value in result.items():
+        assert distance(value, wanted[what]) <= TOLERANCES.get(cell, EXACT), (what, value, wanted[what])
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest difference between numbers in nested lists."""
+    if isinstance(one, list):
+        assert len(one) == len(other)
+        return max(map(distance, one, other), default=0.0)
+    return abs(one - other) if isinstance(one, (int, float)) else 0.0 if one == other else float("inf")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cell", TRAINER)
+def test_trainer(cell: str, stage: int) -> None:
+    """transformers' Trainer, by its argument ``deepspeed``."""
+    if (cell, stage) in (("offloaded optimizer", 0), *(("offloaded parameters", stage) for stage in (0, 1, 2))):
+        pytest.skip("there is nothing to be offloaded")
+    compare(found_by("trainer", "--as-deepspeed"), cell, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cell", ACCELERATE)
+def test_accelerate(cell: str, stage: int) -> None:
+    """A loop with an Accelerator that has a DeepSpeedPlugin."""
+    if (cell, stage) == ("offload", 0):
+        pytest.skip("there is nothing to be offloaded")
+    compare(found_by("accelerate", "--as-deepspeed"), cell, stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cell", TRL)
+def test_trl(cell: str, stage: int) -> None:
+    """TRL's trainers, by their argument ``deepspeed``."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("needs TRL: pip install -e '.[clients]'")
+    compare(found_by("trl", "--as-deepspeed"), cell, stage)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("cell", LIGHTNING)
+def test_lightning(cell: str, stage: int) -> None:
+    """Lightning's Trainer with ZerorunStrategy, against DDPStrategy."""
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("needs Lightning: pip install -e '.[clients]'")
+    if (cell, stage) == ("offload", 0):
+        pytest.skip("there is nothing to be offloaded")
+    compare(found_by("lightning"), cell, stage)

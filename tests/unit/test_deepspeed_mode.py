@@ -1,0 +1,137 @@
+"""The DeepSpeed mode: what ``import deepspeed`` gives, when, and what it says of what is not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import patience
+
+from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
+
+BEGIN = "import zerorun.deepspeed; zerorun.deepspeed.activate()\n"
+
+
+def run(text: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, in an empty folder."""
+    environment = {**os.environ, **variables}
+    command = [sys.executable, "-c", text]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=folder, env=environment, timeout=60 * patience(), check=False
+    )
+
+
+def printed(text: str, folder: Path, **variables: str) -> list[str]:
+    done = run(text, folder, **variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_every_name_leads_somewhere() -> None:
+    """What is not there is not in the table either."""
+    for module, names in SURFACE.items():
+        for name in names:
+            assert target_of(module, name) is not None, f"{module}.{name}"
+
+
+def test_every_module_is_in_a_module() -> None:
+    assert {name.rpartition(".")[0] for name in SURFACE} <= {*SURFACE, ""}
+
+
+def test_it_is_deepspeed(tmp_path: Path) -> None:
+    """By name, by version, by metadata, and in submodules; a name is one object wherever it is."""
+    text = (
+        BEGIN
+        + """
+import importlib.metadata, importlib.util
+assert importlib.util.find_spec("deepspeed") is not None
+print(importlib.metadata.version("deepspeed"))
+import deepspeed
+from deepspeed import DeepSpeedEngine, comm
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.ops.adam import FusedAdam
+import zerorun
+print(deepspeed.__version__, DeepSpeedEngine is zerorun.Engine, deepspeed.zero.Init is zerorun.zero.Init)
+print(comm is deepspeed.comm, deepspeed.zero.ZeroParamStatus is ZeroParamStatus, "initialize" in dir(deepspeed))
+"""
+    )
+    assert printed(text, tmp_path) == ["0.19.8", "0.19.8 True True", "True True True"]
+
+
+def test_rank_zero_says_it_once(tmp_path: Path) -> None:
+    text = BEGIN + "import deepspeed, deepspeed.comm"
+    for rank, times in (("0", 1), ("1", 0)):
+        assert run(text, tmp_path, RANK=rank).stderr.count("deepspeed is zerorun in this process") == times
+
+
+def test_without_the_mode_there_is_no_trace(tmp_path: Path) -> None:
+    """``import deepspeed`` is what it was: the real one, or nothing."""
+    text = """
+import zerorun, sys, importlib.util
+spec = importlib.util.find_spec("deepspeed")
+print(spec is None or spec.origin != "zerorun", any("deepspeed" in name for name in sys.modules))
+"""
+    assert printed(text, tmp_path, ZERORUN_AS_DEEPSPEED="0") == ["True False"]
+
+
+def test_the_environment_asks_for_it(tmp_path: Path) -> None:
+    """An installation has a .pth file, which Python reads at start."""
+    text = "import importlib.util; print(importlib.util.find_spec('deepspeed').origin)"
+    assert printed(text, tmp_path, ZERORUN_AS_DEEPSPEED="1") == ["zerorun"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "words"),
+    [
+        ("from deepspeed.moe.layer import MoE", "ImportError", "deepspeed.moe is not in zerorun"),
+        ("import deepspeed.inference", "ImportError", "engine.export()"),
+        ("from deepspeed.utils import nothing_like_it", "ImportError", "deepspeed.utils.nothing_like_it is not in zerorun"),
+        ("import deepspeed; deepspeed.init_inference()", "AttributeError", "engine.export()"),
+        ("from deepspeed.ops.op_builder import OpBuilder", "ImportError", "deepspeed.ops.op_builder is not in zerorun"),
+    ],
+)
+def test_what_is_missing_is_named_with_a_remedy(tmp_path: Path, statement: str, kind: str, words: str) -> None:
+    last = run(BEGIN + statement, tmp_path).stderr.strip().splitlines()[-1]
+    assert last.startswith(kind) and words in last and "Remedy: " in last
+
+
+def test_clients_can_ask_whether_a_name_is_there(tmp_path: Path) -> None:
+    text = BEGIN + "import deepspeed; print(hasattr(deepspeed, 'moe'), hasattr(deepspeed, 'zero'))"
+    assert printed(text, tmp_path) == ["False True"]
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_reason_says_what_to_do(name: str) -> None:
+    assert missing_reason(name).startswith(f"{name} is not in zerorun") and len(missing_reason(f"{name}.more")) > 100
+
+
+def test_a_process_that_has_the_real_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("")
+    done = run("import deepspeed\n" + BEGIN, tmp_path)
+    assert "ActivationError" in done.stderr and "before anything imports deepspeed" in done.stderr
+
+
+def test_accelerate_that_has_found_none_is_refused(tmp_path: Path) -> None:
+    """It would not look again, and fail later with a name that is not defined."""
+    hidden = "import sys, importlib.util as u; real = u.find_spec\n"
+    hidden += "u.find_spec = lambda name, package=None: None if name == 'deepspeed' else real(name, package)\n"
+    done = run(hidden + "import accelerate\n" + BEGIN, tmp_path)
+    assert "ActivationError" in done.stderr and "accelerate has been imported" in done.stderr
+
+
+def test_it_costs_little(tmp_path: Path) -> None:
+    """What a process loads for the mode, beside torch and the engine, which it needs anyway."""
+    base = "import zerorun.engine.initialize, zerorun.zero.access, zerorun.zero.gradients, zerorun.zero.init, psutil, sys\n"
+    base += "before = set(sys.modules)\n"
+    more = "import deepspeed; deepspeed.initialize; print(*sorted(set(sys.modules) - before))"
+    loaded = printed(base + BEGIN + more, tmp_path)[-1].split()
+    assert all(name.split(".")[0] in ("deepspeed", "zerorun") or "importlib" in name for name in loaded), loaded
+
+
+@pytest.mark.parametrize("module", ("deepspeed.activation", "deepspeed.surface"))
+def test_what_runs_at_each_start_needs_no_torch(tmp_path: Path, module: str) -> None:
+    text = f"import sys, zerorun.{module}; print('torch' in sys.modules)"
+    assert printed(text, tmp_path) == ["False"]
