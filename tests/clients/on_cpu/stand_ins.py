@@ -1,0 +1,73 @@
+"""What another project's tests find instead of GPUs and of a hub: CPUs, and random models of the same classes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
+
+import accelerate.state
+import transformers
+from accelerate.test_utils import testing
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+SIZES = {"hidden_size": 16, "n_embd": 16, "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 2, "n_head": 2,
+         "intermediate_size": 32, "vocab_size": 1000, "n_positions": 64, "max_position_embeddings": 64,
+         "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 16, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
+         "decoder_layers": 2, "encoder_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+# A part of a model's name on the hub -> the type of its configuration.
+KINDS = {"qwen": "qwen2_moe", "mobilevit": "mobilevit", "t5": "t5", "gpt2": "gpt2", "bert": "bert", "llama": "llama"}
+
+
+def install() -> None:
+    """Put the stand-ins into transformers and accelerate, in this process."""
+    _run_on_cpus()
+    for owner in (_BaseAutoModelClass, PreTrainedModel, AutoConfig, AutoTokenizer):
+        _read_local(owner)
+
+
+def _run_on_cpus() -> None:
+    """Let accelerate take processes without a GPU for ranks, and skip nothing for want of one."""
+    real = accelerate.state.PartialState.__init__
+
+    def begin(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        real(self, True, **kwargs)
+
+    accelerate.state.PartialState.__init__ = begin  # type: ignore[method-assign]
+    for name in ("require_non_cpu", "require_fp16", "require_multi_device", "require_huggingface_suite"):
+        setattr(testing, name, lambda test: test)
+
+
+def _read_local(owner: Any) -> None:
+    """Let ``owner.from_pretrained`` take a name on the hub for a folder with a random model."""
+    real: Callable[..., Any] = owner.from_pretrained.__func__
+
+    @wraps(real)
+    def read(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(name, str) and not os.path.isdir(name):
+            name = folder_of(name)
+        return real(cls, name, *args, **kwargs)
+
+    owner.from_pretrained = classmethod(read)
+
+
+@cache
+def folder_of(name: str) -> str:
+    """A folder with a random model of the kind that the name on the hub says, and with its tokenizer."""
+    kind = next((kind for part, kind in KINDS.items() if part in name.lower()), "gpt2")
+    folder = Path(tempfile.gettempdir(), f"stand_in_{os.getpid()}_{kind}")
+    config = transformers.AutoConfig.for_model(kind)
+    if kind != "mobilevit":
+        known = {key: value for key, value in SIZES.items() if hasattr(config, key)}
+        config = transformers.AutoConfig.for_model(kind, **known)
+    architectures = {"gpt2": "GPT2LMHeadModel", "qwen2_moe": "Qwen2MoeForCausalLM", "t5": "T5ForConditionalGeneration"}
+    if kind in architectures:
+        getattr(transformers, architectures[kind])(config).save_pretrained(folder)
+    else:
+        config.save_pretrained(folder)
+    return str(folder)
