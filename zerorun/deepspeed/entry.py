@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, TopologyError
+from .leniency import as_deepspeed_reads
+from .parameters import show_placeholders
 
 _engines: list[weakref.ref[Engine]] = []
 
@@ -45,21 +48,29 @@ def initialize(
     if mpu is not None:
         _refuse_parts(mpu)
     if config is None:
-        config = config_params
+        config = config_params if config_params is not None else getattr(args, "deepspeed_config", None)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
     engine = make_engine(
         model,
-        config,
+        as_deepspeed_reads(config),
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
-        args=args,
+        args=_without_config(args),
     )
+    show_placeholders(engine)
     _engines.append(weakref.ref(engine))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _without_config(args: Any) -> Any:
+    """Return ``args`` without its configuration, which has been read."""
+    if getattr(args, "deepspeed_config", None) is None:
+        return args
+    return argparse.Namespace(**{key: value for key, value in vars(args).items() if key != "deepspeed_config"})
 
 
 def newest_engine() -> Engine | None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.engine import Engine
+from ..errors import ReleasedParameterError
 from ..zero.access import owned_part
 from ..zero.init import part_of, partitioned_as
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
@@ -100,6 +102,49 @@ def _tensor(param: torch.Tensor) -> torch.Tensor:
         assert part is not None
         return part
     return owned_part(found[1], found[1].flat_group.weight)
+
+
+# -- state dicts -------------------------------------------------------------------------------------------------
+
+
+# Functions of tensors by which programs get at values to save them: torch.save, safetensors, and what precedes both.
+_READ = frozenset(
+    ("__reduce_ex__", "__deepcopy__", "clone", "contiguous", "cpu", "cuda", "data_ptr", "float", "half", "bfloat16")
+    + ("item", "numpy", "storage", "to", "tolist", "untyped_storage", "copy_", "_typed_storage")
+)
+
+
+class UnsavedPlaceholder(torch.Tensor):
+    """Has shape, dtype and device of a parameter of which this rank has a part. It cannot be copied, or written to a file.
+
+    Both raise ReleasedParameterError: a file would hold a placeholder instead of the weights.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _READ:
+            raise ReleasedParameterError(
+                "module.state_dict() at stage 3 holds placeholders, which cannot be saved: no rank has the full weights. "
+                "Remedy: engine.state_dict(), engine.save_16bit_model(dir) or engine.export(dir), on all ranks."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def show_placeholders(engine: Engine) -> None:
+    """Let ``module.state_dict()`` at stage 3 return placeholders of the right shapes, as DeepSpeed does, and not raise."""
+    runtime = engine.runtime
+    if not runtime.plan.shares_params:
+        return
+
+    def after(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        if runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
+            return
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state and _status(param) is ZeroParamStatus.NOT_AVAILABLE:
+                state[prefix + name] = param.detach().as_subclass(UnsavedPlaceholder)
+
+    runtime.guard.show_placeholders()
+    runtime.keep([engine.module.register_state_dict_post_hook(after)])
 
 
 # -- TRL takes hooks off for generation, and puts them on again --------------------------------------------------------

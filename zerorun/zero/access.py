@@ -76,7 +76,8 @@ def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> A
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         finish_updates(runtime.units)
-        if (runtime.plan.shares_params or is_part) and not runtime.guard.state_dict_allowed:
+        guard, shown = runtime.guard, runtime.guard.placeholders_shown and not is_part
+        if (runtime.plan.shares_params or is_part) and not (guard.state_dict_allowed or shown):
             what = "parts of the model, of which other ranks have the rest" if is_part else "placeholders"
             where = "here" if is_part else "at stage 3"
             raise ReleasedParameterError(

@@ -27,13 +27,14 @@ _BY_COPY = (
 class ScriptGuard:
     """Finds what a script does with parameters that would be lost, or is not what it seems.
 
-    ``held``: ids of parameters inside a GatheredParameters block. ``state_dict_allowed``: though it has placeholders.
+    ``held``: ids of parameters inside a GatheredParameters block. ``state_dict_allowed``: though it has placeholders, which
+    whoever asks puts full values for; ``placeholders_shown``: to the script, too.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
         self.held: set[int] = set()
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
-        self.state_dict_allowed = False
+        self.state_dict_allowed = self.placeholders_shown = False
         self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
 
@@ -45,6 +46,10 @@ class ScriptGuard:
             yield
         finally:
             self.state_dict_allowed = False
+
+    def show_placeholders(self) -> None:
+        """Let the script have state dicts with placeholders. Whoever calls this sees to it that they are not saved."""
+        self.placeholders_shown = True
 
     def look(self) -> None:
         """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""

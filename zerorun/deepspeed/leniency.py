@@ -1,0 +1,64 @@
+"""What DeepSpeed reads over without a word: in its mode each is a note instead of an error.
+
+Trainers write such keys for DeepSpeed, and scripts that run with it have them; nothing can depend on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config.fields import Section, section_of
+from ..config.reader import is_comment
+from ..config.schema import Config
+from ..config.source import read_source
+from ..log import info_once
+
+# Sections in which DeepSpeed looks for keys one by one. In the others it refuses what it does not know, as zerorun does.
+_LOOKED_THROUGH = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "pipeline")
+
+
+def as_deepspeed_reads(source: Any) -> Any:
+    """Return the configuration without what DeepSpeed ignores, and tell on rank 0 what that was; else ``source`` itself.
+
+    Raises ConfigError if it cannot be read.
+    """
+    if source is None or isinstance(source, Config):
+        return source
+    raw, name = read_source(source)
+    kept, dropped = dict(raw), list[str]()
+    _drop_unknown(Config, kept, "", dropped)
+    for section in _LOOKED_THROUGH:
+        if isinstance(kept.get(section), dict):
+            kept[section] = dict(kept[section])
+            field = Config.fields_by_key()[section]
+            kind = section_of(field)
+            if kind is not None:
+                _drop_unknown(kind, kept[section], f"{section}.", dropped)
+    zero = kept.get("zero_optimization")
+    if isinstance(zero, dict):
+        kept["zero_optimization"] = _without_idle_offload(zero, dropped)
+    if not dropped:
+        return source
+    info_once(f"{name}: DeepSpeed ignores {', '.join(dropped)}, and so does zerorun in its mode.")
+    return kept
+
+
+def _drop_unknown(kind: type[Section], section: dict[str, Any], path: str, dropped: list[str]) -> None:
+    known = {*kind.spellings(), *kind.features}
+    for key in [key for key in kind.rewrite(dict(section), path, []) if key not in known and not is_comment(key)]:
+        if key in section:
+            del section[key]
+            dropped.append(path + key)
+
+
+def _without_idle_offload(zero: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
+    """Return the section without offload at stages that have no shard of that kind."""
+    stage, kept = zero.get("stage", 0), dict(zero)
+    if not isinstance(stage, int):
+        return kept
+    for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
+        wanted = kept.get(key)
+        if stage < lowest and isinstance(wanted, dict) and wanted.get("device", "none") not in ("none", None):
+            del kept[key]
+            dropped.append(f"zero_optimization.{key} at stage {stage}")
+    return kept
