@@ -1017,4 +1017,28 @@ MUTANTS = (
         "        sums, here = self._by_device(told, total[:3].tolist(), told.must_know) if by_device else (total[:3].tolist(), None)",
         (_DEFERRED + "test_the_program_decides_where_the_device_cannot",),
     ),
+    Mutant(
+        "edit-ignores-the-loss-scale",
+        "divisor",
+        "zerorun/zero/edits.py",
+        "    _store_gradient(model, home, flat_group, part, model.gradient_factor())",
+        "    _store_gradient(model, home, flat_group, part, 1.0)",
+        ("tests/ranks/test_gradients.py::test_edits_know_the_loss_scale",),
+    ),
+    Mutant(
+        "placeholders-can-be-saved",
+        "swallowed",
+        "zerorun/deepspeed/parameters.py",
+        '        if getattr(func, "__name__", "") in _READ:',
+        "        if not func:",
+        ("tests/clients/test_mode.py::test_state_dicts_of_stage_3_cannot_be_saved",),
+    ),
+    Mutant(
+        "log-keeps-skipped-steps-to-itself",
+        "stale",
+        "zerorun/integrations/transformers.py",
+        "            state.log_history[-1].update(_of_steps(engine))",
+        "            pass",
+        ("tests/clients/test_mode.py::test_callback_of_trainer",),
+    ),
 )

@@ -16,7 +16,17 @@ from training import make_config, make_engine, merged
 
 import zerorun
 from zerorun.errors import ModelError
-from zerorun.zero import full_gradients, gradient_norms, safe_get_full_grad, safe_get_local_grad
+from zerorun.zero import (
+    full_gradients,
+    gradient_norms,
+    safe_get_full_grad,
+    safe_get_local_grad,
+    safe_set_full_grad,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from zerorun.zero import safe_get_local_fp32_param as local_master
 from zerorun.zero import safe_get_local_optimizer_state as local_state
 
@@ -172,3 +182,142 @@ def test_one_rank_alone_gets_an_error(stage: int) -> None:
 def test_modules_of_nobody_have_none() -> None:
     with pytest.raises(ModelError, match="not managed by any"):
         gradient_norms(nn.Linear(2, 2))
+
+
+# -- edits between backward and step -----------------------------------------------------------------------------
+
+
+def edited(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Something that depends on all elements, and on their places."""
+    return gradient - gradient.mean() + 1e-3 * torch.arange(gradient.numel()).view(gradient.shape)
+
+
+def edit_by_parts(params: list[torch.Tensor]) -> None:
+    for param in params:
+        whole = safe_get_full_grad(param)
+        assert whole is not None
+        safe_set_full_grad(param, edited(whole, param))
+    for param in params:  # and once more what is there already, by parts
+        part = safe_get_local_grad(param)
+        assert part is not None
+        safe_set_local_grad(param, part.clone())
+
+
+def edit_gradients(config: dict[str, Any], at_once: bool) -> dict[str, torch.Tensor]:
+    """Two steps of two micro-batches, whose gradients are edited before each update."""
+    engine = make_engine(CASES["plain"], config)
+    for step in range(2):
+        for micro in range(2):
+            engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro)))
+            if micro == 0:
+                engine.step()
+        params = list(engine.module.parameters())
+        if at_once:
+            safe_update_full_grad_vectorized(params, edited)
+        else:
+            edit_by_parts(params)
+        engine.step()
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+def edited_by_one_process(world: int, clip: float) -> dict[str, torch.Tensor]:
+    module = CASES["plain"].build()
+    optimizer = torch.optim.SGD(
+        module.parameters(), lr=0.05, momentum=0.9
+    )  # Adam would magnify what rounding does to zeros
+    for step in range(2):
+        for micro in range(2):
+            for rank in range(world):
+                (CASES["plain"].loss(module, Place(rank, step, micro)) / (2 * world)).backward()
+        for param in module.parameters():
+            assert param.grad is not None
+            param.grad = edited(param.grad, param)
+        nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("at_once", (False, True))
+@pytest.mark.parametrize("offload", ("none", "cpu"))
+@pytest.mark.parametrize("stage", range(4))
+def test_edited_gradients_are_those_that_count(stage: int, offload: str, at_once: bool) -> None:
+    """For the norm, clipping and the update, as where one process edits ``param.grad``."""
+    if offload == "cpu" and stage == 0:
+        return
+    config = make_config(stage, accumulation=2, clip=0.5)
+    config["zero_optimization"]["offload_optimizer"] = {"device": offload}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+    wanted = edited_by_one_process(2, 0.5)
+    for found in run_ranks(2, edit_gradients, config, at_once):
+        for name, value in wanted.items():
+            assert distance(found[name], value) < 1e-6, name
+
+
+def edit_in_fp16(stage: int) -> bool:
+    """What is set is what is got, whatever the loss scale."""
+    engine = make_engine(CASES["plain"], make_config(stage, precision="fp16"))
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    param = next(engine.module.parameters())
+    value = torch.linspace(-1, 1, param.numel()).view(param.shape)
+    safe_set_full_grad(param, value)
+    found = safe_get_full_grad(param)
+    assert found is not None
+    engine.destroy()
+    return torch.allclose(found, value, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_edits_know_the_loss_scale(stage: int) -> None:
+    assert all(run_ranks(2, edit_in_fp16, stage))
+
+
+def edit_states(stage: int) -> dict[str, Any]:
+    engine = make_engine(CASES["plain"], make_config(stage))
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    engine.step()
+    param = next(engine.module.parameters())
+    master, moment = local_master(param), local_state(param, "exp_avg")
+    assert master is not None and moment is not None
+    safe_set_local_fp32_param(param, torch.full_like(master, 0.5))
+    safe_set_local_optimizer_state(param, torch.full_like(moment, 0.25), "exp_avg")
+    moment = local_state(param, "exp_avg")
+    found = {"weights": next(iter(engine.state_dict().values())), "moment": moment.clone() if moment is not None else None}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parts_of_masters_and_states_can_be_set(stage: int) -> None:
+    for found in run_ranks(2, edit_states, stage):
+        assert torch.equal(found["weights"], torch.full_like(found["weights"], 0.5))
+        assert found["moment"] is None or torch.equal(found["moment"], torch.full_like(found["moment"], 0.25))
+
+
+def mistakes() -> list[str]:
+    engine = make_engine(CASES["plain"], make_config(1))
+    param, said = next(engine.module.parameters()), []
+    for attempt in (
+        lambda: safe_set_full_grad(torch.zeros(2), torch.zeros(2)),
+        lambda: safe_set_full_grad(param, torch.zeros(2)),
+        lambda: safe_set_full_grad(param, torch.zeros_like(param)),
+        lambda: safe_set_local_optimizer_state(param, torch.zeros(10**6), "exp_avg"),
+    ):
+        try:
+            attempt()
+            said.append("nothing")
+        except zerorun.ZerorunError as error:
+            said.append(f"{type(error).__name__} {error}")
+    engine.destroy()
+    return said
+
+
+def test_edits_that_cannot_be() -> None:
+    for stranger, shape, none, length in run_ranks(2, mistakes):
+        assert stranger.startswith("ModelError") and "not a parameter of any zerorun engine" in stranger
+        assert shape.startswith("ModelError") and "not a tensor of shape" in shape
+        assert none.startswith("StepError") and "between backward() and step()" in none
+        assert length.startswith("ModelError") and "this rank's part has" in length
+        assert all("Remedy: " in text for text in (stranger, shape, none, length))

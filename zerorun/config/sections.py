@@ -239,9 +239,9 @@ class ZeroOptimization(Section):
     leaf_module: LeafModule = LeafModule()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
-    gather_16bit_weights_on_model_save: Annotated[Flag, Inert("whole 16-bit weights can always be saved.", unless=True)] = (
-        Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
-    )
+    gather_16bit_weights_on_model_save: Flag = Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    """Whether `engine.save_16bit_model()` and trainers that save a model gather it on rank 0 at stage 3. `engine.export()`
+    and `engine.state_dict()` work either way."""
     zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1
     """ZeRO++'s secondary partition; here another name for shard_degree."""
     mics_shard_size: Annotated[Int, _STAGE_3] = -1

@@ -109,8 +109,10 @@ def _tensor(param: torch.Tensor) -> torch.Tensor:
 
 # Functions of tensors by which programs get at values to save them: torch.save, safetensors, and what precedes both.
 _READ = frozenset(
-    ("__reduce_ex__", "__deepcopy__", "clone", "contiguous", "cpu", "cuda", "data_ptr", "float", "half", "bfloat16")
-    + ("item", "numpy", "storage", "to", "tolist", "untyped_storage", "copy_", "_typed_storage")
+    {
+        *("__reduce_ex__", "__deepcopy__", "_typed_storage", "bfloat16", "clone", "contiguous", "copy_", "cpu", "cuda"),
+        *("data_ptr", "float", "half", "item", "numpy", "storage", "to", "tolist", "untyped_storage"),
+    }
 )
 
 

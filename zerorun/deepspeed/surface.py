@@ -38,6 +38,8 @@ _VALUES = _names(
     zero__access="safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
     zero__gradients="safe_get_full_grad safe_get_local_grad",
+    zero__edits="safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized",
 )
 _CONFIG = _names(config__parse="DeepSpeedConfig=Config", errors="DeepSpeedConfigError=ConfigError")
 _COMM = _names(

@@ -29,13 +29,14 @@ from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
 from .accumulation import Accumulation, check_loss
 from .outcomes import History, UnsettledStep
-from .saving import Saving, automatic_saves_of
+from .saving import automatic_saves_of
+from .whole_weights import WholeWeights
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10
 
 
-class Engine(Saving):
+class Engine(WholeWeights):
     """A module in training. ``zerorun.initialize`` makes it."""
 
     def __init__(
@@ -280,8 +281,12 @@ class Engine(Saving):
         """Put the module in evaluation mode and return the engine."""
         return self.train(False)
 
-    def compile(self, **options: Any) -> None:
-        """Apply torch.compile to the forward of every unit but the root. Hooks stay outside the graphs."""
+    def compile(self, *, compile_kwargs: dict[str, Any] | None = None, **options: Any) -> None:
+        """Apply torch.compile to the forward of every unit but the root. Hooks stay outside the graphs.
+
+        ``options`` are torch.compile's; ``compile_kwargs``, as in DeepSpeed, are more of them.
+        """
+        options |= compile_kwargs or {}
         self.runtime.reads.stop()
         for unit in self.units[1:]:
             for module in unit.modules:

@@ -122,6 +122,11 @@ class Counters:
         self.progress.go_on_from(count, self.skipped_steps)
 
     @property
+    def global_samples(self) -> int:
+        """Samples of all optimizer steps so far, over all ranks."""
+        return self.global_steps * self.config.train_batch_size
+
+    @property
     def skipped_steps(self) -> int:
         """Optimizer steps that left the weights as they were, because gradients were not finite."""
         return self.progress.skipped_steps

@@ -54,6 +54,10 @@ class LoopQueries:
         """Micro-batches per optimizer step."""
         return self.config.gradient_accumulation_steps
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step, samples per forward on one rank, micro-batches per step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
     # -- settings ------------------------------------------------------------------------------------------------
 
     def zero_optimization(self) -> bool:

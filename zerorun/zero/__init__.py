@@ -13,6 +13,11 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
     from .access import safe_set_full_fp32_param as safe_set_full_fp32_param
     from .access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from .edits import safe_set_full_grad as safe_set_full_grad
+    from .edits import safe_set_local_fp32_param as safe_set_local_fp32_param
+    from .edits import safe_set_local_grad as safe_set_local_grad
+    from .edits import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+    from .edits import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
     from .gradients import full_gradients as full_gradients
     from .gradients import gradient_norms as gradient_norms
     from .gradients import safe_get_full_grad as safe_get_full_grad
@@ -31,7 +36,12 @@ _EXPORTS = {
     "safe_get_local_grad": "gradients",
     "safe_get_local_optimizer_state": "access",
     "safe_set_full_fp32_param": "access",
+    "safe_set_full_grad": "edits",
     "safe_set_full_optimizer_state": "access",
+    "safe_set_local_fp32_param": "edits",
+    "safe_set_local_grad": "edits",
+    "safe_set_local_optimizer_state": "edits",
+    "safe_update_full_grad_vectorized": "edits",
 }
 
 __all__ = list(_EXPORTS)

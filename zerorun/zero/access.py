@@ -54,15 +54,22 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
     return full
 
 
-def full_state_dict(model: ShardedModel) -> dict[str, torch.Tensor]:
-    """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3."""
+def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3.
+
+    Without ``keep`` this rank only takes part, and gets {}.
+    """
     values: dict[int, torch.Tensor] = {}
     for unit in model.units:
         for flat_group in unit.flat_groups:
             flat = _weights(model.runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 part = flat[entry.offset : entry.end].view(entry.shape)
-                values[id(param)] = model.parts.whole(param, part).to("cpu", copy=True)
+                whole = model.parts.whole(param, part)
+                if keep:
+                    values[id(param)] = whole.to("cpu", copy=True)
+    if not keep:
+        return {}
     with model.runtime.guard.allowing_state_dict():
         found = model.module.state_dict(keep_vars=True)
     return {n: values[id(t)] if id(t) in values else copied_to_cpu(t) for n, t in found.items()}
@@ -176,7 +183,7 @@ def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] 
 # -- editing -----------------------------------------------------------------------------------------------------
 
 
-def _store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
+def store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: torch.Tensor) -> None:
     """Write this rank's part of ``value`` (a full parameter) into ``owned``."""
     flat = value.reshape(-1)
     if owned.numel() == flat_group.layout.numel:
@@ -195,11 +202,11 @@ def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor)
     if home.unit.resident:
         entry_view(home, flat_group.full).copy_(value)
     else:
-        _store_owned(flat_group, home.entry, flat_group.shard, value)
+        store_owned(flat_group, home.entry, flat_group.shard, value)
         if model.runtime.gathers.holds(home.unit):
             model.runtime.gathers.evict(home.unit.param_slot)
     if flat_group.master is not None and not flat_group.plan.master_is_weight:
-        _store_owned(flat_group, home.entry, flat_group.master, value)
+        store_owned(flat_group, home.entry, flat_group.master, value)
 
 
 class GatheredParameters:
@@ -233,7 +240,7 @@ class GatheredParameters:
         found = self._managed()
         if self._modifier_rank is not None:
             for model, home in found:
-                _refuse_copies(home)
+                refuse_copies(home)
                 _refuse_other_stage(model, home, self._modifier_rank)
         for model, members in groupby(found, lambda pair: pair[0]):
             exchanges = model.runtime.plan.shares_params or bool(model.parts.shards) or self._modifier_rank is not None
@@ -346,7 +353,7 @@ def _refuse_other_stage(model: ShardedModel, home: ParameterHome, rank: int) -> 
         )
 
 
-def _refuse_copies(home: ParameterHome) -> None:
+def refuse_copies(home: ParameterHome) -> None:
     """Raise ModelError for a parameter that several pipeline stages have: its copies would get different values."""
     if any(axis != "tensor" for axis in home.flat_group.plan.replication.sums):
         raise ModelError(
@@ -388,8 +395,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
     Raises ModelError if no engine has ``param``, or if several pipeline stages have it.
     """
-    model, home = _managed(param)
-    _refuse_copies(home)
+    model, home = managed(param, "safe_set_full_fp32_param")
+    refuse_copies(home)
     _store_weight(model, home, model.parts.part(param, value))
 
 
@@ -403,7 +410,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
         return None
     model, home = found
     compare_request(model, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
-    flat, known = _owned_state(model, home.flat_group, key)
+    flat, known = owned_state(model, home.flat_group, key)
     if not any(model.comm.control.data_values(known)):
         return None
     part = entry_view(home, gathered(model, home.flat_group, flat, home.unit.name)).clone()
@@ -415,17 +422,22 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
 
     Does nothing on a rank that has no such state yet. Raises ModelError as ``safe_set_full_fp32_param`` does.
     """
-    model, home = _managed(param)
-    _refuse_copies(home)
-    flat, known = _owned_state(model, home.flat_group, key)
+    model, home = managed(param, "safe_set_full_optimizer_state")
+    refuse_copies(home)
+    flat, known = owned_state(model, home.flat_group, key)
     if not known:
         return
-    _store_owned(home.flat_group, home.entry, flat, model.parts.part(param, value))
+    store_owned(home.flat_group, home.entry, flat, model.parts.part(param, value))
+    write_state(model, home.flat_group, key, flat)
+
+
+def write_state(model: ShardedModel, flat_group: FlatGroup, key: str, owned: torch.Tensor) -> None:
+    """Write ``owned`` [owned] into the optimizer state ``key`` of the elements of ``flat_group`` that this rank owns."""
     assert model.optimizer is not None
     for piece in model.optimizer.pieces:
-        if piece.flat_group is home.flat_group:
-            state = model.optimizer.optimizer.state[piece.tensor][key]
-            state.copy_(flat[piece.low : piece.low + state.numel()].view(state.shape))
+        state = model.optimizer.optimizer.state.get(piece.tensor, {}).get(key) if piece.flat_group is flat_group else None
+        if state is not None:
+            state.copy_(owned[piece.low : piece.low + state.numel()].view(state.shape))
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -448,7 +460,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
     found = find(param)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
-    flat, known = _owned_state(found[0], found[1].flat_group, key)
+    flat, known = owned_state(found[0], found[1].flat_group, key)
     return owned_part(found[1], flat) if known else None
 
 
@@ -460,7 +472,7 @@ def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
     return owned[:0]
 
 
-def _owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
+def owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
     """Return (state ``key`` of the elements of ``flat_group`` that this rank owns [owned], whether there is any)."""
     assert model.optimizer is not None
     assert flat_group.master is not None
@@ -477,8 +489,12 @@ def _owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[
     return flat, known
 
 
-def _managed(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome]:
+def managed(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome]:
+    """Where ``param`` lies. Raises ModelError, which names ``function``, if no engine has it."""
     found = find(param)
     if found is None:
-        raise ModelError(f"a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine.")
+        raise ModelError(
+            f"{function}(...): a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine. Remedy: "
+            "give a parameter of engine.module, and not a copy or a view of it."
+        )
     return found

@@ -235,6 +235,11 @@ class TrainedGroup(FlatGroup):
         """The reduced gradients were summed over more ranks. Forget what was computed from them."""
         self._square_sum = None
 
+    def gradient_replaced(self, entry: int) -> None:
+        """The reduced gradient of parameter ``entry`` has other values now, and is one even if no backward gave any."""
+        self.used[entry] = True
+        self._square_sum = None
+
     def forget_gradients(self) -> None:
         """Start the next step without gradients."""
         super().forget_gradients()

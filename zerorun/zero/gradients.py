@@ -28,7 +28,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     if found is None:
         return None
     model, home, flat_group = found
-    return _whole(model, home, _gathered(model, home.unit, flat_group), model.gradient_factor())
+    return whole_gradient(model, home, gathered_gradients(model, home.unit, flat_group), model.gradient_factor())
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -49,14 +49,14 @@ def full_gradients(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises ModelError if no engine manages ``module``.
     """
     model = _managed(module)
-    _reduce_all(model, "full_gradients")
+    reduce_all(model, "full_gradients")
     factor = model.gradient_factor()  # once: ranks may have to add up the weights of their losses for it
     for unit in model.units:
         for flat_group in unit.trainable:
             if flat_group.reduced:
-                flat = _gathered(model, unit, flat_group)
+                flat = gathered_gradients(model, unit, flat_group)
                 for entry, name in enumerate(flat_group.names):
-                    yield name, _whole(model, ParameterHome(unit, flat_group, entry), flat, factor)
+                    yield name, whole_gradient(model, ParameterHome(unit, flat_group, entry), flat, factor)
 
 
 def not_finite(units: list[Unit]) -> list[str]:
@@ -77,7 +77,7 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     Raises ModelError if no engine manages ``module``.
     """
     model = _managed(module)
-    _reduce_all(model, "gradient_norms")
+    reduce_all(model, "gradient_norms")
     comm, topology = model.comm, model.comm.topology
     flat_groups = [flat_group for unit in model.units for flat_group in unit.trainable if flat_group.reduced]
     names = [name for flat_group in flat_groups for name in flat_group.names]
@@ -109,12 +109,12 @@ def _summed(model: ShardedModel, flat_group: TrainedGroup) -> torch.Tensor:
     return owned
 
 
-def _gathered(model: ShardedModel, unit: Unit, flat_group: TrainedGroup) -> torch.Tensor:
+def gathered_gradients(model: ShardedModel, unit: Unit, flat_group: TrainedGroup) -> torch.Tensor:
     """The gradients of a flat group, scaled as the losses were: [numel], to read only."""
     return gathered(model, flat_group, _summed(model, flat_group), unit.name)
 
 
-def _whole(model: ShardedModel, home: ParameterHome, flat: torch.Tensor, factor: float) -> torch.Tensor:
+def whole_gradient(model: ShardedModel, home: ParameterHome, flat: torch.Tensor, factor: float) -> torch.Tensor:
     """``factor`` times the gradient of the parameter at ``home``, of what ``_gathered`` gives for its flat group."""
     return model.parts.whole(home.flat_group.params[home.entry], entry_view(home, flat) * factor)
 
@@ -131,12 +131,15 @@ def _reduced(param: torch.Tensor, function: str) -> tuple[ShardedModel, Paramete
     found = find(param)
     if found is None or not isinstance(found[1].flat_group, TrainedGroup):
         return None
-    _reduce_all(found[0], function, repr(found[1].name))
+    reduce_all(found[0], function, repr(found[1].name))
     return (*found, found[1].flat_group) if found[1].flat_group.reduced else None
 
 
-def _reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
-    """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for it."""
+def reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
+    """Let all gradients be reduced, and where the optimizer is. Raises OrderError if other ranks do not ask for it.
+
+    Those that wait for the last backward of the step (stages 0 and 1) are reduced now, so that all stages answer alike.
+    """
     asked = torch.cat([torch.tensor([len(model.runtime.reducer.late)]), fingerprint([function, *wanted])])
     try:
         answers = model.comm.control.data_gather(asked, ORDER_TIMEOUT_S)
@@ -147,6 +150,7 @@ def _reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
         ) from error
     if len({int(theirs) for _, theirs in answers}) > 1:
         compare_request(model, function, wanted)
+    model.runtime.reducer.reduce_accumulated()
     if any(int(late) for late, _ in answers):
         model.reduce_late()
     model.finish_reductions()

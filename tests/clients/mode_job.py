@@ -1,0 +1,151 @@
+"""Rank program: what scripts made for DeepSpeed ask of parameters and state dicts, and the routes of zerorun.integrations.
+
+zerorun --nproc-per-node 2 tests/clients/mode_job.py OUT.json
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zerorun.integrations.accelerate import plugin
+from zerorun.integrations.transformers import ZerorunCallback
+
+import deepspeed  # isort: skip
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from cells import begin_anew
+from models import Sentences, llama
+from safetensors.torch import save
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+
+def attempt(action: Callable[[], Any]) -> str:
+    """The name of the error and its message, or "nothing"."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return "nothing"
+
+
+def configuration(stage: int, **more: Any) -> dict[str, Any]:
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, "zero_optimization": {"stage": stage}, **more}
+
+
+def parameters() -> dict[str, Any]:
+    """Attributes of parameters, state dicts and files, at stage 3."""
+    engine, *_ = deepspeed.initialize(model=llama(), config=configuration(3))
+    param = engine.module.model.layers[0].mlp.up_proj.weight
+    found: dict[str, Any] = {
+        "attributes": [param.ds_numel, list(param.ds_shape), param.ds_status.name, param.ds_tensor.numel()],
+        "others have none": hasattr(torch.nn.Parameter(torch.zeros(1)), "ds_id"),
+        "numbers": len({other.ds_id for other in engine.module.parameters()}) == len(list(engine.module.parameters())),
+    }
+    with deepspeed.zero.GatheredParameters([param]):
+        found["inside"] = param.ds_status.name
+    state = engine.module.state_dict()
+    shown = state["model.layers.0.mlp.up_proj.weight"]
+    found["shape"] = [list(shown.shape), shown.numel(), len(state)]
+    found["saved"] = [attempt(lambda: torch.save(state, io.BytesIO())), attempt(lambda: save({"a": shown}))]
+    found["copied"] = [attempt(shown.contiguous), attempt(shown.cpu), attempt(shown.clone)]
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        found["not asked for"] = engine.save_16bit_model(shared[0])
+        whole = engine.state_dict()
+        engine.save_checkpoint(shared[0], tag="checkpoint")
+        if dist.get_rank() == 0:
+            from deepspeed.utils.zero_to_fp32 import (
+                convert_zero_checkpoint_to_fp32_state_dict,
+                get_fp32_state_dict_from_zero_checkpoint,
+            )
+
+            merged = get_fp32_state_dict_from_zero_checkpoint(shared[0])
+            found["merged"] = all(torch.equal(merged[name], value) for name, value in whole.items() if name in merged)
+            convert_zero_checkpoint_to_fp32_state_dict(shared[0], f"{shared[0]}/out", safe_serialization=True)
+            found["converted"] = sorted(path.name for path in Path(shared[0], "out").iterdir())
+        dist.barrier()
+    engine.destroy()
+    return found
+
+
+def ignored() -> list[str]:
+    """What a file says that DeepSpeed reads over, and what it refuses, too."""
+    idle = {"stage": 2, "offload_param": {"device": "cpu"}}
+    over = configuration(2, misspelt=1, **{"zero_optimization.reduce_bucket_size": 5, "zero_optimization": idle})
+    wrong = configuration(2, zero_optimization={"stage": 2, "sub_grup_size": 3})
+    return [attempt(partial(deepspeed.initialize, model=llama(), config=config)) for config in (over, wrong)]
+
+
+def kernels() -> list[float]:
+    """Losses with an optimizer object of DeepSpeed's name, a schedule of its class, and its helper functions."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.runtime.lr_schedules import WarmupLR
+    from deepspeed.utils import RepeatingLoader, groups, log_dist
+
+    log_dist("begins", ranks=[0])
+    model = llama()
+    optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    schedule = WarmupLR(optimizer, warmup_min_lr=0.01, warmup_max_lr=0.01, warmup_num_steps=10)
+    engine, _, _, made = deepspeed.initialize(model=model, config_params=config, optimizer=optimizer, lr_scheduler=schedule)
+    assert made is schedule and groups.get_data_parallel_world_size() == deepspeed.comm.get_world_size() == 2
+    losses, data = [], iter(RepeatingLoader(DataLoader(Sentences(), batch_size=2)))
+    for _ in range(3):
+        loss = engine(**next(data)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    engine.destroy()
+    return losses
+
+
+def accelerated() -> list[float]:
+    """The same losses by accelerate, with the route of zerorun.integrations."""
+    accelerator = Accelerator(deepspeed_plugin=plugin({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 2
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for _, batch in zip(range(3), DataLoader(Sentences(), batch_size=2), strict=False):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def logged(folder: str) -> list[list[str]]:
+    """What Trainer's log has with the callback."""
+    begin_anew()
+    args = TrainingArguments(
+        folder, max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        deepspeed={"zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 2}, save_strategy="no",
+    )  # fmt: skip
+    trainer = Trainer(llama(), args, train_dataset=Sentences(), callbacks=[ZerorunCallback()])
+    trainer.train()
+    return [sorted(entry) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main() -> None:
+    deepspeed.init_distributed("gloo")
+    found = {"parameters": parameters(), "ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
+    with tempfile.TemporaryDirectory() as folder:
+        found["logged"] = logged(folder)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

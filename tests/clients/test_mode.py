@@ -1,0 +1,49 @@
+"""What scripts made for DeepSpeed find in the mode, on two ranks (mode_job.py), and the routes of zerorun.integrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_clients import found_by
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return found_by("mode")
+
+
+def test_parameters_have_what_scripts_ask_for(found: dict[str, Any]) -> None:
+    seen = found["parameters"]
+    numel, shape, status, part = seen["attributes"]
+    assert (numel, shape, status) == (512, [32, 16], "NOT_AVAILABLE") and 0 <= part <= 512
+    assert seen["inside"] == "AVAILABLE" and seen["numbers"] and not seen["others have none"]
+
+
+def test_state_dicts_of_stage_3_cannot_be_saved(found: dict[str, Any]) -> None:
+    """They have the shapes; but a file would hold NaN."""
+    seen = found["parameters"]
+    assert seen["shape"] == [[32, 16], 512, 21]
+    for text in seen["saved"] + seen["copied"]:
+        assert text.startswith("ReleasedParameterError") and "Remedy: engine.state_dict()" in text
+
+
+def test_whole_models(found: dict[str, Any]) -> None:
+    """save_16bit_model() writes at stage 3 only if the file asks for it; zero_to_fp32 reads zerorun's checkpoints."""
+    seen = found["parameters"]
+    assert seen["not asked for"] is False and seen["merged"] and seen["converted"] == ["model.safetensors"]
+
+
+def test_what_deepspeed_reads_over_is_no_error(found: dict[str, Any]) -> None:
+    over, wrong = found["ignored"]
+    assert over == "nothing"
+    assert wrong.startswith("ConfigError") and "sub_grup_size" in wrong
+
+
+def test_optimizers_and_schedules_of_their_names(found: dict[str, Any]) -> None:
+    """By hand and by accelerate, with torch's optimizer, the losses are the same."""
+    assert found["kernels"] == pytest.approx(found["accelerated"], abs=1e-6)
+
+
+def test_callback_of_trainer(found: dict[str, Any]) -> None:
+    assert len(found["logged"]) == 2 and all("skipped_steps" in entry for entry in found["logged"])

@@ -1,0 +1,207 @@
+"""Edits: gradients, and this rank's parts of masters and moments, that a training loop replaces between steps.
+
+[Note: an edited gradient]
+What the functions take and give is averaged, unscaled and not clipped, as ``safe_get_full_grad`` returns it. What a rank
+keeps is the sum over ranks and micro-batches, with the loss scale in it. So a value is divided by the factor between the
+two and written to where the update and the norm read: the reduced gradients of this rank's part. The norm, clipping and the
+search for overflows come later, in step(), and see the new values. A parameter that had no gradient on any rank has one
+from then on, so that the optimizer does not pass over it.
+
+Where several tensor-parallel ranks hold a whole parameter and a summand of its gradient each, the first one keeps the value
+and the others keep zeros, because step() adds the summands up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+
+import torch
+
+from ..errors import ModelError, StepError
+from .access import compare_request, managed, owned_part, owned_state, refuse_copies, store_owned, write_state
+from .flat_group import TrainedGroup
+from .gradients import gathered_gradients, reduce_all, whole_gradient
+from .pieces import owned_gradient
+from .sharded_model import ParameterHome, ShardedModel
+
+UpdateFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the gradient of ``param`` by ``value``, in its full shape. All ranks must call it with the same value.
+
+    ``value`` counts as ``safe_get_full_grad`` returns it: averaged over ranks and micro-batches, without a loss scale,
+    before clipping. Call it after the last backward of a step: gradients of a later one are added. Raises ModelError if no
+    engine trains ``param``, if several pipeline stages have it, or if the shape is another, and StepError if there is no
+    gradient.
+    """
+    model, home, flat_group = _trained(param, "safe_set_full_grad")
+    part = _part_of(model, home, value, "safe_set_full_grad")
+    _reduce(model, "safe_set_full_grad", repr(home.name))
+    _refuse_none(flat_group, home, "safe_set_full_grad")
+    _store_gradient(model, home, flat_group, part, model.gradient_factor())
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's part of the gradient of ``param`` by ``value``: flat, as long as ``safe_get_local_grad`` says.
+
+    All ranks must call it, each with its own part, which may be empty. See ``safe_set_full_grad`` for what a value is, and
+    for what is raised.
+    """
+    model, home, flat_group = _trained(param, "safe_set_local_grad")
+    place = owned_part(home, owned_gradient(flat_group))
+    flat = _local(home, place, value, "safe_set_local_grad")
+    _reduce(model, "safe_set_local_grad", repr(home.name))
+    _refuse_none(flat_group, home, "safe_set_local_grad")
+    place.copy_(_summand(model, flat_group, flat.to(place) / model.gradient_factor()))
+    flat_group.gradient_replaced(home.entry)
+
+
+def safe_update_full_grad_vectorized(params: Iterable[torch.Tensor], update_func: UpdateFunction) -> None:
+    """Replace the gradient of each of ``params`` by ``update_func(full gradient, parameter)``. One all-gather for a unit.
+
+    All ranks must call it with the same parameters, and ``update_func`` must return the same on all of them. Parameters
+    that require no gradient are passed over, and each is updated once. Raises what ``safe_set_full_grad`` raises.
+    """
+    function = "safe_update_full_grad_vectorized"
+    found = {id(param): _trained(param, function) for param in params if param.requires_grad}
+    ordered = sorted(found.values(), key=lambda place: (place[0].number, place[1].place))
+    for model, of_model in groupby(ordered, lambda place: place[0]):
+        members = list(of_model)
+        _reduce(model, function, *(repr(home.name) for _, home, _ in members))
+        for _, home, flat_group in members:
+            _refuse_none(flat_group, home, function)
+        factor = model.gradient_factor()
+        for _, of_group in groupby(members, lambda place: id(place[2])):
+            _update_group(model, [(home, flat_group) for _, home, flat_group in of_group], update_func, factor)
+
+
+def _update_group(
+    model: ShardedModel, members: list[tuple[ParameterHome, TrainedGroup]], update_func: UpdateFunction, factor: float
+) -> None:
+    """Update the gradients of some parameters of one flat group, which is gathered once."""
+    first, flat_group = members[0]
+    flat = gathered_gradients(model, first.unit, flat_group).clone()  # at stage 0 it is what is written to
+    for home, _ in members:
+        param = flat_group.params[home.entry]
+        value = update_func(whole_gradient(model, home, flat, factor), param)
+        _store_gradient(model, home, flat_group, _part_of(model, home, value, "safe_update_full_grad_vectorized"), factor)
+
+
+def _store_gradient(
+    model: ShardedModel, home: ParameterHome, flat_group: TrainedGroup, part: torch.Tensor, factor: float
+) -> None:
+    """Write what this rank owns of ``part``, a gradient in the shape that the parameter has here."""
+    place = owned_gradient(flat_group)
+    store_owned(flat_group, home.entry, place, _summand(model, flat_group, part.to(place) / factor))
+    flat_group.gradient_replaced(home.entry)
+
+
+def _reduce(model: ShardedModel, function: str, *wanted: str) -> None:
+    """Let all gradients be reduced, and return when other ranks have read what this one is about to write to."""
+    reduce_all(model, function, *wanted)
+    model.comm.fence()
+
+
+def _summand(model: ShardedModel, flat_group: TrainedGroup, value: torch.Tensor) -> torch.Tensor:
+    """``value``, or zeros on the ranks whose gradients are to be added to it: see [Note: an edited gradient]."""
+    first = not flat_group.plan.replication.sums or model.comm.topology.tensor_rank == 0
+    return value if first else torch.zeros_like(value)
+
+
+def _trained(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome, TrainedGroup]:
+    model, home = managed(param, function)
+    if not isinstance(home.flat_group, TrainedGroup):
+        raise ModelError(
+            f"{function}(...): {home.name!r} is frozen, or in no parameter group of the optimizer, so it has no gradient. "
+            "Remedy: let it require a gradient, and give it to the optimizer, before initialize()."
+        )
+    refuse_copies(home)
+    return model, home, home.flat_group
+
+
+def _refuse_none(flat_group: TrainedGroup, home: ParameterHome, function: str) -> None:
+    if not flat_group.reduced:
+        raise StepError(
+            f"{function}(...): {home.name!r} has no gradient yet, because no backward came since the last step(). Remedy: "
+            "call it between backward() and step()."
+        )
+
+
+# -- this rank's part --------------------------------------------------------------------------------------------
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace this rank's part of the master and the weight of ``param`` by ``value``, flat and maybe empty.
+
+    All ranks must call it, each with its own part: the weights are gathered anew where they are whole. The parts are those
+    of ``safe_get_local_fp32_param``. Raises ModelError if no engine optimizes ``param``, if several pipeline stages have
+    it, or if the number of elements is another.
+    """
+    function = "safe_set_local_fp32_param"
+    model, home, flat_group = _trained(param, function)
+    flat = _local(home, owned_part(home, flat_group.master), value, function)
+    compare_request(model, function, [repr(home.name)])
+    model.comm.fence()  # others may still read the old values
+    owned_part(home, flat_group.master).copy_(flat)
+    if not flat_group.plan.master_is_weight:
+        owned_part(home, flat_group.weight).copy_(flat)
+    if not home.unit.resident and model.runtime.gathers.holds(home.unit):
+        model.runtime.gathers.evict(home.unit.param_slot)
+    home.unit.let_go_of_others()
+    if home.unit.resident and not flat_group.plan.owns_everything and model.comm.topology.shard > 1:
+        home.unit.gather_into(model.comm, flat_group, flat_group.full, "of edited parameters").wait()
+    model.comm.fence()
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
+    """Replace this rank's part of the optimizer state ``key`` of ``param`` by ``value``, flat and maybe empty.
+
+    No rank waits for another. Raises ModelError as ``safe_set_local_fp32_param`` does, and StepError if this rank has no
+    such state yet, because no step was made or because the optimizer has none of this name.
+    """
+    function = "safe_set_local_optimizer_state"
+    model, home, flat_group = _trained(param, function)
+    flat = _local(home, owned_part(home, flat_group.master), value, function)
+    owned, known = owned_state(model, flat_group, key)
+    if not known:
+        if not flat.numel():
+            return
+        raise StepError(
+            f"{function}(...): the optimizer has no state {key!r} of {home.name!r} on this rank. Remedy: call it after the "
+            "first step(), with a name that the optimizer uses, such as 'exp_avg'."
+        )
+    owned_part(home, owned).copy_(flat)
+    write_state(model, flat_group, key, owned)
+
+
+# -- values ------------------------------------------------------------------------------------------------------
+
+
+def _part_of(model: ShardedModel, home: ParameterHome, value: torch.Tensor, function: str) -> torch.Tensor:
+    """What this rank's tensor-parallel part of the parameter gets of ``value``, in its shape here."""
+    param, here = home.flat_group.params[home.entry], home.flat_group.layout.entries[home.entry].shape
+    shard = model.parts.shards.get(id(param))
+    whole = shard.shape if shard is not None else here
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ModelError(
+            f"{function}(...): the value for {home.name!r} is {given}, and not a tensor of shape {tuple(whole)}. Remedy: "
+            "give the whole value, in the parameter's shape, on every rank."
+        )
+    return model.parts.part(param, value.detach())
+
+
+def _local(home: ParameterHome, place: torch.Tensor, value: torch.Tensor, function: str) -> torch.Tensor:
+    """``value``, flat, where ``place`` is this rank's part."""
+    if not isinstance(value, torch.Tensor) or value.numel() != place.numel():
+        given = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ModelError(
+            f"{function}(...): the value for {home.name!r} has {given}, and this rank's part has {place.numel()}. Remedy: "
+            f"give a tensor like the one that {function.replace('_set_', '_get_')}(...) returns here."
+        )
+    return value.detach().reshape(-1)
