@@ -30,6 +30,7 @@ ACCELERATE = (
     "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",
     "schedule", "state dict", "offload",
 )  # fmt: skip
+BY_DAY = {"trainer": ("accumulation", "lora", "resume"), "accelerate": ("resume", "state dict"), "mode": ()}
 TRL = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
 LIGHTNING = (
     "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
@@ -37,16 +38,29 @@ LIGHTNING = (
 
 
 @cache
-def found_by(program: str, *options: str) -> dict[str, Any]:
-    """Cell and stage -> what two ranks of the program found there."""
+def found_by(program: str, cells: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Cell and stage -> what two ranks of the program found there, in all cells or in those named."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "--nproc-per-node", "2"]
-        command += [str(HERE / f"{program}_job.py"), str(out)]
+        mode = (
+            ["--as-deepspeed"] if program in ("trainer", "accelerate", "trl") else []
+        )  # the others begin it, or need none
+        command = [sys.executable, "-m", "zerorun.launcher.cli", *mode, "--nproc-per-node", "2"]
+        command += [str(HERE / f"{program}_job.py"), str(out), *cells]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300 * patience())
         assert done.returncode == 0, done.stderr[-4000:]
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def cells_of(program: str, cells: tuple[str, ...]) -> list[Any]:
+    """Those by day, and the others for the night."""
+    return [cell if cell in BY_DAY[program] else pytest.param(cell, marks=pytest.mark.nightly) for cell in cells]
+
+
+def found_in(program: str, cell: str) -> dict[str, Any]:
+    """What was found in the cells of the day, if this is one, or in all."""
+    return found_by(program, BY_DAY[program] if cell in BY_DAY[program] else ())
 
 
 def compare(found: dict[str, Any], cell: str, stage: int) -> None:
@@ -67,21 +81,21 @@ def distance(one: Any, other: Any) -> float:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cell", TRAINER)
+@pytest.mark.parametrize("cell", cells_of("trainer", TRAINER))
 def test_trainer(cell: str, stage: int) -> None:
     """transformers' Trainer, by its argument ``deepspeed``."""
     if (cell, stage) in (("offloaded optimizer", 0), *(("offloaded parameters", stage) for stage in (0, 1, 2))):
         pytest.skip("there is nothing to be offloaded")
-    compare(found_by("trainer", "--as-deepspeed"), cell, stage)
+    compare(found_in("trainer", cell), cell, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cell", ACCELERATE)
+@pytest.mark.parametrize("cell", cells_of("accelerate", ACCELERATE))
 def test_accelerate(cell: str, stage: int) -> None:
     """A loop with an Accelerator that has a DeepSpeedPlugin."""
     if (cell, stage) == ("offload", 0):
         pytest.skip("there is nothing to be offloaded")
-    compare(found_by("accelerate", "--as-deepspeed"), cell, stage)
+    compare(found_in("accelerate", cell), cell, stage)
 
 
 @pytest.mark.nightly
@@ -91,7 +105,7 @@ def test_trl(cell: str, stage: int) -> None:
     """TRL's trainers, by their argument ``deepspeed``."""
     if importlib.util.find_spec("trl") is None:
         pytest.skip("needs TRL: pip install -e '.[clients]'")
-    compare(found_by("trl", "--as-deepspeed"), cell, stage)
+    compare(found_by("trl"), cell, stage)
 
 
 @pytest.mark.nightly
