@@ -30,7 +30,7 @@ ACCELERATE = (
     "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",
     "schedule", "state dict", "offload",
 )  # fmt: skip
-BY_DAY = {"trainer": ("accumulation", "lora", "resume"), "accelerate": ("resume", "state dict"), "mode": ()}
+BY_DAY: dict[str, tuple[str, ...]] = {"trainer": ("accumulation", "lora", "resume"), "accelerate": ()}
 TRL = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
 LIGHTNING = (
     "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
