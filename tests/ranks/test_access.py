@@ -442,3 +442,22 @@ def test_parameters_are_edited_between_init_and_initialize(world: int) -> None:
     problems = [problem for problem, _, _ in run_ranks(world, edit_before_the_engine, None)]
     assert "of shape (8, 8)" in problems[1]
     assert "modifier_rank" in problems[1]
+
+
+def made_in_bf16() -> list[Any]:
+    with Init(dtype=torch.bfloat16, remote_device="cpu", mpu=None, config_dict_or_path={}):
+        inside = nn.Linear(4, 4)
+    found = [inside.weight.dtype, nn.Linear(2, 2).weight.dtype]
+    try:
+        with Init(dtype=torch.bfloat16):
+            raise KeyError
+    except KeyError:
+        found.append(torch.get_default_dtype())
+    with GatheredParameters(inside.weight, None, inside, True):
+        found.append(tuple(inside.weight.shape))
+    return found
+
+
+def test_init_makes_parameters_of_the_dtype_it_is_told() -> None:
+    """And outside the block all is as before, also if it ended with an error."""
+    assert run_ranks(2, made_in_bf16) == [[torch.bfloat16, torch.float32, torch.float32, (4, 4)]] * 2

@@ -396,3 +396,17 @@ def test_what_is_shown(folder: Path, tee: str, shown: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30 * patience())
     assert done.stdout == shown and done.stderr == ("err\n" if tee == "3" else "")
     assert (folder / "logs" / "rank1.stdout.log").read_text() == "out 1\n"
+
+
+def test_the_deepspeed_mode_reaches_all_workers(folder: Path) -> None:
+    """As a variable that is exported, together with others."""
+    chosen = plan("-H", "hosts", "--as-deepspeed", "--export=LAKE=deep")
+    assert chosen.exports["ZERORUN_AS_DEEPSPEED"] == "1" and chosen.exports["LAKE"] == "deep"
+    assert "ZERORUN_AS_DEEPSPEED" not in plan("-H", "hosts").exports
+
+
+def test_this_host_is_reached_as_others_are_if_that_is_wanted(folder: Path) -> None:
+    hosts = [Host(socket.gethostname(), (0, 1))]
+    for options, local in (((), (hosts[0].name,)), (("--force-multi",), ())):
+        args = cli.parse_args(cli.build_parser(), [*options, "train.py"])
+        assert cli.make_request(args, "ssh", hosts, {}).local_names == local

@@ -40,6 +40,7 @@ _VALUES = _names(
     zero__gradients="safe_get_full_grad safe_get_local_grad",
     zero__edits="safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
+    zero__leaf_modules="get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
 )
 _CONFIG = _names(config__parse="DeepSpeedConfig=Config", errors="DeepSpeedConfigError=ConfigError")
 _COMM = _names(

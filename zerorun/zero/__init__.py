@@ -23,8 +23,16 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .gradients import safe_get_full_grad as safe_get_full_grad
     from .gradients import safe_get_local_grad as safe_get_local_grad
     from .init import Init as Init
+    from .leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
+    from .leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
+    from .leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
+    from .leaf_modules import z3_leaf_module as z3_leaf_module
 
 _EXPORTS = {
+    "get_z3_leaf_modules": "leaf_modules",
+    "set_z3_leaf_modules": "leaf_modules",
+    "unset_z3_leaf_modules": "leaf_modules",
+    "z3_leaf_module": "leaf_modules",
     "GatheredParameters": "access",
     "Init": "init",
     "full_gradients": "gradients",

@@ -215,15 +215,19 @@ class GatheredParameters:
     Parameters that are divided over tensor-parallel ranks are whole as well; layers cannot run with them in the block.
 
     ``params``: one parameter or an iterable, in any order; parameters that belong neither to an engine nor to ``Init`` are
-    left alone. With ``modifier_rank``, a rank of the world, the values of that rank are kept when the block ends. Without
-    it, the block is for reading: it raises ReleasedParameterError at its end if a value was changed, because ranks could
-    differ. Raises OrderError, on all ranks alike, if they were given different parameters, and ModelError if a shape was
-    changed. With ``modifier_rank``, raises ModelError if another pipeline stage also has the parameter, or if
-    ``modifier_rank`` is on a stage that does not have it.
+    left alone. ``fwd_module`` has no effect: forwards in the block find the values in any case. With ``modifier_rank``, a
+    rank of the world, the values of that rank are kept when the block ends. Without it, the block is for reading: it raises
+    ReleasedParameterError at its end if a value was changed, because ranks could differ. Raises OrderError, on all ranks
+    alike, if they were given different parameters, and ModelError if a shape was changed. With ``modifier_rank``, raises
+    ModelError if another pipeline stage also has the parameter, or if that rank is on a stage that does not have it.
     """
 
     def __init__(
-        self, params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None, enabled: bool = True
+        self,
+        params: torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
     ) -> None:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
         self._params = chosen if enabled else []

@@ -419,16 +419,31 @@ def refuse_partitioned(params: Iterable[torch.Tensor], what: str) -> None:
 class Init(TorchFunctionMode):
     """Context in which parameters are partitioned as they are created. All ranks must run the same code in it.
 
-    ``module``: partition an existing module at once. ``config_dict_or_path`` is accepted for scripts written for DeepSpeed,
-    and not used. ``enabled=False`` makes the context do nothing.
+    ``module``: partition an existing module at once. ``dtype``: torch's default dtype in the block, in which parameters are
+    created that say no other. ``enabled=False`` makes the context do nothing. The other keywords are DeepSpeed's, and have
+    no effect: all ranks divide a parameter between them, its parts are in host memory until ``initialize()`` places them,
+    and the configuration counts there.
     """
 
     open: ClassVar[int] = 0  # the number of blocks that the program is in
     outermost: ClassVar[Init | None] = None  # the outermost of these blocks, which also does the work of the inner ones
 
-    def __init__(self, module: nn.Module | None = None, *, config_dict_or_path: Any = None, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        config_dict_or_path: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        config: Any = None,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        mpu: Any = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+    ) -> None:
         super().__init__()
-        self._enabled = enabled
+        self._enabled, self._dtype, self._dtype_before = enabled, dtype, torch.get_default_dtype()
         self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
         self._current: list[Any] = []  # the modules whose parameters are whole
         self._whole_now: list[torch.Tensor] = []
@@ -447,6 +462,8 @@ class Init(TorchFunctionMode):
         if self._enabled:
             init_distributed()
             Init.open += 1
+            self._dtype_before = torch.get_default_dtype()
+            torch.set_default_dtype(self._dtype or self._dtype_before)
             if Init.outermost is None:
                 _number_alike()
                 Init.outermost = self
@@ -457,6 +474,7 @@ class Init(TorchFunctionMode):
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._enabled:
             Init.open -= 1
+            torch.set_default_dtype(self._dtype_before)
             if Init.outermost is self:
                 Init.outermost = None
                 super().__exit__(kind, error, trace)
