@@ -873,3 +873,15 @@ def test_batch_sizes_that_say_auto_are_told_so(keys: list[str], tmp_path: Path) 
     assert text.startswith(f"{path}: 1 problem\n  {keys[0]} = 'auto': {' and '.join(keys)} say")
     assert "Give train_micro_batch_size_per_gpu" in text and "--micro-batch" in text
     assert resolve(load_config(path), data_parallel_size=2, micro_batch_hint=3).train_batch_size == 6
+
+
+def test_compressing_optimizers_fall_back_if_the_file_allows_it() -> None:
+    """Without its keywords of compression; otherwise the error names both ways out."""
+    params = {"lr": 1e-3, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}
+    section = {"type": "OneBitAdam", "params": params}
+    config = load_config({"train_batch_size": 8, "optimizer": {**section, "allow_fallback": True}})
+    assert config.optimizer is not None
+    assert (config.optimizer.type, config.optimizer.params) == ("Adam", {"lr": 1e-3})
+    with pytest.raises(ConfigError, match="allow_fallback") as refused:
+        load_config({"train_batch_size": 8, "optimizer": section})
+    assert 'Use "Adam", and remove freeze_step' in str(refused.value)

@@ -48,6 +48,7 @@ READ_BY_THE_ENGINE = {
 READ_BY_THE_CONFIGURATION = {
     "": "data_parallel_size",
     "data_types.": "param_dtype",
+    "optimizer.": "allow_fallback",
     "tensor_parallel.": "autotp_size tp_size",
     "tensor_parallel.tp.": "tp_size",
     "zero_optimization.": "zero_hpz_partition_size mics_shard_size",

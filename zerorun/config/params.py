@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
+from zerorun.config.fields import FALLBACKS, Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
 from zerorun.errors import ConfigProblem, did_you_mean
 
 
@@ -371,6 +371,8 @@ def refused_optimizer(name: str, params: dict[str, Any]) -> ConfigProblem | None
     remedy = f'Use "{instead}"'
     if extra:
         remedy += f", and remove {', '.join(extra)} from optimizer.params"
+    if name.lower() in FALLBACKS:
+        remedy += f'; or add "allow_fallback": true, and {instead} is used'
     return ConfigProblem("optimizer.type", name, f"{reason}.", remedy + ".")
 
 

@@ -62,7 +62,8 @@ class ConfigReader:
         """Return ``raw`` with today's spellings, and without comments, nulls, "auto" and unknown keys."""
         written: dict[str, tuple[str, Any]] = {}  # key -> the spelling and value that were found
         spellings, fields = model.spellings(), model.fields_by_key()
-        for spelling, value in model.rewrite(raw, path, self.problems).items():
+        raw = model.rewrite(raw, path, self.problems)
+        for spelling, value in raw.items():
             if is_comment(spelling):
                 continue
             if spelling in model.features:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from zerorun.config.fields import (
+    FALLBACKS,
+    PLAIN_KEYWORDS,
     Dtype,
     Feature,
     Flag,
@@ -27,6 +29,7 @@ from zerorun.config.fields import (
     UnitPolicy,
 )
 from zerorun.errors import ConfigProblem
+from zerorun.log import warn_once
 
 MAX_ELEMENTS = 2**63 - 1
 _AT_LEAST_0 = Field(ge=0)
@@ -54,7 +57,20 @@ class Optimizer(Section):
     matter. `Adam` has decoupled weight decay, as in DeepSpeed."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keywords of the optimizer, checked by name and type. `lr` and `weight_decay` may be "auto" if a Trainer sets them."""
+    allow_fallback: Flag = False
+    """true: a type that compresses what it sends (OneBitAdam, ZeroOneAdam) becomes Adam, with a warning, instead of being
+    refused."""
     legacy_fusion: Annotated[Flag, Inert("the update always runs over the flat shard.", unless=False)] = False
+
+    @classmethod
+    def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
+        """Put the plain optimizer for one that compresses, if the file allows it, without the keywords of compression."""
+        name, params = raw.get("type"), raw.get("params", {})
+        plain = FALLBACKS.get(name.lower()) if isinstance(name, str) else None
+        if raw.get("allow_fallback") is not True or plain is None or not isinstance(params, dict):
+            return raw
+        warn_once(f"optimizer.type {name} became {plain}, as allow_fallback allows: nothing is compressed here.")
+        return {**raw, "type": plain, "params": {key: value for key, value in params.items() if key in PLAIN_KEYWORDS}}
 
 
 class Scheduler(Section):
