@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 from cells import run_cells
-from models import Sentences, llama
+from client_models import Sentences, llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cells import run_cells
+from client_models import Sentences, llama
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
-from models import Sentences, llama
 from torch.utils.data import DataLoader
 
 from zerorun.integrations.lightning import ZerorunStrategy

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from cells import begin_anew
-from models import Sentences, llama
+from client_models import Sentences, llama
 from safetensors.torch import save
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments

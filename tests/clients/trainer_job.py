@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cells import begin_anew, run_cells
-from models import Sentences, llama
+from client_models import Sentences, llama
 from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 

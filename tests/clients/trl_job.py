@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from cells import run_cells
+from client_models import llama, stored, tokenizer, words
 from datasets import Dataset
-from models import llama, stored, tokenizer, words
 from peft import LoraConfig
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
