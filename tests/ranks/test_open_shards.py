@@ -140,17 +140,17 @@ def by_safe_access(engine: zerorun.Engine, slow: Callable[[], None]) -> None:
 @contextmanager
 def slow_stores(slow: Callable[[], None]) -> Iterator[None]:
     """New values of parameters are stored after ``slow()``."""
-    usual = access._store_owned
+    usual = access.store_owned
 
     def store(*args: Any) -> None:
         slow()
         usual(*args)
 
-    access._store_owned = store
+    access.store_owned = store
     try:
         yield
     finally:
-        access._store_owned = usual
+        access.store_owned = usual
 
 
 CHANGES = {"step": by_step, "GatheredParameters": by_gathered_parameters, "safe access": by_safe_access}
