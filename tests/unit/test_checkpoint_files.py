@@ -1413,10 +1413,13 @@ def test_a_save_that_was_killed_before_latest(tmp_path: Path) -> None:
 def test_no_file_is_pickled_or_unpickled() -> None:
     """Only what reads other systems' checkpoints meets pickles, and that with an allow-list.
 
-    What pipeline stages of one job tell each other is no file.
+    What pipeline stages of one job tell each other is no file. Two modules write DeepSpeed's pytorch_model.bin for others;
+    they read nothing.
     """
     package = Path(folder.__file__).parents[1]
     sources = {path: path.read_text() for path in package.rglob("*.py")}
     meet = {path.stem for path, text in sources.items() if "torch.load(" in text or "torch.save(" in text}
     meet |= {path.stem for path, text in sources.items() if "import pickle" in text or "Unpickler" in text}
+    write = {path.stem for path, text in sources.items() if "torch.load(" not in text and "Unpickler" not in text}
+    meet -= {"merged", "whole_weights"} & write
     assert meet <= {"from_deepspeed", "from_dcp", "foreign", "messages", "pickles", "torch_files"}
