@@ -9,6 +9,7 @@ import io
 import json
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,6 +88,19 @@ def ignored() -> list[str]:
     return [attempt(partial(deepspeed.initialize, model=llama(), config=config)) for config in (over, wrong)]
 
 
+def two_configurations() -> str:
+    """What is said if the command line names another file than the script."""
+    args = Namespace(deepspeed_config="other.json")
+    return attempt(partial(deepspeed.initialize, args=args, model=llama(), config=configuration(1)))
+
+
+def ranks() -> list[int]:
+    """Numbers of ranks before there is an engine."""
+    from deepspeed.utils import groups
+
+    return [groups.get_data_parallel_world_size(), groups.get_tensor_model_parallel_world_size()]
+
+
 def kernels() -> list[float]:
     """Losses with an optimizer object of DeepSpeed's name, a schedule of its class, and its helper functions."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -140,7 +154,8 @@ def logged(folder: str) -> list[list[str]]:
 
 def main() -> None:
     deepspeed.init_distributed("gloo")
-    found = {"parameters": parameters(), "ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
+    found: dict[str, Any] = {"ranks": ranks(), "two": two_configurations()}
+    found |= {"parameters": parameters(), "ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
         found["logged"] = logged(folder)
     if dist.get_rank() == 0:

@@ -30,6 +30,7 @@ ACCELERATE = (
     "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",
     "schedule", "state dict", "offload",
 )  # fmt: skip
+LOWEST_STAGE = {"offload": 1, "offloaded optimizer": 1, "offloaded parameters": 3}
 BY_DAY: dict[str, tuple[str, ...]] = {"trainer": ("accumulation", "lora", "resume"), "accelerate": ()}
 TRL = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
 LIGHTNING = (
@@ -42,9 +43,7 @@ def found_by(program: str, cells: tuple[str, ...] = ()) -> dict[str, Any]:
     """Cell and stage -> what two ranks of the program found there, in all cells or in those named."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
-        mode = (
-            ["--as-deepspeed"] if program in ("trainer", "accelerate", "trl") else []
-        )  # the others begin it, or need none
+        mode = ["--as-deepspeed"] if program in ("trainer", "accelerate", "trl") else []
         command = [sys.executable, "-m", "zerorun.launcher.cli", *mode, "--nproc-per-node", "2"]
         command += [str(HERE / f"{program}_job.py"), str(out), *cells]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300 * patience())
@@ -53,9 +52,12 @@ def found_by(program: str, cells: tuple[str, ...] = ()) -> dict[str, Any]:
         return found
 
 
-def cells_of(program: str, cells: tuple[str, ...]) -> list[Any]:
-    """Those by day, and the others for the night."""
-    return [cell if cell in BY_DAY[program] else pytest.param(cell, marks=pytest.mark.nightly) for cell in cells]
+def rows(program: str, cells: tuple[str, ...]) -> Any:
+    """Each cell at each stage, but for stages that have nothing to be offloaded. What is not of the day is nightly."""
+    found = [(cell, stage) for cell in cells for stage in STAGES if stage >= LOWEST_STAGE.get(cell, 0)]
+    by_day = BY_DAY.get(program, ())
+    marked = [pytest.param(*row, marks=() if row[0] in by_day else pytest.mark.nightly) for row in found]
+    return pytest.mark.parametrize(("cell", "stage"), marked)
 
 
 def found_in(program: str, cell: str) -> dict[str, Any]:
@@ -80,27 +82,19 @@ def distance(one: Any, other: Any) -> float:
     return abs(one - other) if isinstance(one, (int, float)) else 0.0 if one == other else float("inf")
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cell", cells_of("trainer", TRAINER))
+@rows("trainer", TRAINER)
 def test_trainer(cell: str, stage: int) -> None:
     """transformers' Trainer, by its argument ``deepspeed``."""
-    if (cell, stage) in (("offloaded optimizer", 0), *(("offloaded parameters", stage) for stage in (0, 1, 2))):
-        pytest.skip("there is nothing to be offloaded")
     compare(found_in("trainer", cell), cell, stage)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cell", cells_of("accelerate", ACCELERATE))
+@rows("accelerate", ACCELERATE)
 def test_accelerate(cell: str, stage: int) -> None:
     """A loop with an Accelerator that has a DeepSpeedPlugin."""
-    if (cell, stage) == ("offload", 0):
-        pytest.skip("there is nothing to be offloaded")
     compare(found_in("accelerate", cell), cell, stage)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cell", TRL)
+@rows("trl", TRL)
 def test_trl(cell: str, stage: int) -> None:
     """TRL's trainers, by their argument ``deepspeed``."""
     if importlib.util.find_spec("trl") is None:
@@ -108,13 +102,9 @@ def test_trl(cell: str, stage: int) -> None:
     compare(found_by("trl"), cell, stage)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cell", LIGHTNING)
+@rows("lightning", LIGHTNING)
 def test_lightning(cell: str, stage: int) -> None:
     """Lightning's Trainer with ZerorunStrategy, against DDPStrategy."""
     if importlib.util.find_spec("lightning") is None:
         pytest.skip("needs Lightning: pip install -e '.[clients]'")
-    if (cell, stage) == ("offload", 0):
-        pytest.skip("there is nothing to be offloaded")
     compare(found_by("lightning"), cell, stage)

@@ -47,3 +47,11 @@ def test_optimizers_and_schedules_of_their_names(found: dict[str, Any]) -> None:
 
 def test_callback_of_trainer(found: dict[str, Any]) -> None:
     assert len(found["logged"]) == 2 and all("skipped_steps" in entry for entry in found["logged"])
+
+
+def test_ranks_are_known_before_there_is_an_engine(found: dict[str, Any]) -> None:
+    assert found["ranks"] == [2, 1]
+
+
+def test_two_configurations_are_one_too_many(found: dict[str, Any]) -> None:
+    assert found["two"].startswith("ConfigError") and "other.json" in found["two"]

@@ -1,7 +1,6 @@
-"""Run the DeepSpeed tests of accelerate or transformers, from a checkout of theirs, with zerorun as DeepSpeed.
+"""Run the DeepSpeed tests of accelerate, from a checkout of theirs, with zerorun as DeepSpeed.
 
     python tests/clients/their_suite.py accelerate PATH/TO/CHECKOUT [pytest's arguments]
-    python tests/clients/their_suite.py transformers PATH/TO/CHECKOUT [pytest's arguments]
 
 Their tests want GPUs and models of a hub. Here they run on the CPU, and each model of the hub becomes a random one of the
 same class: on_cpu/ is what Python reads at the start of each process of theirs.
@@ -14,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FOLDERS = {"accelerate": "tests/deepspeed", "transformers": "tests/trainer/distributed"}
+FOLDERS = {"accelerate": "tests/deepspeed"}
 
 
 def main(client: str, checkout: str, *options: str) -> int:

@@ -80,11 +80,6 @@ class EffectiveValue:
     note: str | None
 
 
-# Types of optimizers that compress what they send, and what they are without; the keywords of that one.
-FALLBACKS = {"onebitadam": "Adam", "zerooneadam": "Adam"}
-PLAIN_KEYWORDS = ("lr", "betas", "eps", "weight_decay")
-
-
 class Section(BaseModel):
     """One JSON object with known keys. A field's alias is DeepSpeed's spelling; its Python name is accepted as well."""
 

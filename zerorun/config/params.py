@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model
 
-from zerorun.config.fields import FALLBACKS, Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
+from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
 from zerorun.errors import ConfigProblem, did_you_mean
 
 
@@ -310,6 +310,8 @@ _REFUSED_OPTIMIZERS = {
     "lbfgs": ("AdamW", "LBFGS evaluates the model several times in one step and takes dot products over all parameters"),
     "sparseadam": ("Adam", "SparseAdam needs sparse gradients, and gradients are reduced as parts of flat buffers"),
 }
+# Of these, the names that become what to use instead where the file allows it: they are that, and compress what they send.
+_FALLBACKS = ("onebitadam", "zerooneadam")
 # Lower-case name -> why a configuration cannot describe it.
 _CALLABLES = "its parameters are functions, which a configuration cannot hold."
 _SCHEDULES = "its parameters are other schedules, which a configuration cannot hold."
@@ -371,9 +373,17 @@ def refused_optimizer(name: str, params: dict[str, Any]) -> ConfigProblem | None
     remedy = f'Use "{instead}"'
     if extra:
         remedy += f", and remove {', '.join(extra)} from optimizer.params"
-    if name.lower() in FALLBACKS:
+    if name.lower() in _FALLBACKS:
         remedy += f'; or add "allow_fallback": true, and {instead} is used'
     return ConfigProblem("optimizer.type", name, f"{reason}.", remedy + ".")
+
+
+def fallback_of(name: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the plain optimizer for one that compresses, with the keywords that it knows; None for others."""
+    if name.lower() not in _FALLBACKS:
+        return None
+    plain, _ = _REFUSED_OPTIMIZERS[name.lower()]
+    return plain, {key: value for key, value in params.items() if _stays(plain, key, value)}
 
 
 def _stays(optimizer: str, key: str, value: object) -> bool:

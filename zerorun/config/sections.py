@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from zerorun.config.fields import (
-    FALLBACKS,
-    PLAIN_KEYWORDS,
     Dtype,
     Feature,
     Flag,
@@ -28,6 +26,7 @@ from zerorun.config.fields import (
     Text,
     UnitPolicy,
 )
+from zerorun.config.params import fallback_of
 from zerorun.errors import ConfigProblem
 from zerorun.log import warn_once
 
@@ -66,11 +65,13 @@ class Optimizer(Section):
     def rewrite(cls, raw: dict[str, Any], path: str, problems: list[ConfigProblem]) -> dict[str, Any]:
         """Put the plain optimizer for one that compresses, if the file allows it, without the keywords of compression."""
         name, params = raw.get("type"), raw.get("params", {})
-        plain = FALLBACKS.get(name.lower()) if isinstance(name, str) else None
-        if raw.get("allow_fallback") is not True or plain is None or not isinstance(params, dict):
+        if raw.get("allow_fallback") is not True or not isinstance(name, str) or not isinstance(params, dict):
             return raw
-        warn_once(f"optimizer.type {name} became {plain}, as allow_fallback allows: nothing is compressed here.")
-        return {**raw, "type": plain, "params": {key: value for key, value in params.items() if key in PLAIN_KEYWORDS}}
+        found = fallback_of(name, params)
+        if found is None:
+            return raw
+        warn_once(f"optimizer.type {name} became {found[0]}, as allow_fallback allows: nothing is compressed here.")
+        return {**raw, "type": found[0], "params": found[1]}
 
 
 class Scheduler(Section):

@@ -19,7 +19,7 @@ from typing import Any
 from zerorun.errors import ZerorunError
 from zerorun.log import info_once, setup_logging
 
-from .surface import MISSING, SURFACE, missing_reason, target_of
+from .surface import SURFACE, missing_reason, target_of
 
 VARIABLE = "ZERORUN_AS_DEEPSPEED"
 NAME = "deepspeed"
@@ -134,4 +134,4 @@ class _Surface(ModuleType):
         return sorted({*self.__dict__, *SURFACE[self.__name__], *inside})
 
 
-__all__ = ["MISSING", "VARIABLE", "VERSION", "ActivationError", "activate", "activate_if_asked", "is_active"]
+__all__ = ["VARIABLE", "VERSION", "ActivationError", "activate", "activate_if_asked", "is_active"]

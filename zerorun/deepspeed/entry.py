@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +14,7 @@ from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, TopologyError
+from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
 from .parameters import show_placeholders
 
@@ -47,30 +47,21 @@ def initialize(
         raise ConfigError([ConfigProblem("mesh_param", mesh_param, reason, "Leave it out.")], "initialize()")
     if mpu is not None:
         _refuse_parts(mpu)
-    if config is None:
-        config = config_params if config_params is not None else getattr(args, "deepspeed_config", None)
+    source = config_of(config if config is not None else config_params, args)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
     engine = make_engine(
         model,
-        as_deepspeed_reads(config),
+        as_deepspeed_reads(source),
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
-        args=_without_config(args),
     )
     show_placeholders(engine)
     _engines.append(weakref.ref(engine))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
-
-
-def _without_config(args: Any) -> Any:
-    """Return ``args`` without its configuration, which has been read."""
-    if getattr(args, "deepspeed_config", None) is None:
-        return args
-    return argparse.Namespace(**{key: value for key, value in vars(args).items() if key != "deepspeed_config"})
 
 
 def newest_engine() -> Engine | None:

@@ -9,16 +9,19 @@ from .entry import newest_engine
 from .mpu import Grid
 
 
-def _grid() -> Grid:
+def _topology() -> Topology | None:
+    """That of the newest engine that has its process groups; None if there is none."""
     engine = newest_engine()
-    if engine is not None and engine.topology.mesh is not None:
-        return Grid(engine.topology)
-    return Grid(Topology(dist.get_world_size(), dist.get_world_size(), dist.get_rank()))
+    return engine.topology if engine is not None and engine.topology.mesh is not None else None
+
+
+def _grid() -> Grid:
+    return Grid(_topology() or Topology(1, dist.get_world_size(), dist.get_rank()))
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
     """The process group of the ranks with different data. Before the first engine, that of all ranks."""
-    return _grid().get_data_parallel_group() if newest_engine() is not None else dist.group.WORLD
+    return dist.group.WORLD if _topology() is None else _grid().get_data_parallel_group()
 
 
 def get_data_parallel_rank() -> int:
@@ -53,8 +56,8 @@ get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 def get_own_group() -> dist.ProcessGroup | None:
     """A group of this rank alone: no sequence is divided. The first call must come from all ranks."""
-    engine = newest_engine()
-    return engine.topology.own_group() if engine is not None and dist.get_world_size() > 1 else dist.group.WORLD
+    topology = _topology()
+    return dist.group.WORLD if topology is None else topology.own_group()
 
 
 def get_broadcast_src_rank() -> int:

@@ -7,6 +7,11 @@ from typing import Any
 from ..ops import single_pass
 
 
+def _refuse_amsgrad(amsgrad: bool) -> None:
+    if amsgrad:
+        raise ValueError("amsgrad is not supported by this optimizer. Remedy: torch.optim.AdamW(..., amsgrad=True).")
+
+
 class FusedAdam(single_pass.Adam):
     """Adam, or AdamW with ``adam_w_mode``. Raises ValueError for ``amsgrad``, which DeepSpeed's does not support either."""
 
@@ -23,10 +28,8 @@ class FusedAdam(single_pass.Adam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
-        **unused: Any,
     ) -> None:
-        if amsgrad:
-            raise ValueError("amsgrad is not supported by FusedAdam. Remedy: torch.optim.AdamW(..., amsgrad=True).")
+        _refuse_amsgrad(amsgrad)
         how = {"decoupled_weight_decay": adam_w_mode, "bias_correction": bias_correction}
         super().__init__(params, lr, betas, eps, weight_decay, **how)
 
@@ -47,10 +50,8 @@ class DeepSpeedCPUAdam(single_pass.Adam):
         amsgrad: bool = False,
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
-        **unused: Any,
     ) -> None:
-        if amsgrad:
-            raise ValueError("amsgrad is not supported by DeepSpeedCPUAdam. Remedy: torch.optim.AdamW(..., amsgrad=True).")
+        _refuse_amsgrad(amsgrad)
         how = {"decoupled_weight_decay": adamw_mode, "bias_correction": bias_correction}
         super().__init__(model_params, lr, betas, eps, weight_decay, **how)
 
@@ -68,7 +69,6 @@ class DeepSpeedCPUAdagrad(single_pass.Adagrad):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
-        **unused: Any,
     ) -> None:
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
 
@@ -84,7 +84,6 @@ class FusedLion(single_pass.Lion):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        **unused: Any,
     ) -> None:
         super().__init__(params, lr, betas, weight_decay)
 

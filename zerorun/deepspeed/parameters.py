@@ -71,8 +71,8 @@ def _number(param: torch.Tensor) -> int:
     found = _home(param, "ds_id")
     if found is None:
         return partitioned_as(param) or 0
-    model, home = found
-    return list(model.homes).index(id(home.flat_group.params[home.entry]))
+    unit, flat_group, entry = found[1].place
+    return unit << 40 | flat_group << 32 | entry
 
 
 def _status(param: torch.Tensor) -> ZeroParamStatus:

@@ -15,7 +15,6 @@ activate()
 from transformers import TrainerCallback  # noqa: E402  transformers must find the mode
 
 from ..deepspeed.entry import newest_engine  # noqa: E402
-from ..engine.engine import Engine  # noqa: E402
 from ..log import info_once  # noqa: E402
 
 
@@ -35,11 +34,8 @@ class ZerorunCallback(TrainerCallback):  # type: ignore[misc]
         engine = newest_engine()
         if engine is None or logs is None or "loss" not in logs:
             return
-        logs |= _of_steps(engine)
-        if state.log_history:
-            state.log_history[-1].update(_of_steps(engine))
-
-
-def _of_steps(engine: Engine) -> dict[str, float]:
-    scale = {"loss_scale": engine.loss_scale} if engine.fp16_enabled() else {}
-    return {"skipped_steps": engine.skipped_steps, **scale}
+        scale = {"loss_scale": engine.loss_scale} if engine.fp16_enabled() else {}
+        more = {"skipped_steps": engine.skipped_steps, **scale}
+        logs |= more
+        if state.log_history:  # Trainer has copied the line already
+            state.log_history[-1].update(more)

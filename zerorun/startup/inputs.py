@@ -42,7 +42,7 @@ def take_in(
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
     model_parameters = _listed(model_parameters)
-    source = _config_of(config, args)
+    source = config_of(config, args)
     divided = topology is not None or isinstance(model, Pipelined)  # then the file does not tell the data-parallel size
     loaded = load_config(
         source,
@@ -97,7 +97,7 @@ def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
     return torch.optim.Optimizer(groups, copy.deepcopy(raw.optimizer.defaults))
 
 
-def _config_of(config: Any, args: Any) -> Any:
+def config_of(config: Any, args: Any) -> Any:
     """Return the one configuration that is given. Raises ConfigError if there is none, or if there are two.
 
     If another source is given, ``args.config`` is not compared with it: many scripts use this argument for something else.

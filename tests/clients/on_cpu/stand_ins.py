@@ -57,10 +57,16 @@ def _read_local(owner: Any) -> None:
 
 
 @cache
+def _room() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes with this process."""
+    return tempfile.TemporaryDirectory(prefix="stand_ins_")
+
+
+@cache
 def folder_of(name: str) -> str:
     """A folder with a random model of the kind that the name on the hub says, and with its tokenizer."""
     kind = next((kind for part, kind in KINDS.items() if part in name.lower()), "gpt2")
-    folder = Path(tempfile.gettempdir(), f"stand_in_{os.getpid()}_{kind}")
+    folder = Path(_room().name, kind)
     config = transformers.AutoConfig.for_model(kind)
     if kind != "mobilevit":
         known = {key: value for key, value in SIZES.items() if hasattr(config, key)}
