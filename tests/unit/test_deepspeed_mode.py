@@ -84,7 +84,7 @@ def test_the_environment_asks_for_it(tmp_path: Path) -> None:
 
 
 MISSING_NAMES = {
-    "from deepspeed.moe.layer import MoE": ("ImportError", "deepspeed.moe is not in zerorun"),
+    "from deepspeed.moe.layer import MoE": ("ImportError", "deepspeed.moe.layer is not in zerorun"),
     "import deepspeed.inference": ("ImportError", "engine.export()"),
     "from deepspeed.utils import nothing_like_it": ("ImportError", "deepspeed.utils.nothing_like_it is not in zerorun"),
     "import deepspeed; deepspeed.init_inference()": ("AttributeError", "engine.export()"),
@@ -101,12 +101,29 @@ for statement in {list(MISSING_NAMES)}:
     except Exception as error:
         print(type(error).__name__, error)
 import deepspeed
-print(hasattr(deepspeed, "moe"), hasattr(deepspeed, "zero"))
+print(hasattr(deepspeed, "linear"), hasattr(deepspeed, "zero"))
 """
     *said, there = printed(BEGIN + text, tmp_path)
     for line, (kind, words) in zip(said, MISSING_NAMES.values(), strict=True):
         assert line.startswith(kind) and words in line and "Remedy: " in line
     assert there == "False True"
+
+
+def test_groups_of_experts_stay_as_they_are(tmp_path: Path) -> None:
+    """Each rank has all experts; a parameter that says that others do not have it is refused."""
+    text = """
+import torch
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer as split
+param = torch.nn.Parameter(torch.zeros(2))
+print(split({"params": [param], "name": "all"}) == [{"params": [param], "name": "all"}], is_moe_param(param))
+param.allreduce = False
+try:
+    split([{"params": [param]}])
+except Exception as error:
+    print(error)
+"""
+    same, *error = printed(BEGIN + text, tmp_path)
+    assert same == "True False" and "Remedy: Let each rank build all experts" in "".join(error)
 
 
 @pytest.mark.parametrize("name", MISSING)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..engine.engine import Engine
-from ..errors import ReleasedParameterError
+from ..errors import ConfigError, ConfigProblem, ReleasedParameterError
 from ..zero.access import owned_part
 from ..zero.init import part_of, partitioned_as
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
@@ -34,6 +34,26 @@ class ZeroParamType(enum.Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
+
+
+def is_moe_param(param: Any) -> bool:
+    """True for a parameter that a layer has marked as a part of an expert that other ranks do not have."""
+    return not getattr(param, "allreduce", True)
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: Any = None) -> list[Any]:
+    """Return the groups as a list, as they are: experts are trained and divided as other parameters are.
+
+    ``param_groups``: one group, or several. ``max_group_size`` has no effect: what is unsharded at once is a block. Raises
+    ConfigError for parameters of which other ranks do not have the same.
+    """
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    if any(is_moe_param(param) for group in groups for param in group["params"]):
+        reason = "some are marked as parts of experts that other ranks do not have; zerorun has no axis for experts."
+        raise ConfigError(
+            [ConfigProblem("param_groups", "...", reason, "Let each rank build all experts.")], "the optimizer"
+        )
+    return groups
 
 
 def is_zero_param(param: Any) -> bool:

@@ -107,6 +107,10 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.git_version_info": _names(deepspeed__activation="version=VERSION"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _names(deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME"),
+    "deepspeed.moe": {},
+    "deepspeed.moe.utils": _names(
+        deepspeed__parameters="is_moe_param split_params_into_different_moe_groups_for_optimizer"
+    ),
     "deepspeed.monitor": {},
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": _names(deepspeed__kernel_names="DeepSpeedCPUAdagrad"),

@@ -1,8 +1,12 @@
-"""Read by Python at the start of each process of another project's suite; see ../their_suite.py."""
+"""Read by Python at the start of each process of another project's; see ../their_suite.py and ../their_examples.py."""
 
 import os
 
-if os.environ.get("ZERORUN_THEIR_SUITE"):
+if example := os.environ.get("ZERORUN_THEIR_EXAMPLE"):
+    import example_stand_ins
+
+    example_stand_ins.install(example)
+elif os.environ.get("ZERORUN_THEIR_SUITE"):
     import stand_ins
 
     stand_ins.install()
