@@ -16,7 +16,7 @@ import inspect
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +69,8 @@ class Races:
         self._clocks: dict[Agent, Clock] = defaultdict(dict)
         self._then: dict[tuple[Agent, int], Clock] = {}  # clocks as they were
         self._memory: dict[int, Memory] = {}  # by address of the storage
+        self._frees: dict[int, weakref.finalize[Any, Any]] = {}  # by address, too
+        self._resized: dict[int, SimulatedStream | None] = {}  # makers of the memory that is away, by storage
 
     # -- what the simulated device tells -----------------------------------------------------------------------------
 
@@ -184,13 +186,31 @@ class Races:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._memory:
-            self._memory[address] = Memory(None, known=not storage.resizable())  # else mapped: the host's
-            weakref.finalize(storage, self._free, address).atexit = False
+            self._note(storage, Memory(None, known=not storage.resizable()))  # else mapped: the host's
         return self._memory[address]
+
+    def _note(self, storage: torch.UntypedStorage, memory: Memory) -> None:
+        address = storage.data_ptr()
+        self._memory[address] = memory
+        self._frees[address] = weakref.finalize(storage, self._free, address)
+        self._frees[address].atexit = False
+
+    def resize(self, storage: torch.UntypedStorage, resize: Callable[[], Any]) -> Any:
+        """The memory of a storage goes before the storage does, or comes again from where it was."""
+        with self._lock:
+            memory = self._memory.get(storage.data_ptr())
+            if memory is not None:
+                self._resized[storage._cdata] = memory.maker
+                self._frees.pop(storage.data_ptr())()
+            result = resize()
+            if storage.nbytes() and storage._cdata in self._resized:
+                self._note(storage, Memory(self._resized.pop(storage._cdata), known=True))
+            return result
 
     def _free(self, address: int) -> None:
         """What is made next by the same stream may lie there."""
         with self._lock:
+            self._frees.pop(address, None)
             memory = self._memory.pop(address, None)
             if memory is None or memory.maker is None:
                 return
@@ -226,7 +246,10 @@ def looking_for_races() -> Iterator[Races]:
     torch runs the updates of optimizers: what the native library touches is not seen.
     """
     races = Races()
-    submit, result = ThreadPoolExecutor.submit, Future.result
+    submit, result, resize = ThreadPoolExecutor.submit, Future.result, torch.UntypedStorage.resize_
+
+    def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        return races.resize(storage, lambda: resize(storage, size))
 
     def watched_submit(pool: Any, work: Any, *args: Any, **kwargs: Any) -> Any:
         known, submitted = races.hand_over(), threading.Event()
@@ -253,11 +276,13 @@ def looking_for_races() -> Iterator[Races]:
     single_pass.leave_to_torch(torch.device("cpu"))
     before = simulated.watch(races)
     ThreadPoolExecutor.submit, Future.result = watched_submit, watched_result  # type: ignore[assignment,method-assign]
+    torch.UntypedStorage.resize_ = watched_resize  # type: ignore[method-assign]
     try:
         with _Look(races):
             yield races
     finally:
         ThreadPoolExecutor.submit, Future.result = submit, result  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         simulated.watch(before)
         single_pass._left_to_torch.clear()
 

@@ -57,6 +57,20 @@ _WAITS = (
         _SIMULATED + "test_there_are_no_races",
     ),
     (
+        "away-memory-given-back-early",
+        "zerorun/zero/away.py",
+        "                self._copies.follow(read=absent.flat)",
+        "                self._copies.follow()",
+        "tests/ranks/test_states_away.py::test_there_are_no_races_with_states_that_move",
+    ),
+    (
+        "used-before-it-is-back",
+        "zerorun/zero/away.py",
+        "            self._copies.lead()",
+        "            pass",
+        "tests/ranks/test_states_away.py::test_there_are_no_races_with_states_that_move",
+    ),
+    (
         "replicas-before-data",
         "zerorun/distributed/transport/nccl.py",
         "        self._beside.follow()",

@@ -263,7 +263,7 @@ class Checkpointer:
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
         ranks = self.saver.ranks
-        self.subject.model.finish_updates()  # otherwise they would change what is loaded
+        self.subject.model.make_ready()  # otherwise they would change what is loaded
         if named is not None:
             return self._load_one(path, named, wanted)
         names = candidates(ranks, path)

@@ -234,7 +234,7 @@ class Inventory:
 
     def weights(self, *, frozen: bool = True) -> Iterator[TensorPart]:
         """The weights and masters that this rank holds; only those of trainable parameters, unless ``frozen``."""
-        self.subject.model.finish_updates()
+        self.subject.model.make_ready()
         runs = {}
         for name, home in self.homes.items():
             flat_group = home.flat_group
@@ -262,7 +262,7 @@ class Inventory:
 
     def optimizer_state(self) -> tuple[list[TensorPart], dict[str, dict[str, Any]]]:
         """(state tensors of this rank, scalar states: key -> name -> value)."""
-        self.subject.model.finish_updates()
+        self.subject.model.make_ready()
         parts: list[TensorPart] = []
         scalars: dict[str, dict[str, Any]] = {}
         names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}

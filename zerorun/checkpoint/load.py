@@ -172,7 +172,7 @@ class ModelLoader:
     def load_weights(self, ranks: Ranks) -> None:
         """Read weights, masters and buffers. Collective."""
         subject = self.subject
-        subject.model.finish_updates()
+        subject.model.make_ready()
         subject.comm.fence()
         ranks.gather(None)  # from here on no rank reads another's shards
         subject.model.runtime.gathers.evict_all()

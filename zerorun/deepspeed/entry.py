@@ -60,6 +60,8 @@ def initialize(
         collate_fn=collate_fn,
     )
     show_placeholders(engine)
+    if engine.sharded is not None:
+        engine.sharded.give_methods(offload_states=engine.offload_states, reload_states=engine.reload_states)
     _engines.append(weakref.ref(engine))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
 

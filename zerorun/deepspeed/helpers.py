@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import random
@@ -24,6 +25,14 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 CROSS_RANK, CROSS_SIZE = "CROSS_RANK", "CROSS_SIZE"
 _GIB = 1 << 30
+
+
+class OffloadDeviceEnum(str, enum.Enum):
+    """Where offload may put things."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
 
 
 # -- logging -----------------------------------------------------------------------------------------------------

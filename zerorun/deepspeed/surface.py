@@ -133,6 +133,9 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.utils": _HELPERS,
     "deepspeed.runtime.zero": {**_INIT, **_STATUS, **_EXTERNAL},
+    "deepspeed.runtime.zero.offload_config": _names(
+        zero__away="OffloadStateTypeEnum=StateKind", deepspeed__helpers="OffloadDeviceEnum"
+    ),
     "deepspeed.runtime.zero.partition_parameters": {**_INIT, **_STATUS, **_EXTERNAL},
     "deepspeed.runtime.zero.utils": _names(deepspeed__parameters="is_zero_param"),
     "deepspeed.utils": {**_LOG, **_VALUES, **_LOADER, **_names(deepspeed__helpers="OnDevice instrument_w_nvtx")},

@@ -149,6 +149,12 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
+def give_back_unused(device: torch.device) -> None:
+    """Let other processes have the memory of a GPU that torch's allocator keeps and nobody uses."""
+    if on_gpu(device):
+        torch.cuda.empty_cache()
+
+
 def name_of(device: torch.device, otherwise: str) -> str:
     """Return a GPU's UUID, which is the same in all processes; ``otherwise`` for a CPU, or if torch does not tell."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", otherwise)) if on_gpu(device) else otherwise
@@ -191,6 +197,16 @@ class Arrival:
         """Make later work of the current stream wait for the copy."""
         if self.event is not None:
             self.event.wait()
+
+
+def empty_storage(tensor: torch.Tensor, read: Arrival) -> None:
+    """Give back the memory behind ``tensor`` and all its views, which stay. ``read``: a copy that may still read it.
+
+    The allocator of a GPU lets nobody have it before the copies that it was kept for are done.
+    """
+    if isinstance(read.event, simulated.Event):  # no allocator: the copy has to be done now, whoever waits for it
+        read.event.stream.run_to(read.event.place)
+    tensor.untyped_storage().resize_(0)
 
 
 @dataclass

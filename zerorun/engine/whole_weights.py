@@ -8,10 +8,11 @@ import torch
 
 from ..log import warn_once
 from ..zero.access import full_state_dict
+from .offloading import Offloading
 from .saving import Saving
 
 
-class WholeWeights(Saving):
+class WholeWeights(Saving, Offloading):
     """The part of an engine that gathers the whole model on one rank."""
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 from ..distributed.same_request import compare
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..plan.weights import copied_to_cpu
+from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
@@ -46,6 +47,7 @@ def entry_view(home: ParameterHome, flat: torch.Tensor) -> torch.Tensor:
 def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tensor:
     """Return the flat compute-dtype parameters [numel] of a flat group. Collective for units that share slots."""
     unit.updated()
+    runtime.made.states.bring_back(WEIGHTS)
     if unit.resident:
         return flat_group.full
     full = torch.empty(flat_group.layout.numel, dtype=flat_group.dtype, device=runtime.comm.device)
@@ -83,6 +85,7 @@ def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> A
 
     def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         finish_updates(runtime.units)
+        runtime.made.states.bring_back(WEIGHTS)
         guard, shown = runtime.guard, runtime.guard.placeholders_shown and not is_part
         if (runtime.plan.shares_params or is_part) and not (guard.state_dict_allowed or shown):
             what = "parts of the model, of which other ranks have the rest" if is_part else "placeholders"
@@ -99,7 +102,7 @@ def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Any:
     """Let ``module.load_state_dict()`` also set masters that are not the weights themselves. Returns the hook's handle."""
 
     def after(module: nn.Module, incompatible: Any) -> None:
-        model.finish_updates()
+        model.make_ready()
         for unit in model.units:
             for flat_group in unit.trainable if unit.resident else ():
                 if not flat_group.plan.master_is_weight:
@@ -126,6 +129,7 @@ class WholeValues:
         flat_group = home.flat_group
         key = id(flat_group), master and flat_group.master is not None
         if key not in self._flats and flat_group.master is not None and key[1]:
+            self._model.bring_back(MASTERS, WEIGHTS)
             self._flats[key] = gathered(self._model, flat_group, flat_group.master, home.unit.name)
         elif key not in self._flats:
             self._flats[key] = _weights(self._model.runtime, home.unit, flat_group)
@@ -198,6 +202,7 @@ def store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: t
 
 def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor) -> None:
     flat_group = home.flat_group
+    model.bring_back()
     model.comm.fence()
     if home.unit.resident:
         entry_view(home, flat_group.full).copy_(value)
@@ -382,7 +387,7 @@ def _checksum(value: torch.Tensor) -> tuple[float, float]:
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return the full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
-    found = find(param)
+    found = find(param, MASTERS, WEIGHTS)
     if found is None or found[1].flat_group.master is None:
         return None
     model, home = found
@@ -409,7 +414,7 @@ def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor
 
     None if no engine optimizes ``param`` or if there is no state yet. Raises ModelError if the state has another shape.
     """
-    found = find(param)
+    found = find(param, MOMENTS, MASTERS)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
     model, home = found
@@ -449,7 +454,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
     None if no engine optimizes ``param``.
     """
-    found = find(param)
+    found = find(param, MASTERS, WEIGHTS)
     if found is None or found[1].flat_group.master is None:
         return None
     return owned_part(found[1], found[1].flat_group.master)
@@ -461,7 +466,7 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
     It does not wait for other ranks. None if no engine optimizes ``param`` or if this rank has no state yet. Raises
     ModelError if the state has another shape.
     """
-    found = find(param)
+    found = find(param, MOMENTS, MASTERS)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
     flat, known = owned_state(found[0], found[1].flat_group, key)
@@ -494,8 +499,8 @@ def owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[t
 
 
 def managed(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome]:
-    """Where ``param`` lies. Raises ModelError, which names ``function``, if no engine has it."""
-    found = find(param)
+    """Where ``param`` lies, with all states there. Raises ModelError, which names ``function``, if no engine has it."""
+    found = find(param, *StateKind)
     if found is None:
         raise ModelError(
             f"{function}(...): a tensor of shape {tuple(param.shape)} is not a parameter of any zerorun engine. Remedy: "

@@ -12,6 +12,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
+from .away import States
 from .flat_group import FlatGroup, GradientBuffers, TrainedGroup
 from .init import forget_part, whole_value
 from .offload.host_link import Disk, HostLink
@@ -21,11 +22,12 @@ from .unit import SlotPool, Unit
 
 @dataclass(frozen=True)
 class ShardedParameters:
-    """What the builder has made: units, and the slots that they share."""
+    """What the builder has made: units, the slots that they share, and the memory of all that can be away."""
 
     units: list[Unit]
     param_slots: SlotPool
     grad_slots: SlotPool
+    states: States
 
 
 def build(
@@ -81,7 +83,8 @@ class _Builder:
         units = [self._unit(unit) for unit in self._plan.units]
         if self._mapping is not None:
             self._mapping.close()
-        return ShardedParameters(units, self._param_slots, self._grad_slots)
+        states = States(units, self._param_slots, self._grad_slots, self._device)
+        return ShardedParameters(units, self._param_slots, self._grad_slots, states)
 
     def _unit(self, plan: UnitPlan) -> Unit:
         in_param_slot, in_grad_slot = self._in_param_slot(plan), self._in_grad_slot(plan)

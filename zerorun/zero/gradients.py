@@ -15,6 +15,7 @@ from torch import nn
 from ..distributed.same_request import fingerprint
 from ..errors import ModelError, OrderError
 from .access import compare_request, entry_view, gathered, owned_part
+from .away import GRADIENTS
 from .flat_group import TrainedGroup, square_sum
 from .gathers import ORDER_TIMEOUT_S
 from .pieces import owned_gradient
@@ -150,6 +151,7 @@ def reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
         ) from error
     if len({int(theirs) for _, theirs in answers}) > 1:
         compare_request(model, function, wanted)
+    model.bring_back(*GRADIENTS)
     model.runtime.reducer.reduce_accumulated()
     if any(int(late) for late, _ in answers):
         model.reduce_late()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from ..plan.ledger import DEVICE_KINDS, kind_in
+from ..plan.sharding_plan import DEVICE, HOST
 from ..plan.weights import apart_from, stored_bytes
+from .away import MOMENTS, storage_number
 from .flat_group import FlatGroup
 from .runtime import Runtime
 from .sharded_optimizer import ShardedOptimizer
@@ -20,9 +22,10 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
     """Return bytes by kind, counted from the existing tensors. ``planned_bytes`` computes the same from the plan."""
     ledger: defaultdict[str, int] = defaultdict(int)
     ledger |= dict.fromkeys(DEVICE_KINDS, 0)
+    away = runtime.made.states.places()
     for unit in runtime.units:
         for flat_group in unit.flat_groups:
-            for kind, size in _counted(flat_group):
+            for kind, size in _counted(flat_group, away):
                 ledger[kind] += size
     taken = [param for unit in runtime.units for flat_group in unit.flat_groups for param in flat_group.params]
     ledger["parameters"] += sum(map(stored_bytes, apart_from(module, taken).values()))
@@ -31,13 +34,13 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
     if sharded is not None:
         for kind, size in _states(runtime, sharded):
             ledger[kind] += size
-    staging = sum(link.bytes for link in links_of(runtime.units))
+    staging = sum(link.bytes for link in links_of(runtime.units)) + runtime.made.states.bytes_kept
     if staging:
         ledger["host staging"] = staging
     return dict(ledger)
 
 
-def _counted(flat_group: FlatGroup) -> Iterator[tuple[str, int]]:
+def _counted(flat_group: FlatGroup, away: Mapping[int, str | None]) -> Iterator[tuple[str, int]]:
     """Yield (kind, bytes) for the tensors of ``flat_group``.
 
     If the plan puts a tensor under several kinds, each gets the planned bytes, and the last the rest of the tensor's bytes.
@@ -48,11 +51,15 @@ def _counted(flat_group: FlatGroup) -> Iterator[tuple[str, int]]:
         there = left.setdefault(buffer.tensor, _nbytes(getattr(flat_group, buffer.tensor)))
         size = there if index == last[buffer.tensor] else buffer.bytes
         left[buffer.tensor] -= size
-        yield kind_in(buffer.place, buffer.kind), size
+        place = away.get(storage_number(getattr(flat_group, buffer.tensor)), buffer.place)
+        if place is not None:
+            yield kind_in(place, buffer.kind), size
 
 
 def _states(runtime: Runtime, sharded: ShardedOptimizer) -> Iterator[tuple[str, int]]:
     place = {id(flat_group): unit.plan.states_place for unit in runtime.units for flat_group in unit.trainable}
+    if runtime.made.states.is_away(MOMENTS):
+        place = {flat_group: HOST if where == DEVICE else where for flat_group, where in place.items()}
     for piece in sharded.pieces:
         for value in sharded.optimizer.state.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:

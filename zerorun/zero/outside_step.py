@@ -64,7 +64,7 @@ class OutsideStep:
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         comm, together = self._model.comm, name in self._together
-        self._model.finish_updates()
+        self._model.make_ready()
         if together:
             comm.fence()
         before, reads = self._versions(), _Reads(piece.tensor for piece in self._sharded.pieces)

@@ -48,6 +48,7 @@ from torch.autograd import Variable
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError
 from ..plan.sharding_plan import ShardingPlan
+from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
 from .gathers import ExecutionTrace, Gathers
 from .guards import ReadGuard, ScriptGuard
@@ -295,6 +296,7 @@ class Runtime:
     def _begin_forward(self, entry: Unit, *, watched: bool = True) -> ExecutionTrace:
         if not self.reads.is_watching:
             self.guard.look()
+        self.made.states.bring_back(WEIGHTS, SLOTS)
         self._forward = self.gathers.begin_forward(("forward", entry.index, torch.is_grad_enabled(), self._part.name))
         if watched:
             self.reads.begin(self._forward.key)
@@ -314,6 +316,7 @@ class Runtime:
         interrupted = self._forward
         if interrupted is not None:
             self._end_forward(interrupted)
+        self.made.states.bring_back(WEIGHTS, SLOTS, *GRADIENTS)
         self.reducer.begin()
         self._backward = self.gathers.begin_backward(self.take_passes())
         Variable._execution_engine.queue_callback(partial(self._post_backward, self._backward, interrupted))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.communicator import Communicator
+from .away import WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .norm import Decision, Norm, Summary, Told
 from .pieces import owned_gradient
@@ -117,6 +118,7 @@ class ShardedModel:
 
     def reduce(self) -> None:
         """Give every rank the summed gradients of its shards, without those that came late on some rank."""
+        self.bring_back()
         self.runtime.reducer.reduce_accumulated()
         self._drain()
         if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
@@ -205,6 +207,30 @@ class ShardedModel:
         """Wait for updates in the background. Afterwards masters, moments and weights may be used by anybody."""
         finish_updates(self.units)
 
+    # -- states that are away ------------------------------------------------------------------------------------
+
+    def offload(self, kinds: Collection[StateKind], *, pinned: bool, wait: bool) -> None:
+        """Move ``kinds`` from the device to host memory, see ``States.leave``. All data-parallel ranks must call it."""
+        self.finish_reductions()
+        self.finish_updates()
+        if WEIGHTS in kinds:
+            self.runtime.gathers.evict_all()
+        self.runtime.made.states.leave(kinds, self.optimizer, pinned=pinned, wait=wait)
+
+    def empty_slots(self) -> None:
+        """Give back the memory of shared slots for parameters until the next pass. All data-parallel ranks must call it."""
+        self.runtime.gathers.evict_all()
+        self.runtime.made.states.empty_slots()
+
+    def bring_back(self, *kinds: StateKind) -> None:
+        """Bring back what is away of ``kinds``, or everything: somebody reads it, or writes to it."""
+        self.runtime.made.states.bring_back(*kinds)
+
+    def make_ready(self) -> None:
+        """Finish updates, and bring back everything that is away."""
+        self.finish_updates()
+        self.bring_back()
+
     def _drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
         for link in links_of([unit for unit in self.units if unit.placement.optimizer]):
@@ -223,12 +249,14 @@ class ShardedModel:
                 flat_group.gradient_changed()
 
 
-def find(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
-    """Where ``param`` lies, with updates finished; None if no engine has it."""
+def find(param: torch.Tensor, *kinds: StateKind) -> tuple[ShardedModel, ParameterHome] | None:
+    """Where ``param`` lies, with updates finished and ``kinds`` brought back; None if no engine has it."""
     for model in _models:
         home = model.homes.get(id(param))
         if home is not None and home.flat_group.params[home.entry] is param:
             model.finish_updates()
+            if kinds:
+                model.bring_back(*kinds)
             return model, home
     return None
 

@@ -83,6 +83,11 @@ class ShardedOptimizer:
         if isinstance(self.optimizer, SinglePassOptimizer):
             self.optimizer.take_back()
 
+    def give_methods(self, **methods: Callable[..., None]) -> None:
+        """Let the optimizer have these methods, too: some trainers ask it, and not the engine."""
+        for name, method in methods.items():
+            setattr(self.optimizer, name, method)
+
     def settle_by(self, settle: Callable[[], None]) -> None:
         """Call ``settle`` before anybody is told what has come of the last update."""
         if isinstance(self.optimizer, SinglePassOptimizer):

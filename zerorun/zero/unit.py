@@ -59,7 +59,7 @@ class SlotPool:
 
     @property
     def bytes(self) -> int:
-        return sum(buffer.numel() for buffer in self.buffers)
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
 
     def carve(self, index: int, numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Consecutive typed views of slot ``index``, each aligned to 64 bytes."""
@@ -110,9 +110,13 @@ class Unit:
 
     def finish_gather_later(self) -> None:
         """Whoever needs the parameters first waits for them, see ``updated``: until then they are loud placeholders."""
+        self.hide()
+        self.update_by(self.unshard)
+
+    def hide(self) -> None:
+        """Let the parameters be loud placeholders, though the unit is resident."""
         self.reshard()
         self._has_shown_placeholders = True
-        self.update_by(self.unshard)
 
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
         """Begin to gather ``group`` into ``full`` [numel]."""
