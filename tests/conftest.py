@@ -77,7 +77,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True, optionalhook=True)  # the suite runs without xdist, too
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite, or a folder, goes to three processes or more; tests that are named run in this one.
 
@@ -88,6 +88,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return max(3, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file stays in one process, with what its tests share; so do all that use the cluster of hosts."""
     from xdist.scheduler import LoadScopeScheduling

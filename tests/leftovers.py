@@ -144,6 +144,7 @@ class Run:
         os.environ[_RUN] = self.folder
         self.config, self.told = config, _told(config)
 
+    @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
         """A process of pytest-xdist has ended."""
         self.told.extend(getattr(node, "workeroutput", {}).get("left", ()))
