@@ -114,6 +114,7 @@ setup(
             "bitsandbytes",
             "torchao",
             "schedulefree",
+            "tensorboard",
             "ruff",
             "mypy",
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",  # comes with PyTorch for CUDA only

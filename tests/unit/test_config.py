@@ -413,10 +413,7 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
         ({"autotuning": {"enabled": True}}, "autotuning"),
         ({"nebula": {"enabled": True}}, "nebula"),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
-        ({"wandb": {"enabled": True}}, "wandb"),
-        ({"tensorboard": {"enabled": True}}, "tensorboard"),
-        ({"csv_monitor": {"enabled": True}}, "csv_monitor"),
-        ({"comet": {"enabled": True}}, "comet"),
+        ({"comet": {"enabled": True, "mode": "continue"}}, "comet.mode"),
         ({"eigenvalue": {"enabled": True}}, "eigenvalue"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel"),
         ({"graph_harvesting": True}, "graph_harvesting"),
@@ -553,8 +550,8 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
         ({"data_types": {"grad_accum_dtype": "float16"}}, "data_types.grad_accum_dtype"),
-        ({"tensorboard": "auto"}, "tensorboard"),
-        ({"comet": {"enabled": "auto"}}, "comet"),
+        ({"autotuning": "auto"}, "autotuning"),
+        ({"autotuning": {"enabled": "auto"}}, "autotuning"),
         ({"wandb": {"project": "p"}}, "wandb"),
         ({"autotuning": {"fast": False}}, "autotuning"),
         ({"tensor_parallel": {"sequence_parallel": True}}, "tensor_parallel.sequence_parallel"),
@@ -746,10 +743,12 @@ def test_describe_is_short_and_says_where_from() -> None:
 
 
 def test_a_feature_that_waits_for_its_switch_stays_noted() -> None:
-    config = load_config({"train_batch_size": 8, "wandb": {"project": "p"}})
+    config = load_config({"train_batch_size": 8, "autotuning": {"fast": True}})
     again = resolve(resolve(config, data_parallel_size=2), data_parallel_size=2)
     for found in (config, again):
-        assert found.effective()["wandb"] == EffectiveValue(False, "file", '"enabled" is not given, so the section is off.')
+        assert found.effective()["autotuning"] == EffectiveValue(
+            False, "file", '"enabled" is not given, so the section is off.'
+        )
 
 
 def test_effective_values_say_where_from_and_why_not() -> None:
@@ -885,3 +884,13 @@ def test_compressing_optimizers_fall_back_if_the_file_allows_it() -> None:
     with pytest.raises(ConfigError, match="allow_fallback") as refused:
         load_config({"train_batch_size": 8, "optimizer": section})
     assert 'Use "Adam", and remove freeze_step' in str(refused.value)
+
+
+def test_monitors_are_off_unless_they_are_switched_on() -> None:
+    for source in ({}, {"tensorboard": "auto"}, {"comet": {"enabled": "auto"}}, {"wandb": {"project": "p"}}):
+        config = resolve(load_config({"train_batch_size": 8, **source}), data_parallel_size=2)
+        assert not config.observes_loss
+        assert not config.auto
+    assert load_config({"comet": {"enabled": True}}).observes_loss
+    assert load_config({"steps_per_print": 5}).observes_loss
+    assert not load_config({"steps_per_print": float("inf")}).observes_loss

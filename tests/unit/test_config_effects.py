@@ -42,6 +42,10 @@ READ_BY_THE_ENGINE = {
     "pipeline.": "stages schedule chunks partition activation_checkpoint_interval",
     "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
     "dataloader.": "shuffle",
+    "tensorboard.": "enabled output_path job_name",
+    "csv_monitor.": "enabled output_path job_name",
+    "wandb.": "enabled group team project",
+    "comet.": "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     "checkpoint.": "dir auto_resume keep_last every_steps every_minutes on_signal asynchronous",
 }
 # What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.
@@ -71,7 +75,7 @@ def dotted(table: dict[str, str]) -> set[str]:
 
 
 def source_of(configuration: bool) -> str:
-    engine = ("distributed", "optim", "plan", "zero", "activations", "startup", "memory", "engine")
+    engine = ("distributed", "optim", "plan", "zero", "activations", "startup", "memory", "monitors", "engine")
     folders = ("config",) if configuration else engine
     return "\n".join(path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py"))
 

@@ -22,7 +22,7 @@ FLOORS = (
     ("zero", "activations"),
     ("pipeline", "tensor_parallel"),
     ("startup",),
-    ("checkpoint", "memory"),
+    ("checkpoint", "memory", "monitors"),
     ("checkpoint.importers", "engine"),
     ("checkpoint.cli", "report", "__main__"),
     ("deepspeed",),

@@ -21,8 +21,7 @@ _S = TypeVar("_S", bound=Section)
 # Keys that occur in real configurations, that no section knows, and whose purpose is plain.
 _KNOWN_MISTAKES = {
     "comms_config": 'DeepSpeed reads it as "comms_logger" only; remove it, and use engine.communication_report().',
-    "monitor_config": 'DeepSpeed reads "tensorboard", "wandb", "csv_monitor" and "comet" at the top level instead. Remove '
-    "it: monitors are not built yet.",
+    "monitor_config": 'DeepSpeed reads "tensorboard", "wandb", "csv_monitor" and "comet" at the top level instead.',
     "zero_optimization.aio": 'Move "aio" to the top level.',
     "allgather_size": 'Use "allgather_bucket_size" inside "zero_optimization".',
 }

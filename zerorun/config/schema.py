@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,9 +33,11 @@ from zerorun.config.sections import (
     Aio,
     Bf16,
     Checkpoint,
+    Comet,
     CommsLogger,
     Compile,
     Count,
+    CsvMonitor,
     Dataloader,
     DataTypes,
     FlopsProfiler,
@@ -42,14 +45,15 @@ from zerorun.config.sections import (
     Optimizer,
     Pipeline,
     Scheduler,
+    TensorBoard,
     TensorParallel,
     Timers,
     TorchAutocast,
+    Wandb,
     ZeroOptimization,
 )
 from zerorun.errors import ConfigProblem
 
-_MONITOR = "monitors are not built yet."
 _SP_SIZE = Refused("sequence parallelism is not built.", allowed=(0, 1), remedy="Use 1, or remove the key.")
 
 
@@ -89,7 +93,8 @@ class Config(Section):
     """true: `engine.step()` counts micro-batches and updates the weights after the last one. false: every call updates the
     weights, and the training loop accumulates."""
     steps_per_print: StepsPerPrint | None = None
-    """Optimizer steps between two progress lines; not given: none are printed."""
+    """Optimizer steps between two progress lines on rank 0: loss, gradient norm, learning rate, skipped steps, throughput,
+    memory, and the time left where the schedule tells the number of steps. Not given: none are printed."""
     dataloader_drop_last: Flag = False
     """Leave out the last, smaller batch of an epoch."""
     dataloader: Dataloader = Dataloader()
@@ -141,6 +146,10 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     aio: Aio = Aio()
 
+    tensorboard: TensorBoard = TensorBoard()
+    csv_monitor: CsvMonitor = CsvMonitor()
+    wandb: Wandb = Wandb()
+    comet: Comet = Comet()
     wall_clock_breakdown: Annotated[Flag, Inert(f"no step is timed with device syncs; {REPORT}", False)] = False
     memory_breakdown: Annotated[Flag, Inert("use engine.memory_report(), which needs no switch.", False)] = False
     flops_profiler: FlopsProfiler = FlopsProfiler()
@@ -171,12 +180,6 @@ class Config(Section):
             "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
             "mp_size model_info_path",
             "autotuning is not built.",
-        ),
-        "tensorboard": _keys("output_path job_name", _MONITOR),
-        "wandb": _keys("group team project", _MONITOR),
-        "csv_monitor": _keys("output_path job_name", _MONITOR),
-        "comet": _keys(
-            "samples_log_interval project workspace api_key experiment_name experiment_key online mode", _MONITOR
         ),
         "compression_training": Feature(
             "compression is not built.",
@@ -230,6 +233,12 @@ class Config(Section):
     def provenance(self) -> Provenance:
         """Where the values come from."""
         return self._provenance
+
+    @property
+    def observes_loss(self) -> bool:
+        """True if some section writes or prints the loss of steps."""
+        monitors = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
+        return math.isfinite(self.steps_per_print or math.inf) or any(section.enabled for section in monitors)
 
     @property
     def auto(self) -> tuple[str, ...]:

@@ -487,6 +487,64 @@ class Aio(Section):
     other_names: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
 
 
+class TensorBoard(Section):
+    """Event files for TensorBoard, written by rank 0 through `torch.utils.tensorboard`."""
+
+    enabled: Flag = False
+    """Write the values of every optimizer step."""
+    output_path: Text = ""
+    """The folder that has job_name in it; not given: the one that the program was started in."""
+    job_name: Text = "DeepSpeedJobName"
+    """The folder for this run."""
+
+
+class CsvMonitor(Section):
+    """Files of comma-separated values, one for each name, written by rank 0."""
+
+    enabled: Flag = False
+    """Write the values of every optimizer step."""
+    output_path: Text = ""
+    """The folder that has job_name in it; not given: the one that the program was started in."""
+    job_name: Text = "DeepSpeedJobName"
+    """The folder for this run. A file that is there is continued."""
+
+
+class Wandb(Section):
+    """Weights & Biases, to which rank 0 sends values through the package `wandb`."""
+
+    enabled: Flag = False
+    """Send the values of every optimizer step."""
+    group: Text | None = None
+    """The group of runs that this one belongs to."""
+    team: Text | None = None
+    """The team (wandb calls it entity) that the run belongs to."""
+    project: Text = "deepspeed"
+    """The project that the run belongs to."""
+
+
+class Comet(Section):
+    """Comet, to which rank 0 sends values through the package `comet_ml`. What is not given, Comet's own settings say."""
+
+    enabled: Flag = False
+    """Send the values of optimizer steps."""
+    samples_log_interval: Elements = 100
+    """Samples between two values of one name: those in between are not sent."""
+    project: Text | None = None
+    """The project that the experiment belongs to."""
+    workspace: Text | None = None
+    """The workspace of the project."""
+    api_key: Text | None = None
+    """The key of the account. The environment variable COMET_API_KEY keeps it out of the file."""
+    experiment_name: Text | None = None
+    """What Comet shows the experiment as."""
+    experiment_key: Text | None = None
+    """The key of the experiment, of 32 to 50 letters and digits: an experiment can be continued by it."""
+    online: Flag | None = None
+    """false: write an archive that can be uploaded later, and send nothing."""
+    mode: Annotated[Literal["get", "create", "get_or_create"], LowerCase] | None = None
+    """"get" continues the experiment of experiment_key, "create" begins a new one, "get_or_create" does what it can."""
+
+
 class FlopsProfiler(Section):
     """DeepSpeed's profiler, which prints a table of modules once."""
 

@@ -112,6 +112,7 @@ SURFACE: dict[str, dict[str, str]] = {
         deepspeed__parameters="is_moe_param split_params_into_different_moe_groups_for_optimizer"
     ),
     "deepspeed.monitor": {},
+    "deepspeed.monitor.monitor": _names(monitors__monitor="Monitor MonitorMaster=Monitor"),
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": _names(deepspeed__kernel_names="DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _names(deepspeed__kernel_names="DeepSpeedCPUAdam FusedAdam"),

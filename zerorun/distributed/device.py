@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import resource
+import sys
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +155,13 @@ def give_back_unused(device: torch.device) -> None:
     """Let other processes have the memory of a GPU that torch's allocator keeps and nobody uses."""
     if on_gpu(device):
         torch.cuda.empty_cache()
+
+
+def most_used_bytes(device: torch.device) -> int:
+    """The most bytes that this process has held so far: of a GPU's memory, or of the host's."""
+    if on_gpu(device):
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def name_of(device: torch.device, otherwise: str) -> str:

@@ -90,6 +90,7 @@ class Accumulation:
         self._mode: str | None = None
         self._weight = 0.0
         self._compared = 0.0  # sum of the losses that must be the same on all ranks of a tensor group
+        self._losses: list[torch.Tensor] = []  # fp64 [2] each: as ``Told.observed``
         self.notes = Notes()
         self._inspects = inspects
 
@@ -229,6 +230,18 @@ class Accumulation:
     def _one(self) -> torch.Tensor:
         return torch.ones((), dtype=torch.float64, device=self._device)
 
+    def observe(self, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
+        """Remember ``loss`` for who writes or prints that of the step, if anybody does. Waits for nothing."""
+        if not self._config.observes_loss:
+            return
+        value, counts = loss.detach().to(torch.float64).reshape(()), self._one
+        if self.is_weighted:
+            counts = self._one * weight
+            value = torch.where(counts == 0, 0.0, value * counts)
+        elif self._mode == "sum" and self._losses:  # the step's loss is the sum of these, so each rank divides once
+            counts = torch.zeros_like(counts)
+        self._losses.append(torch.stack([value, counts]))
+
     def compare(self, loss: float) -> None:
         """Add ``loss`` to the sum that must be the same on all ranks of the tensor group."""
         self._compared += loss if math.isfinite(loss) else 0.0
@@ -236,7 +249,10 @@ class Accumulation:
     def told(self, wishes: Sequence[bool], *, must_know: bool) -> Told:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""
         unread = UnreadLosses(self.notes.marks, self.notes.weights)
-        return Told(len(self.notes.bad_losses), self._weight, self._compared, wishes, unread, must_know)
+        observed = None
+        if self._config.observes_loss:
+            observed = sum(self._losses, torch.zeros(2, dtype=torch.float64, device=self._device))
+        return Told(len(self.notes.bad_losses), self._weight, self._compared, wishes, unread, must_know, observed)
 
     # -- the divisor ---------------------------------------------------------------------------------------------
 

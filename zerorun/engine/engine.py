@@ -19,6 +19,7 @@ from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
 from ..errors import StepError
 from ..log import warn_once
+from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, step_reversibly
 from ..zero.access import find_released_use, restore_module
@@ -49,13 +50,14 @@ class Engine(WholeWeights):
         scaler: LossScaler,
         lr_scheduler: Any,
         dataloader: EpochLoader | Any,
+        observer: RunObserver | None,
         *,
         owns_topology: bool,
     ) -> None:
         """``owns_topology``: initialize() made the topology, so the engine closes its process groups."""
         self.module, self.config, self.topology = module, config, topology
         self.sharded_model, self.accumulation, self.history = sharded_model, accumulation, History(scaler)
-        self.lr_scheduler, self.dataloader = lr_scheduler, dataloader
+        self.lr_scheduler, self.dataloader, self.observer = lr_scheduler, dataloader, observer
         self.automatic_saves = automatic_saves_of(config, first=topology.rank == 0)
         self._owns_topology = owns_topology
         self._calls = 0  # calls in progress, one nested in the other
@@ -169,6 +171,7 @@ class Engine(WholeWeights):
 
         With a dynamic loss scale it counts as an overflow. Losses of tensor ranks are noted for comparison.
         """
+        self.accumulation.observe(loss, weight)
         if self.topology.tensor > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
         dynamic, notes = self.history.scaler.dynamic, self.accumulation.notes
@@ -323,6 +326,8 @@ class Engine(WholeWeights):
             self.sharded.settle_by(lambda: None)
         for link in links_of(self.units):
             link.close()
+        if self.observer is not None:
+            self.observer.close()
 
     # -- as in DeepSpeed -----------------------------------------------------------------------------------------
 

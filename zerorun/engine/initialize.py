@@ -30,6 +30,8 @@ from ..distributed.waits import waiting
 from ..errors import ConfigError, ModelError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
+from ..monitors.monitor import refuse_missing_libraries
+from ..monitors.observer import RunObserver
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
@@ -112,6 +114,7 @@ def initialize(
     _agree(lambda: refuse_overwritten(model))
     _agree(lambda: refuse_elsewhere(model, device))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
+    _agree(lambda: refuse_missing_libraries(wanted, writes=dist.get_rank() == 0))
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
@@ -129,6 +132,7 @@ def initialize(
         planned_for = partial(planned_for, replication_of=parallelized.replication_of)
         plan = _agree(planned_for)
         _check_memory(model, wanted, raw, plan, device, comm)
+        observer = _agree(lambda: RunObserver.make(wanted, topology, device))
     except ZerorunError:
         parallelized.undo()
         if owns_topology:
@@ -152,6 +156,7 @@ def initialize(
     sharded = _shard_optimizer(raw, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
     sharded_model = ShardedModel(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
+    runtime.keep(observer.attached_to(model) if observer is not None else ())
     kind = _engine_for(model)
     engine = kind(
         model,
@@ -162,6 +167,7 @@ def initialize(
         scaler,
         _scheduler(wanted, lr_scheduler, sharded),
         _loader(wanted, training_data, collate_fn, topology),
+        observer,
         owns_topology=owns_topology,
     )
     if wanted.compile.enabled:

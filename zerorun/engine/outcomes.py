@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +10,8 @@ from typing import NoReturn
 from ..config.parse import Config
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, logger
+from ..monitors.monitor import Monitor
+from ..monitors.observer import RunObserver, StepRecord
 from ..optim.loss_scaler import LossScaler
 from ..zero.norm import Decision, Outcome, Summary
 from .accumulation import UNUSABLE_WEIGHT, Accumulation, Notes, refuse_no_weight
@@ -170,6 +171,16 @@ class Counters:
 class Outcomes(Reports, Counters, LoopQueries):
     """The part of an engine that tells the outcome of a step."""
 
+    observer: RunObserver | None
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where the configuration's monitors write: ``write_events([(name, value, samples), ...])`` adds values.
+
+        All ranks may call it; rank 0 writes. Without a monitor in the configuration it does nothing.
+        """
+        return self.observer.monitor if self.observer is not None else Monitor(())
+
     @property
     def progress(self) -> Progress:  # type: ignore[override]
         """The counts of the run, with the outcome of the last step."""
@@ -226,8 +237,8 @@ class Outcomes(Reports, Counters, LoopQueries):
             self._skip(step, outcome)
         if self.history.scaler.dynamic and self.history.failure is None:  # a loss that is of no use is no overflow
             self._update_scale(step.notes, overflow=not outcome.finite)
-        if self.history.failure is None:
-            self._print_progress()
+        if self.history.failure is None and self.observer is not None:
+            self.observer.observe(self._record(outcome))
 
     def refuse_failed(self) -> None:
         """Learn what has come of the last step, and raise its error if it failed. All ranks must call it."""
@@ -357,12 +368,12 @@ class Outcomes(Reports, Counters, LoopQueries):
             " A stage-3 parameter used outside its module's forward reads as NaN, too." if self.plan.shares_params else ""
         )
 
-    def _print_progress(self) -> None:
-        every = self.config.steps_per_print
-        if every and math.isfinite(every) and self.global_steps % int(every) == 0 and self.topology.rank == 0:
-            rates = ", ".join(f"{rate:.3e}" for rate in self.get_lr())
-            scale = f", loss scale {self.history.scaler.scale:g}" if self.history.scaler.dynamic else ""
-            logger.info("step %d, skipped %d, lr %s%s", self.global_steps, self.skipped_steps, rates, scale)
+    def _record(self, outcome: Outcome) -> StepRecord:
+        """What is known of the last step."""
+        norm = outcome.norm if outcome.finite else None
+        scale = self.history.scaler.scale if self.config.fp16.enabled else None
+        counts = self.global_steps, self.global_samples, self.skipped_steps
+        return StepRecord(*counts, outcome.loss, norm, self.get_lr(), scale)
 
 
 def _listed(names: list[str]) -> str:

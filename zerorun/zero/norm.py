@@ -49,7 +49,8 @@ class Told:
     ``weight``: the sum of those that losses came with. ``loss``: the sum of losses, which must be that of all ranks of its
     tensor group. ``wishes``: what else ranks want to know of each other; as many on every rank. ``unread``: losses that are
     not counted in ``bad_losses``, and weights that are not in ``weight``. ``must_know``: this rank must know the outcome at
-    once.
+    once. ``observed``: if ranks want to know the loss of the step, fp64 [2] on the device: the sum of this rank's losses,
+    and what the sum over ranks is to be divided by.
     """
 
     bad_losses: int = 0
@@ -58,11 +59,13 @@ class Told:
     wishes: Sequence[bool] = ()
     unread: UnreadLosses = UnreadLosses()
     must_know: bool = False
+    observed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class OwnNumbers:
-    """What this rank adds to the sums: fp64 [3], see ``Summary``. On the device, if that queues.
+    """What this rank adds to the sums: fp64 [3], or [5] with those that it observed, see ``Summary``. On the device, if
+    that queues.
 
     ``norms`` [n]: of the gradients of ``names``, or of their parts here, as far as they are on the device.
     """
@@ -72,7 +75,7 @@ class OwnNumbers:
     names: Sequence[str]
 
     @classmethod
-    def of(cls, units: Sequence[Unit], device: torch.device, unread: UnreadLosses, *, counts: bool) -> OwnNumbers:
+    def of(cls, units: Sequence[Unit], device: torch.device, told: Told, *, counts: bool) -> OwnNumbers:
         """From the reduced gradients of ``units``. Waits for nothing. ``counts``: False if another rank has these losses.
 
         The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all stages
@@ -86,9 +89,11 @@ class OwnNumbers:
         square_sum = norms.square().sum()
         if len(on_device) < len(counted):
             square_sum = square_sum + square_sum_on_host(units, offloaded_only=True)  # nothing waits while it goes up
-        marks, weights = (_stacked(values, device) for values in (unread.marks, unread.weights))
+        marks, weights = (_stacked(values, device) for values in (told.unread.marks, told.unread.weights))
         bad = marks.isnan().logical_and_(weights)  # a mean of nothing, whose weight is 0, is no bad loss
         sums = torch.stack([square_sum, weights.sum() if counts else torch.zeros_like(square_sum), bad.sum().double()])
+        if told.observed is not None:
+            sums = torch.cat([sums, told.observed if counts else torch.zeros_like(told.observed)])
         return cls(sums, norms, names)
 
     def not_finite(self) -> list[str]:
@@ -124,36 +129,39 @@ class Norm:
         first = topology.tensor_rank == 0  # tensor ranks have the same losses, so one of them counts
         other = told.loss * (topology.tensor - 1 if first else -1)  # the sum is 0 if the losses are the same
         own = [0.0, 0.0, 0.0] if by_device else self._read_own(told)
-        known = [own[0], own[1] + told.weight * first, own[2] + told.bad_losses]
+        known = [own[0], own[1] + told.weight * first, own[2] + told.bad_losses, *own[3:]]
         flags = [len(late), unused, other, abs(other), told.must_know]
         total = self._sum([*known, *flags, *told.wishes, *self._comm.told_order()])
-        _, _, _, late_sum, unused_sum, others, scale, must_know, *more = total.tolist()
+        found, rest = (part.tolist() for part in total.tensor_split([len(known)]))
+        late_sum, unused_sum, others, scale, must_know, *more = rest
         if late_sum:
             reduce_late()
             if not by_device:
-                total[0] = self._sum(self._read_own(told)[:1])[0]
+                found[0] = float(self._sum(self._read_own(told)[:1])[0])
         self._comm.refuse_other_order(more[len(told.wishes) :])
         wishes = tuple(int(count) for count in more[: len(told.wishes)])
         apart = abs(others) / scale if scale else 0.0
-        sums, here = self._by_device(told, total[:3].tolist(), bool(must_know)) if by_device else (total[:3].tolist(), None)
+        sums, here = self._by_device(told, found, bool(must_know)) if by_device else (found, None)
         return Summary(sums, topology.replicate, here, unused_sum > 0, apart, wishes)
 
     def _by_device(self, told: Told, known: list[float], must_know: bool) -> tuple[Sums, OwnNumbers | None]:
         """The sums of all ranks' own numbers, with what is ``known``: on the device, unless some rank ``must_know``."""
         here = self._own(told)
         sums = self._comm.sum_on_device(here.sums, NORM)
-        for number, value in zip(sums, known, strict=True):
+        for number, value in zip(sums, known, strict=False):  # only the device knows the losses
             if value:
                 number += value
         return (self._read(sums), None) if must_know else (sums, here)
 
     def _own(self, told: Told) -> OwnNumbers:
-        return OwnNumbers.of(self._units, self._comm.device, told.unread, counts=self._comm.topology.tensor_rank == 0)
+        return OwnNumbers.of(self._units, self._comm.device, told, counts=self._comm.topology.tensor_rank == 0)
 
     def _read_own(self, told: Told) -> list[float]:
         """``OwnNumbers.sums``, waited for. A CPU's program knows the losses, and has told of them."""
-        on_device = queues(self._comm.device)
-        return self._read(self._own(told).sums) if on_device else [square_sum_on_host(self._units), 0.0, 0.0]
+        if queues(self._comm.device):
+            return self._read(self._own(told).sums)
+        observed = [] if told.observed is None else (told.observed * (self._comm.topology.tensor_rank == 0)).tolist()
+        return [square_sum_on_host(self._units), 0.0, 0.0, *observed]
 
     def _read(self, numbers: torch.Tensor) -> list[float]:
         with waiting(_WHAT):
@@ -167,10 +175,11 @@ class Norm:
 class Summary:
     """What every rank knows before an update. Sums are over all data-parallel ranks.
 
-    ``sums`` [3]: of the squares of all gradient elements, ``copies`` times, before unscaling and averaging; of the weights
-    that losses came with; of the bad losses. ``own``: this rank's part, if they are on the device, in fp64, which then
-    decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative difference of losses that should
-    be equal, those of one tensor-parallel group. ``wishes``: for each of those that ranks told, how many ranks have it.
+    ``sums`` [3 or 5]: of the squares of all gradient elements, ``copies`` times, before unscaling and averaging; of the
+    weights that losses came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
+    on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
+    difference of losses that should be equal, those of one tensor-parallel group. ``wishes``: for each of those that ranks
+    told, how many ranks have it.
     """
 
     sums: Sums
@@ -199,10 +208,10 @@ class Summary:
         """Clip to a norm of ``limit``, or not at all if that is 0. ``unscale``: from accumulated to averaged gradients."""
         if isinstance(self.sums, torch.Tensor):
             return self._leave_to_device(self.sums, unscale, limit, stream)
-        square_sum, weight, bad = self.sums
+        square_sum, weight, bad, *observed = self.sums
         norm = math.sqrt(square_sum / self.copies) * float(unscale)
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-        return Decision(clip * float(unscale), Outcome(norm, math.isfinite(norm), weight, int(bad)))
+        return Decision(clip * float(unscale), Outcome(norm, math.isfinite(norm), weight, int(bad), tuple(observed)))
 
     def _leave_to_device(
         self, sums: torch.Tensor, unscale: torch.Tensor | float, limit: float, stream: CopyStream
@@ -229,8 +238,8 @@ class Decision:
         if isinstance(self._found, Outcome):
             return self._found
         with waiting(_WHAT):
-            norm, _, weight, bad_losses = self._found.wait()
-        return Outcome(norm, math.isfinite(norm), weight, int(bad_losses))
+            norm, _, weight, bad_losses, *observed = self._found.wait()
+        return Outcome(norm, math.isfinite(norm), weight, int(bad_losses), tuple(observed))
 
 
 @dataclass(frozen=True)
@@ -241,6 +250,12 @@ class Outcome:
     finite: bool
     weight: float
     bad_losses: int
+    observed: tuple[float, ...] = ()
+
+    @property
+    def loss(self) -> float | None:
+        """The mean loss over micro-batches and data-parallel ranks; None if nobody wanted to know, or no rank told one."""
+        return self.observed[0] / self.observed[1] if self.observed and self.observed[1] else None
 
 
 def _stacked(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -1,0 +1,154 @@
+"""The observer of a run: it is told of each step when its outcome is known, writes to monitors, and prints progress."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.schema import Config
+from ..distributed.device import most_used_bytes
+from ..distributed.topology import Topology
+from ..log import in_bytes, logger
+from .monitor import Event, Monitor
+
+_PREFIX = "Train/Samples/"
+# How schedules call the number of steps that they are made for: DeepSpeed's, and torch's OneCycleLR.
+_TOTALS = ("total_num_steps", "total_steps")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known of a step. ``step``, ``samples``, ``skipped``: counts so far, with this one.
+
+    ``loss``: the mean over micro-batches and data-parallel ranks; None if no rank told one. ``norm``: None if the step was
+    skipped. ``rates``: the learning rates after it, by parameter group. ``scale``: the loss scale after it, in fp16.
+    """
+
+    step: int
+    samples: int
+    skipped: int
+    loss: float | None
+    norm: float | None
+    rates: list[float]
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Per second, over all ranks. ``tokens``: None if they are not known."""
+
+    samples: float
+    tokens: float | None
+    steps: float
+
+
+class Meter:
+    """Counts steps and tokens, and tells how fast they went since it was last read."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None  # when the first step was counted, from which on it is known
+        self._samples = self._tokens = self._steps = 0
+
+    def count(self, samples: int, tokens: int) -> None:
+        """Count a step."""
+        if self._begun is None:
+            self._begun = time.perf_counter()
+            return
+        self._steps, self._samples, self._tokens = self._steps + 1, self._samples + samples, self._tokens + tokens
+
+    def read(self) -> Speed | None:
+        """The speed since the last call, between the ends of steps; None if that is not known yet."""
+        if not self._steps or self._begun is None:
+            return None
+        now = time.perf_counter()
+        seconds, self._begun = max(now - self._begun, 1e-9), now
+        found = Speed(self._samples / seconds, self._tokens / seconds if self._tokens else None, self._steps / seconds)
+        self._samples = self._tokens = self._steps = 0
+        return found
+
+
+class RunObserver:
+    """What rank 0 tells of a run."""
+
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
+        self.monitor = Monitor(config)
+        self._device, self._batch = device, config.train_batch_size
+        every = config.steps_per_print
+        self._every = int(every) if every and math.isfinite(every) else 0
+        params = config.scheduler.params if config.scheduler is not None else {}
+        self._total = next((int(params[name]) for name in _TOTALS if params.get(name)), None)
+        self._replicas, self._tokens = topology.data_parallel_size, 0
+        self._each, self._printed = Meter(), Meter()
+
+    @classmethod
+    def make(cls, config: Config, topology: Topology, device: torch.device) -> RunObserver | None:
+        """The observer of this rank; None if it has nothing to tell. Raises ConfigError if a monitor cannot begin."""
+        return cls(config, topology, device) if topology.rank == 0 and config.observes_loss else None
+
+    def attached_to(self, module: nn.Module) -> list[Any]:
+        """Look at the forwards of ``module`` until what is returned is removed."""
+        return [module.register_forward_pre_hook(self._look, with_kwargs=True)]
+
+    def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count the tokens of a micro-batch from the arguments of its forward."""
+        if torch.is_grad_enabled():
+            self._tokens += tokens_in(args, kwargs)
+
+    def observe(self, record: StepRecord) -> None:
+        """A step is over, and its outcome is known."""
+        tokens, self._tokens = self._tokens * self._replicas, 0
+        for meter in (self._each, self._printed):
+            meter.count(self._batch, tokens)
+        if self.monitor.enabled:
+            self.monitor.write_events(self._events(record, self._each.read()))
+        if self._every and record.step % self._every == 0:
+            logger.info("%s", self._line(record, self._printed.read()))
+
+    def _events(self, record: StepRecord, speed: Speed | None) -> list[Event]:
+        values = {
+            "train_loss": record.loss,
+            "lr": record.rates[0] if record.rates else None,
+            "loss_scale": record.scale,
+            "grad_norm": record.norm,
+            "skipped_steps": record.skipped,
+            "samples_per_second": speed.samples if speed is not None else None,
+            "tokens_per_second": speed.tokens if speed is not None else None,
+            "peak_memory_gib": most_used_bytes(self._device) / 2**30,
+        }
+        return [(_PREFIX + name, value, record.samples) for name, value in values.items() if value is not None]
+
+    def _line(self, record: StepRecord, speed: Speed | None) -> str:
+        left = speed and self._total and timedelta(seconds=round(max(self._total - record.step, 0) / speed.steps))
+        parts = (
+            f"step {record.step}{f' of {self._total}' if self._total else ''}",
+            record.loss is not None and f"loss {record.loss:.6g}",
+            f"norm {record.norm:.4g}" if record.norm is not None else "not applied",
+            f"lr {', '.join(f'{rate:.3e}' for rate in record.rates)}",
+            record.scale is not None and f"loss scale {record.scale:g}",
+            f"skipped {record.skipped}",
+            speed and f"{speed.samples:,.1f} samples/s",
+            speed and speed.tokens and f"{speed.tokens:,.0f} tokens/s",
+            f"at most {in_bytes(most_used_bytes(self._device))}",
+            left is not None and left and f"{left} left",
+        )
+        return ", ".join(part for part in parts if part)
+
+    def close(self) -> None:
+        """The run is over."""
+        self.monitor.close()
+
+
+def tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The tokens given to a forward: elements of ``input_ids``, or of a first argument [batch, sequence] of integers."""
+    given = kwargs.get("input_ids", args[0] if args else None)
+    if isinstance(given, dict):
+        given = given.get("input_ids")
+    if not isinstance(given, torch.Tensor) or given.ndim != 2:
+        return 0
+    return 0 if given.is_floating_point() or given.is_complex() else given.numel()
