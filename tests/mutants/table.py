@@ -1027,8 +1027,8 @@ MUTANTS = (
         "one-rank-decides",
         "rank",
         "zerorun/zero/norm.py",
-        "        sums, here = self._by_device(told, total[:3].tolist(), bool(must_know)) if by_device else (total[:3].tolist(), None)",
-        "        sums, here = self._by_device(told, total[:3].tolist(), told.must_know) if by_device else (total[:3].tolist(), None)",
+        "        sums, here = self._by_device(told, found, bool(must_know)) if by_device else (found, None)",
+        "        sums, here = self._by_device(told, found, told.must_know) if by_device else (found, None)",
         (_DEFERRED + "test_the_program_decides_where_the_device_cannot",),
     ),
     Mutant(
