@@ -333,8 +333,21 @@ def test_what_cannot_be_proven_is_refused() -> None:
     bloom = transformers.BloomConfig(**TOKENS, vocab_size=50, hidden_size=32, n_layer=2, n_head=4)
     with pytest.raises(ModelError, match=r"no plan can be inferred for BloomBlock \(transformer\.h\.0\)"):
         infer_plan(transformers.AutoModelForCausalLM.from_config(bloom), 2)
-    with pytest.raises(ModelError, match="no blocks with linear layers"):
-        infer_plan(nn.Linear(3, 3), 2)
+    with pytest.raises(ModelError, match="it has no linear layers"):
+        infer_plan(nn.Conv2d(3, 3, 1), 2)
+    with pytest.raises(ModelError, match=r"Sequential \(the whole model\): its layers are of no known structure"):
+        infer_plan(nn.Sequential(nn.Linear(3, 3)), 2)
+    softmax = nn.Sequential(nn.Linear(6, 8), nn.Softmax(-1), nn.Linear(8, 4))
+    with pytest.raises(ModelError, match=r"Sequential \(the whole model\) over 2 ranks.*\n.*differs in"):
+        infer_plan(softmax, 2)
+
+
+def test_a_model_without_blocks_is_one_block() -> None:
+    """On token ids or on numbers, whatever comes out."""
+    layers = (nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 3))
+    assert infer_plan(nn.Sequential(*layers), 2) == {"0": "colwise", "2": "rowwise"}
+    plan = infer_plan(nn.Sequential(nn.Embedding(9, 6), *layers), 4)
+    assert plan == {"1": "colwise", "3": "rowwise"}
 
 
 def test_a_given_plan_with_the_wrong_layout_is_refused() -> None:

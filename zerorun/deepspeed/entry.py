@@ -13,10 +13,11 @@ from torch import nn
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
-from ..errors import ConfigError, ConfigProblem, TopologyError
+from ..errors import ConfigError, ConfigProblem
 from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
 from .parameters import show_placeholders
+from .tensor_ranks import with_tensor_ranks
 
 _engines: list[weakref.ref[Engine]] = []
 
@@ -40,19 +41,18 @@ def initialize(
 
     ``config_params`` is another name of ``config``. ``distributed_port`` and ``dist_init_required`` have no effect: the
     launcher says where ranks meet, and a process group that exists is used. Raises what ``zerorun.initialize`` raises;
-    TopologyError for an ``mpu`` whose ranks have parts of a layer, and ConfigError for ``mesh_param``.
+    ConfigError for ``mesh_param`` and what tp_model_init() was told otherwise, and TopologyError for an ``mpu`` whose ranks
+    have parts of a layer, unless they are those that the configuration names.
     """
     if mesh_param is not None:
         reason = "zerorun has no axis along the sequence."
         raise ConfigError([ConfigProblem("mesh_param", mesh_param, reason, "Leave it out.")], "initialize()")
-    if mpu is not None:
-        _refuse_parts(mpu)
     source = config_of(config if config is not None else config_params, args)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
     engine = make_engine(
         model,
-        as_deepspeed_reads(source),
+        with_tensor_ranks(as_deepspeed_reads(source), model, mpu),
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
@@ -70,16 +70,6 @@ def newest_engine() -> Engine | None:
     """The engine that ``initialize`` made last, of those that still exist."""
     found = [engine for made in _engines if (engine := made()) is not None]
     return found[-1] if found else None
-
-
-def _refuse_parts(mpu: Any) -> None:
-    sizes = [getattr(mpu, f"get_{kind}_parallel_world_size", None) for kind in ("tensor_model", "model", "sequence")]
-    if any(size is not None and size() > 1 for size in sizes):
-        raise TopologyError(
-            "the mpu given to initialize() says that ranks have parts of each layer, or of each sequence. zerorun has to "
-            'divide layers itself to know their parts. Remedy: pass the whole model, and set "tensor_parallel": '
-            '{"autotp_size": N} in the configuration.'
-        )
 
 
 def init_distributed(
@@ -104,15 +94,3 @@ def init_distributed(
         dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo", init_method=init_method,
                                 rank=rank, world_size=world_size, **limit)  # fmt: skip
     process_group.init_distributed(dist_backend=dist_backend, timeout=timeout)
-
-
-def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """Return the model as it is: ``initialize`` divides its layers, once the configuration says over how many ranks.
-
-    Raises ConfigError with what the configuration has to say, unless ``tp_size`` is 1.
-    """
-    if tp_size == 1:
-        return model
-    reason = "layers are divided by initialize(), which reads the number of ranks in the configuration."
-    remedy = f'Leave tp_model_init out, and write "tensor_parallel": {{"autotp_size": {tp_size}}} in the configuration.'
-    raise ConfigError([ConfigProblem("tp_size", tp_size, reason, remedy)], "tp_model_init()")

@@ -87,7 +87,8 @@ SURFACE: dict[str, dict[str, str]] = {
         **_LOADER,
         **_ACCELERATOR,
         **_names(
-            deepspeed__entry="initialize init_distributed tp_model_init",
+            deepspeed__entry="initialize init_distributed",
+            deepspeed__tensor_ranks="tp_model_init",
             deepspeed__arguments="add_config_arguments",
             deepspeed__activation="__version__=VERSION version=VERSION",
             deepspeed__helpers="log_dist OnDevice DeepSpeedOptimizer",

@@ -3,10 +3,11 @@
 [Note: what is proposed]
 Blocks are the items of the outermost ModuleLists (and Sequentials of modules with children). The linear layers of a block
 are read in order. One or more layers, followed by one that restores the width, form a column- and row-parallel group: an
-attention if they have the names of its projections, else an MLP. Other layers stay whole. A fused query-key-value layer may
-hold three blocks, or query, key and value of one head after the other: both are tried. Every class of blocks is then proven
-by proof.py. In Hugging Face models, embedding and head are divided by vocabulary. In others they stay whole, because
-nothing tells whether their weights are also used in another way.
+attention if they have the names of its projections, else an MLP. Other layers stay whole. A fused query-key-value layer
+may hold three blocks, or query, key and value of one head after the other: both are tried. Every class of blocks is then
+proven by proof.py. A model without such lists is one block, in which a row-parallel layer need not restore the width. In
+Hugging Face models, embedding and head are divided by vocabulary. In others they stay whole, because nothing tells
+whether their weights are also used in another way.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
             prefix = f"{container}.*" if alike else name
             plan |= {f"{prefix}.{own}": style for own, style in proven[kind].items()}
     if not plan:
-        raise ModelError(
-            f"no plan can be inferred for {type(model).__name__}: no blocks with linear layers found. {_REMEDY}"
-        )
+        if not any(True for _ in _linears(model)):
+            raise ModelError(f"no plan can be inferred for {type(model).__name__}: it has no linear layers. {_REMEDY}")
+        plan = _prove(model, "", size)
     return {**_vocabulary(model), **plan}
 
 
@@ -136,8 +137,9 @@ def _kind(block: nn.Module) -> object:
 def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
     """Return the proven plan of the block ``name``, with names relative to it. Raises ModelError if there is none."""
     block = model.get_submodule(name)
-    label = f"{type(block).__name__} ({name})"
-    groups = list(_groups(block))
+    label = f"{type(block).__name__} ({name or 'the whole model'})"
+    groups = list(_groups(block, restores=bool(name)))
+    inside = f"{name}." if name else ""
     if not groups:
         raise ModelError(f"no plan can be inferred for {label}: its layers are of no known structure. {_REMEDY}")
     width = groups[0].columns[0].width
@@ -156,7 +158,7 @@ def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
             inner = dict.fromkeys(norms_of_heads(block, owner, list(chosen)), "replicated_with_grad_allreduce")
             chosen |= inner
         try:
-            made = make_plan(model, {f"{name}.{own}": style for own, style in chosen.items()}, size)
+            made = make_plan(model, {inside + own: style for own, style in chosen.items()}, size)
         except ModelError as error:
             reasons.append(str(error))
             continue
@@ -169,10 +171,11 @@ def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
     )
 
 
-def _groups(block: nn.Module) -> Iterator[_Group]:
+def _groups(block: nn.Module, *, restores: bool) -> Iterator[_Group]:
+    """Yield the groups. ``restores``: the row-parallel layer gives the width that the columns take."""
     pending: list[_Linear] = []
     for layer in _linears(block):
-        styles = _closes(pending, layer)
+        styles = _closes(pending, layer, restores)
         if styles:
             yield _Group(tuple(pending), layer, styles)
             pending = []
@@ -180,9 +183,9 @@ def _groups(block: nn.Module) -> Iterator[_Group]:
             pending = [*pending, layer] if pending and pending[0].width == layer.width else [layer]
 
 
-def _closes(columns: list[_Linear], row: _Linear) -> tuple[str, ...]:
+def _closes(columns: list[_Linear], row: _Linear, restores: bool) -> tuple[str, ...]:
     """Return the styles that ``columns`` may have if ``row`` joins them; () if it does not."""
-    if not columns or row.out != columns[0].width:
+    if not columns or (row.out != columns[0].width and (restores or len(columns) > 1)):
         return ()
     first = columns[0]
     if any(column.projects for column in columns):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,8 +40,10 @@ def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
     """Return the arguments of ``block`` when ``model`` gets token ids; None if the model then does not call it.
 
     The model runs up to the block. If the model does not take token ids, the block's only argument is hidden states
-    [BATCH, TOKENS, width].
+    [BATCH, TOKENS, width]. A block that is the model itself runs once.
     """
+    if block is model:
+        return _taken_by(model, width)
     caught: list[Call] = []
 
     def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,6 +73,18 @@ def capture(model: nn.Module, block: nn.Module, width: int) -> Call | None:
     return caught[0] if caught else None
 
 
+def _taken_by(model: nn.Module, width: int) -> Call | None:
+    """Return the argument that ``model`` runs on, token ids or else hidden states; None for neither."""
+    device = next(model.parameters()).device
+    whole = copy.deepcopy(model).eval()  # a forward may change buffers
+    ids = torch.zeros(BATCH, TOKENS, dtype=torch.long, device=device)
+    for argument in (ids, torch.zeros(BATCH, TOKENS, width, device=device)):
+        with torch.no_grad(), suppress(Exception):  # whatever the model says to what it does not take
+            whole(argument)
+            return (argument,), {}
+    return None
+
+
 def _takes_floats(call: Call) -> bool:
     """False if token ids went straight into the block: the model takes no token ids."""
     found = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
@@ -82,17 +97,17 @@ def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> 
     ``call``: the block's arguments, in which hidden states [BATCH, TOKENS, width] are replaced by random ones.
     """
     pattern = _randomized(block)
-    args, kwargs, weight = _randomized_call(call, width)
+    args, kwargs = _randomized_call(call, width)
     with torch.enable_grad():
         try:
-            expected = _run(_copy(pattern), args, kwargs, weight)
+            expected = _run(_copy(pattern), args, kwargs)
         except Exception as error:
             return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({_short(error)})"
 
         def work(axis: ThreadAxis) -> Outcome:
             mine = _copy(pattern)
             convert(mine, plan, Region(axis))
-            return _whole(mine, _run(mine, args, kwargs, weight), axis)
+            return _whole(mine, _run(mine, args, kwargs), axis)
 
         try:
             outcomes = on_threads(plan.size, work)
@@ -155,8 +170,8 @@ def _plain(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _randomized_call(call: Call, width: int) -> tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]:
-    """Return the arguments with random hidden states, and the weights [batch, tokens, width] of the outputs in the loss."""
+def _randomized_call(call: Call, width: int) -> Call:
+    """Return the arguments with random hidden states."""
     generator = torch.Generator().manual_seed(1)
 
     def plain(value: Any) -> Any:
@@ -167,14 +182,18 @@ def _randomized_call(call: Call, width: int) -> tuple[tuple[Any, ...], dict[str,
         return _plain(value, generator)
 
     args, kwargs = tree_map(plain, call)
-    return args, kwargs, torch.randn(BATCH, TOKENS, width, generator=generator)
+    return args, kwargs
 
 
-def _run(block: nn.Module, args: Any, kwargs: Any, weight: torch.Tensor) -> Outcome:
-    """Return the output and the gradients of the inputs and of all parameters, keyed by what they are."""
+def _run(block: nn.Module, args: Any, kwargs: Any) -> Outcome:
+    """Return the output and the gradients of the inputs and of all parameters, keyed by what they are.
+
+    The loss is the sum of the output, weighted by random numbers.
+    """
     fresh_args, fresh_kwargs = copy.deepcopy((args, kwargs))
     output = block(*fresh_args, **fresh_kwargs)
     output = output if isinstance(output, torch.Tensor) else output[0]
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
     (output * weight).sum().backward()
     outcome = {"the output": output.detach()}
     for index, value in enumerate(_tensors(fresh_args) + _tensors(fresh_kwargs)):

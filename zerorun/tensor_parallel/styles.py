@@ -98,8 +98,8 @@ class ParallelPlan:
         )
 
     def within(self, prefix: str) -> ParallelPlan:
-        """Return the part of the plan for the module ``prefix``, with names relative to it."""
-        start = prefix + "."
+        """Return the part of the plan for the module ``prefix``, with names relative to it; all for ""."""
+        start = f"{prefix}." if prefix else ""
         entries = [replace(e, name=e.name[len(start) :]) for e in self.entries if e.name.startswith(start)]
         attributes = [
             replace(a, owner=a.owner[len(start) :])

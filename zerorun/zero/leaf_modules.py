@@ -13,7 +13,7 @@ from torch import nn
 
 from ..errors import ModelError
 
-_MARK = "_zerorun_leaf_module"
+_MARK = "_z3_leaf"  # where accelerate looks for it
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:

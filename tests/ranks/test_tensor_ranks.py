@@ -1,0 +1,130 @@
+"""tp_model_init, autotp_size and an mpu, in the words of DeepSpeed: equal to one process, or an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+
+import zerorun.deepspeed.entry as deepspeed
+from zerorun.deepspeed.tensor_ranks import tp_model_init
+from zerorun.errors import ZerorunError
+
+STEPS = 3
+
+
+class Flat(nn.Module):
+    """No list of blocks: layers that lie side by side in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down, self.head = (
+            nn.Embedding(11, 6),
+            nn.Linear(6, 16),
+            nn.Linear(16, 8),
+            nn.Linear(8, 11),
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(nn.functional.gelu(self.up(self.words(ids)))))  # type: ignore[no-any-return]
+
+
+def made() -> Flat:
+    torch.manual_seed(3)
+    return Flat()
+
+
+def batch(step: int, group: int) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(10 * step + group))
+
+
+def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def config(**more: Any) -> dict[str, Any]:
+    adam = {"type": "AdamW", "params": {"lr": 1e-2}}
+    return {"train_micro_batch_size_per_gpu": 2, "optimizer": adam, "gradient_clipping": 0.5, **more}
+
+
+class Mpu:
+    """What Megatron's mpu says of two tensor ranks: ``ranks`` are in the group of this rank."""
+
+    def __init__(self, ranks: dict[int, tuple[int, ...]]) -> None:
+        groups = {members: dist.new_group(members) for members in sorted(set(ranks.values()))}
+        self._group = groups[ranks[dist.get_rank()]]
+
+    def get_model_parallel_world_size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._group
+
+
+def train(stage: int, asked: str) -> dict[str, torch.Tensor]:
+    model, more, mpu = made(), {"zero_optimization": {"stage": stage}}, None
+    if asked == "tp_model_init":
+        model = tp_model_init(model, tp_size=2, dtype=torch.float32)
+    else:
+        more["tensor_parallel"] = {"autotp_size": 2}
+    if asked == "mpu":
+        mpu = Mpu({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})
+    engine, *_ = deepspeed.initialize(model=model, config=config(**more), mpu=mpu)
+    assert engine.module.up.weight.shape[0] in (0, 8) or stage == 3
+    for step in range(STEPS):
+        ids = batch(step, dist.get_rank() // 2)
+        engine.backward(loss_of(engine(ids), ids))
+        engine.step()
+    weights: dict[str, torch.Tensor] = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(("stage", "asked"), ((1, "tp_model_init"), (3, "mpu"), (2, "autotp_size")))
+def test_a_model_without_blocks_is_divided(stage: int, asked: str) -> None:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(STEPS):
+        losses = [loss_of(model(batch(step, group)), batch(step, group)) for group in (0, 1)]
+        (sum(losses) / 2).backward()  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(4, train, stage, asked):
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+def refusals() -> list[str]:
+    halves = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    marked, asked = made(), tp_model_init(made(), 2, torch.float32)
+    marked.up.weight.tensor_model_parallel = True  # type: ignore[assignment]
+    apart = Mpu(halves)
+    cases: list[tuple[nn.Module, dict[str, Any], Any]] = [
+        (made(), {}, apart),
+        (made(), {"tensor_parallel": {"autotp_size": 2}}, apart),
+        (marked, {"tensor_parallel": {"autotp_size": 2}}, Mpu({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})),
+        (asked, {"tensor_parallel": {"autotp_size": 4}}, None),
+        (asked, {"bf16": {"enabled": True}}, None),
+    ]
+    said = []
+    for model, more, mpu in cases:
+        try:
+            deepspeed.initialize(model=model, config=config(**more), mpu=mpu)
+        except ZerorunError as error:
+            said.append(f"{type(error).__name__} {error}")
+    return said
+
+
+def test_what_differs_is_refused() -> None:
+    """Parts that are not zerorun's, ranks that are no neighbours, two sizes, two dtypes."""
+    whole, neighbours, marked, size, dtype = run_ranks(4, refusals)[0]
+    for text in (whole, marked):
+        assert text.startswith("TopologyError") and "Remedy: pass the whole model" in text
+    assert "divides them over neighbours, here [0, 1]" in neighbours
+    assert "tp_size=2" in size and size.startswith("ConfigError")
+    assert "dtype=torch.float32" in dtype and "Pass dtype=torch.bfloat16" in dtype

@@ -1,0 +1,111 @@
+"""What scripts made for DeepSpeed say about ranks that divide layers: ``tp_model_init``, and an ``mpu``.
+
+zerorun divides layers itself, from the whole model, over neighbouring ranks: that is how it knows which part is where. What
+a script says is merged into the configuration if it agrees with that, and is an error if not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.parse import Config, load_config
+from ..config.rules import tensor_sizes
+from ..config.source import read_source
+from ..errors import ConfigError, ConfigProblem, TopologyError
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What tp_model_init() was told about a model."""
+
+    size: int
+    dtype: torch.dtype
+
+
+_wishes: weakref.WeakKeyDictionary[nn.Module, _Wish] = weakref.WeakKeyDictionary()
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, tp_group: dist.ProcessGroup | None = None
+) -> nn.Module:
+    """Return the model as it is, and remember that ``initialize`` is to divide its layers over ``tp_size`` ranks.
+
+    ``dtype`` has to be that of the configuration, and ``tp_group``, if it is given, this rank and its neighbours.
+    ``config`` has no effect. Raises ConfigError and TopologyError, here or in ``initialize``.
+    """
+    if tp_size < 1:
+        reason = "layers are divided over one rank or more."
+        raise ConfigError([ConfigProblem("tp_size", tp_size, reason, "Pass 1 or more.")], "tp_model_init()")
+    if tp_group is not None:
+        _require_neighbours(tp_group, tp_size, "the tp_group given to tp_model_init()")
+    _wishes[model] = _Wish(tp_size, dtype)
+    return model
+
+
+def with_tensor_ranks(source: Any, model: nn.Module, mpu: Any) -> Any:
+    """Return the configuration ``source`` with what tp_model_init() was told about ``model``, or ``source`` itself.
+
+    Raises ConfigError where the two differ, and TopologyError for an ``mpu`` of ranks that have parts of the model, unless
+    they are those over which zerorun divides it.
+    """
+    wish = _wishes.get(model)
+    if wish is not None and wish.size > 1:
+        source = _merged(source, wish)
+    if mpu is not None:
+        config = load_config(source, optimizer_given=True, scheduler_given=True)
+        _check_parts(mpu, model, max(tensor_sizes(config).values()))
+    return source
+
+
+def _merged(source: Any, wish: _Wish) -> Any:
+    config = load_config(source, optimizer_given=True, scheduler_given=True)
+    size, problems = max(tensor_sizes(config).values()), []
+    dtypes = [(config.bf16.enabled, torch.bfloat16, "bf16"), (config.fp16.enabled, torch.float16, "fp16")]
+    for enabled, dtype, key in dtypes:
+        if enabled is True and dtype != wish.dtype:
+            reason = f"tp_model_init() was given dtype={wish.dtype}."
+            problems.append(ConfigProblem(f"{key}.enabled", True, reason, f"Pass dtype={dtype} there."))
+    if size not in (1, wish.size):
+        reason = f"tp_model_init() was given tp_size={wish.size}."
+        problems.append(ConfigProblem("tensor_parallel.autotp_size", size, reason, "Name one size in both places."))
+    if problems:
+        raise ConfigError(problems, config.provenance.file)
+    if size > 1 or isinstance(source, Config):
+        return source
+    raw, _ = read_source(source)
+    return {**raw, "tensor_parallel": {**raw.get("tensor_parallel", {}), "autotp_size": wish.size}}
+
+
+def _check_parts(mpu: Any, model: nn.Module, size: int) -> None:
+    """Raise TopologyError if ranks have parts of the model, or of sequences, in another way than zerorun divides it."""
+    kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
+    sizes = [getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)() for what in (kind, "sequence")]
+    marked = any(
+        getattr(param, mark, False) for param in model.parameters() for mark in ("model_parallel", "tensor_model_parallel")
+    )
+    if sizes == [1, 1] and not marked:
+        return
+    if sizes != [size, 1] or marked:
+        raise TopologyError(
+            "the mpu given to initialize() says that ranks have parts of each layer, or of each sequence, in a way of its "
+            "own. zerorun has to divide layers itself: parts do not tell what whole layers a checkpoint has to have, nor "
+            'which gradients count once. Remedy: pass the whole model, and set "tensor_parallel": '
+            '{"autotp_size": N} in the configuration.'
+        )
+    _require_neighbours(getattr(mpu, f"get_{kind}_parallel_group")(), size, "the mpu given to initialize()")
+
+
+def _require_neighbours(group: dist.ProcessGroup, size: int, what: str) -> None:
+    first = dist.get_rank() // size * size
+    wanted, found = list(range(first, first + size)), dist.get_process_group_ranks(group)
+    if sorted(found) != wanted:
+        raise TopologyError(
+            f"{what} has the ranks {found}, and {size} ranks divide layers. zerorun divides them over neighbours, here "
+            f"{wanted}, which mostly are on one host. Remedy: leave the group out."
+        )
