@@ -1,17 +1,24 @@
-"""What another project's tests find instead of GPUs and of a hub: CPUs, and random models of the same classes."""
+"""What another project's tests find instead of GPUs and of a hub: CPUs, random models of the same classes, words."""
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache, wraps
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import accelerate.state
+import datasets
+import torch
 import transformers
 from accelerate.test_utils import testing
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -22,6 +29,10 @@ SIZES = {"hidden_size": 16, "n_embd": 16, "num_hidden_layers": 2, "n_layer": 2, 
          "decoder_layers": 2, "encoder_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
 # A part of a model's name on the hub -> the type of its configuration.
 KINDS = {"qwen": "qwen2_moe", "mobilevit": "mobilevit", "t5": "t5", "gpt2": "gpt2", "bert": "bert", "llama": "llama"}
+# The architecture of a kind that is more than its configuration.
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "qwen2_moe": "Qwen2MoeForCausalLM", "t5": "T5ForConditionalGeneration",
+                 "bert": "BertForSequenceClassification", "llama": "LlamaForCausalLM"}  # fmt: skip
+WORDS = [f"word{number}" for number in range(64)]
 
 
 def install() -> None:
@@ -29,6 +40,9 @@ def install() -> None:
     _run_on_cpus()
     for owner in (_BaseAutoModelClass, PreTrainedModel, AutoConfig, AutoTokenizer):
         _read_local(owner)
+    datasets.load_dataset = glue
+    sys.modules["evaluate"] = evaluate = ModuleType("evaluate")
+    evaluate.__dict__.update(__spec__=ModuleSpec("evaluate", None), load=lambda *names: Metric())
 
 
 def _run_on_cpus() -> None:
@@ -71,9 +85,44 @@ def folder_of(name: str) -> str:
     if kind != "mobilevit":
         known = {key: value for key, value in SIZES.items() if hasattr(config, key)}
         config = transformers.AutoConfig.for_model(kind, **known)
-    architectures = {"gpt2": "GPT2LMHeadModel", "qwen2_moe": "Qwen2MoeForCausalLM", "t5": "T5ForConditionalGeneration"}
-    if kind in architectures:
-        getattr(transformers, architectures[kind])(config).save_pretrained(folder)
+    if kind in ARCHITECTURES:
+        model = getattr(transformers, ARCHITECTURES[kind])(config)
+        if kind == "bert":
+            torch.nn.init.constant_(model.classifier.bias[1:], 2.0)  # it knows the data of glue(), as a trained one would
+        model.save_pretrained(folder)
+        _tokenizer().save_pretrained(folder)
     else:
         config.save_pretrained(folder)
     return str(folder)
+
+
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    words = {word: number for number, word in enumerate([*special.values(), *WORDS])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+
+
+def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
+    """Pairs of sentences of random words, all of which are labelled 1; in the parts that ``split`` names, or both."""
+    made = random.Random(11)
+    rows = [(" ".join(made.choices(WORDS, k=8)), " ".join(made.choices(WORDS, k=8))) for _ in range(160)]
+    first, second = zip(*rows, strict=True)
+    columns = {"sentence1": list(first), "sentence2": list(second), "label": [1] * 160, "idx": list(range(160))}
+    part = datasets.Dataset.from_dict(columns)
+    return datasets.DatasetDict({"train": part, "validation": part.select(range(32))})
+
+
+class Metric:
+    """Accuracy of what was added since it was last computed."""
+
+    def __init__(self) -> None:
+        self._right: list[bool] = []
+
+    def add_batch(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
+        self._right += (predictions == references).tolist()
+
+    def compute(self) -> dict[str, float]:
+        share, self._right = sum(self._right) / len(self._right), []
+        return {"accuracy": share, "f1": share}
