@@ -6,7 +6,7 @@ if example := os.environ.get("ZERORUN_THEIR_EXAMPLE"):
     import example_stand_ins
 
     example_stand_ins.install(example)
-elif os.environ.get("ZERORUN_THEIR_SUITE"):
+elif os.environ.get("ZERORUN_THEIR_SUITE") == "accelerate":
     import stand_ins
 
     stand_ins.install()
