@@ -158,3 +158,65 @@ def test_it_costs_little(tmp_path: Path) -> None:
 def test_what_runs_at_each_start_needs_no_torch(tmp_path: Path, module: str) -> None:
     text = f"import sys, zerorun.{module}; print('torch' in sys.modules)"
     assert printed(text, tmp_path) == ["False"]
+
+
+def test_the_loss_scale_by_deepspeeds_names(tmp_path: Path) -> None:
+    """The optimizer of an engine has it, with the outcome of the last step; others do not, and may name their own."""
+    text = """
+import torch, deepspeed
+class Own(torch.optim.SGD):
+    loss_scale = 3.0
+model = torch.nn.Linear(2, 2)
+settings = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}, "torch_adam": True},
+            "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+engine, optimizer, *_ = deepspeed.initialize(model=model, config=settings)
+scaler = optimizer.loss_scaler
+print(optimizer.cur_scale, optimizer.dynamic_loss_scale, scaler.cur_iter, scaler.scale_window)
+engine.backward(engine(torch.full((1, 2), 6e4)).sum() * 6e4)
+engine.step()
+print(optimizer.loss_scale, scaler.cur_scale, scaler.cur_iter, engine.skipped_steps)
+other = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+print(hasattr(other, "loss_scale"), hasattr(other, "parameter_offload"), Own(other.param_groups, lr=0.1).loss_scale)
+print(len(optimizer.parameter_offload.forward_hooks))
+"""
+    assert printed(BEGIN + text, tmp_path) == ["16.0 True 0 1000", "8.0 8.0 1 1", "False False 3.0", "0"]
+
+
+def test_a_configuration_by_deepspeeds_class(tmp_path: Path) -> None:
+    text = """
+import deepspeed
+from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO
+config = deepspeed.DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2, "sheduler": 1})
+print(config.train_micro_batch_size_per_gpu, CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO)
+try:
+    deepspeed.init_distributed(dist_init_required=False)
+except Exception as error:
+    print(type(error).__name__, "it has not" in str(error))
+"""
+    assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == ["1 cycle_min_lr log warmup_min_ratio", "TopologyError True"]
+
+
+def test_merged_weights_have_all_names_of_a_tied_parameter(tmp_path: Path) -> None:
+    """So they load strictly. A file of safetensors has it once, as that of any model."""
+    text = """
+import torch, deepspeed
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+def tied():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+model = tied()
+settings = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}
+deepspeed.initialize(model=model, config=settings)[0].save_checkpoint("saved")
+weights = get_fp32_state_dict_from_zero_checkpoint("saved")
+print(tied().load_state_dict(weights, strict=True), weights["0.weight"] is weights["1.weight"])
+for safe in (False, True):
+    convert("saved", "out", safe_serialization=safe)
+loaded = torch.load("out/pytorch_model.bin")
+print(loaded["0.weight"] is loaded["1.weight"], torch.equal(loaded["1.weight"], model[1].weight))
+from safetensors.torch import load_file
+print(sorted(load_file("out/model.safetensors")))
+"""
+    names = "['0.bias', '0.weight', '1.bias']"
+    assert printed(BEGIN + text, tmp_path) == ["<All keys matched successfully> True", "True True", names]

@@ -107,9 +107,10 @@ class _SurfaceLoader(Loader):
         if module.__name__ == NAME:
             setup_logging()
             info_once(f"deepspeed is zerorun in this process ({VARIABLE} or zerorun.deepspeed.activate()).")
-            from .parameters import install
+            from . import optimizers, parameters
 
-            install()
+            parameters.install()
+            optimizers.install()
 
 
 class _Surface(ModuleType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
-from ..errors import ConfigError, ConfigProblem
+from ..errors import ConfigError, ConfigProblem, TopologyError
 from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
 from .parameters import show_placeholders
@@ -39,11 +41,12 @@ def initialize(
 ) -> tuple[Engine, Any, Any, Any]:
     """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them.
 
-    ``config_params`` is another name of ``config``. ``distributed_port`` and ``dist_init_required`` have no effect: the
-    launcher says where ranks meet, and a process group that exists is used. Raises what ``zerorun.initialize`` raises;
-    ConfigError for ``mesh_param`` and what tp_model_init() was told otherwise, and TopologyError for an ``mpu`` whose ranks
-    have parts of a layer, unless they are those that the configuration names.
+    ``config_params`` is another name of ``config``. ``distributed_port`` has no effect: the launcher says where ranks meet.
+    Raises what ``zerorun.initialize`` raises; ConfigError for ``mesh_param`` and what tp_model_init() was told otherwise, and
+    TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the configuration names, or if
+    ``dist_init_required`` is False and ranks have not met.
     """
+    _refuse_strangers(dist_init_required)
     if mesh_param is not None:
         reason = "zerorun has no axis along the sequence."
         raise ConfigError([ConfigProblem("mesh_param", mesh_param, reason, "Leave it out.")], "initialize()")
@@ -72,6 +75,30 @@ def newest_engine() -> Engine | None:
     return found[-1] if found else None
 
 
+def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:
+    """The engine that ``initialize`` made with this optimizer, if there is one."""
+    found = (engine for made in _engines if (engine := made()) is not None)
+    return next((engine for engine in found if engine.sharded is not None and engine.sharded.optimizer is optimizer), None)
+
+
+def parse_config(config: Any, mpu: Any = None, mesh_device: Any = None) -> Config:
+    """Return the configuration of a path or a dict, with the batch sizes that it has on the ranks of this job.
+
+    ``deepspeed.DeepSpeedConfig(...)``; ``mpu`` and ``mesh_device`` change nothing. Raises ConfigError.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    parsed = load_config(as_deepspeed_reads(config), world_size=world_size)
+    return resolve(parsed, data_parallel_size=data_parallel_degree(parsed, world_size))
+
+
+def _refuse_strangers(dist_init_required: bool | None) -> None:
+    if dist_init_required is False and not dist.is_initialized():
+        raise TopologyError(
+            "dist_init_required=False says that the program has joined the process group, but it has not. Remedy: call "
+            "deepspeed.init_distributed() or torch.distributed.init_process_group() before, or leave the argument out."
+        )
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
@@ -87,8 +114,10 @@ def init_distributed(
     """Join the process group; see ``zerorun.init_distributed``.
 
     With ``init_method``, ranks meet there: torch's own rendezvous, with ``rank`` and ``world_size`` if they are given. The
-    other arguments that ``zerorun.init_distributed`` does not have change nothing.
+    other arguments that ``zerorun.init_distributed`` does not have change nothing. Raises TopologyError if
+    ``dist_init_required`` is False and ranks have not met.
     """
+    _refuse_strangers(dist_init_required)
     if init_method is not None and not dist.is_initialized():
         limit = {} if timeout is None else {"timeout": timeout}
         dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo", init_method=init_method,

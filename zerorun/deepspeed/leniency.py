@@ -14,7 +14,18 @@ from ..config.source import read_source
 from ..log import info_once
 
 # Sections in which DeepSpeed looks for keys one by one. In the others it refuses what it does not know, as zerorun does.
-_LOOKED_THROUGH = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "pipeline")
+_LOOKED_THROUGH = (
+    *(
+        "activation_checkpointing",
+        "aio",
+        "checkpoint",
+        "data_types",
+        "flops_profiler",
+        "optimizer",
+        "pipeline",
+        "scheduler",
+    ),
+)
 
 
 def as_deepspeed_reads(source: Any) -> Any:

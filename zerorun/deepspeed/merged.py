@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """Return name -> tensor on the CPU: fp32 masters where the checkpoint has them, else the weights cast to fp32.
 
+    Names of one tied parameter lead to one tensor.
     ``tag``: by default that of the newest checkpoint. ``lazy_mode`` has no effect: tensors are read one by one anyway.
     Raises CheckpointError if there is no whole checkpoint. For one of DeepSpeed the error says how to import it.
     """
@@ -41,7 +43,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             stream = weights.stream(name)
             parts = list(stream.stretches())
             found[name] = torch.cat(parts).view(stream.tensor.shape) if parts else torch.empty(stream.tensor.shape)
-    return found
+        aliases = reader.manifest.aliases if reader.manifest is not None else {}
+    return found | {alias: found[name] for alias, name in aliases.items() if name in found}
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None) -> nn.Module:
@@ -68,6 +71,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     from huggingface_hub import split_torch_state_dict_into_shards  # comes with transformers, which reads the result
 
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    if safe_serialization:  # a file of safetensors has a tied parameter once
+        first = {id(tensor): name for name, tensor in reversed(state.items())}
+        state = {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
     name = "model{suffix}.safetensors" if safe_serialization else "pytorch_model{suffix}.bin"
     limit = max_shard_size if max_shard_size is not None else sum(tensor.nbytes for tensor in state.values()) + 1
     split = split_torch_state_dict_into_shards(state, filename_pattern=name, max_shard_size=limit)
@@ -75,10 +81,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     out.mkdir(parents=True, exist_ok=True)
     for file, names in split.filename_to_tensors.items():
         part = {name: state[name] for name in names}
+        unfinished = out / f".{file}.{os.getpid()}"  # several ranks may call this, and none may read half a file
         if safe_serialization:
-            save_file(part, out / file, metadata={"format": "pt"})
+            save_file(part, unfinished, metadata={"format": "pt"})
         else:
-            torch.save(part, out / file)
+            torch.save(part, unfinished)
+        unfinished.replace(out / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (out / f"{name.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2))

@@ -7,7 +7,6 @@ are looked up when they are asked for, so they are always what is the case. Othe
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -169,33 +168,9 @@ def show_placeholders(engine: Engine) -> None:
     runtime.keep([engine.module.register_state_dict_post_hook(after)])
 
 
-# -- TRL takes hooks off for generation, and puts them on again --------------------------------------------------------
-
-
-class NoHooks:
-    """Stands for what TRL looks through for hooks to remove before it generates. zerorun's hooks can stay."""
-
-    def __init__(self) -> None:
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-        self.module = self
-
-    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing: no parameter has to forget which modules use it."""
-        yield from ()
-
-    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing, as above."""
-        yield from ()
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Do nothing: no hook was removed."""
-
-
 def install() -> None:
-    """Give all parameters and optimizers of this process the attributes. The mode does it at ``import deepspeed``."""
+    """Give all parameters of this process the attributes. The mode does it at ``import deepspeed``."""
     for name, get in {
         "ds_id": _number, "ds_status": _status, "ds_shape": _shape, "ds_numel": _numel, "ds_tensor": _tensor
     }.items():  # fmt: skip
         setattr(nn.Parameter, name, property(get))
-    setattr(torch.optim.Optimizer, "parameter_offload", property(lambda optimizer: NoHooks()))  # noqa: B010

