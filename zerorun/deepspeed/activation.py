@@ -107,10 +107,11 @@ class _SurfaceLoader(Loader):
         if module.__name__ == NAME:
             setup_logging()
             info_once(f"deepspeed is zerorun in this process ({VARIABLE} or zerorun.deepspeed.activate()).")
-            from . import optimizers, parameters
+            from .optimizer_names import name_optimizers
+            from .parameters import install
 
-            parameters.install()
-            optimizers.install()
+            install()
+            name_optimizers()
 
 
 class _Surface(ModuleType):

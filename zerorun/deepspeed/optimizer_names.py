@@ -78,7 +78,7 @@ class _OfEngine:
         return self._get(engine)
 
 
-def install() -> None:
+def name_optimizers() -> None:
     """Give the optimizers of engines the attributes. The mode does it at ``import deepspeed``."""
     for name, get in {
         "cur_scale": lambda engine: engine.loss_scale,
