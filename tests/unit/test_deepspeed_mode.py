@@ -186,14 +186,18 @@ def test_a_configuration_by_deepspeeds_class(tmp_path: Path) -> None:
     text = """
 import deepspeed
 from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO
-config = deepspeed.DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2, "sheduler": 1})
+config = deepspeed.DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2, "sheduler": 1,
+                                     "fp16": {"enabled": 1}, "zero_optimization": {"overlap_comm": 0, "stage": 1}})
+print(config.fp16.enabled, config.zero_optimization.overlap_comm, config.zero_optimization.stage)
 print(config.train_micro_batch_size_per_gpu, CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO)
 try:
     deepspeed.init_distributed(dist_init_required=False)
 except Exception as error:
     print(type(error).__name__, "it has not" in str(error))
 """
-    assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == ["1 cycle_min_lr log warmup_min_ratio", "TopologyError True"]
+    assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == [
+        "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
+    ]  # fmt: skip
 
 
 def test_merged_weights_have_all_names_of_a_tied_parameter(tmp_path: Path) -> None:

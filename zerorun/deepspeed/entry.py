@@ -42,9 +42,9 @@ def initialize(
     """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them.
 
     ``config_params`` is another name of ``config``. ``distributed_port`` has no effect: the launcher says where ranks meet.
-    Raises what ``zerorun.initialize`` raises; ConfigError for ``mesh_param`` and what tp_model_init() was told otherwise, and
-    TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the configuration names, or if
-    ``dist_init_required`` is False and ranks have not met.
+    Raises what ``zerorun.initialize`` raises; ConfigError for ``mesh_param`` and what tp_model_init() was told otherwise;
+    and TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the configuration names,
+    or if ``dist_init_required`` is False and ranks have not met.
     """
     _refuse_strangers(dist_init_required)
     if mesh_param is not None:

@@ -60,6 +60,17 @@ def warning_once(message: str, *args: Any) -> None:
     warn_once(message % args if args else message)
 
 
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger, zerorun's by default: "debug", "info", "warning", "error" or "critical".
+
+    Raises ValueError for another word.
+    """
+    level = logging.getLevelName(log_level_str.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"{log_level_str!r} is not a level of logging. Remedy: debug, info, warning, error or critical.")
+    (custom_logger or logger).setLevel(level)
+
+
 def see_memory_usage(message: str, force: bool = False) -> None:
     """If ``force``, log ``message`` with the memory of rank 0's device and of its host, in GiB."""
     if not force or not is_rank_zero():

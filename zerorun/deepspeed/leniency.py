@@ -1,11 +1,11 @@
-"""What DeepSpeed reads over without a word: in its mode each is a note instead of an error.
+"""What DeepSpeed reads over without a word: in its mode each is a note instead of an error. And 1 and 0 are flags.
 
 Trainers write such keys for DeepSpeed, and scripts that run with it have them; nothing can depend on them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from ..config.fields import Section, section_of
 from ..config.reader import is_comment
@@ -36,7 +36,8 @@ def as_deepspeed_reads(source: Any) -> Any:
     if source is None or isinstance(source, Config):
         return source
     raw, name = read_source(source)
-    kept, dropped = dict(raw), list[str]()
+    flags = _with_flags(Config, raw)
+    kept, dropped = dict(flags), list[str]()
     _drop_unknown(Config, kept, "", dropped)
     for section in _LOOKED_THROUGH:
         if isinstance(kept.get(section), dict):
@@ -49,9 +50,27 @@ def as_deepspeed_reads(source: Any) -> Any:
     if isinstance(zero, dict):
         kept["zero_optimization"] = _without_idle_offload(zero, dropped)
     if not dropped:
-        return source
+        return source if flags is raw else flags
     info_once(f"{name}: DeepSpeed ignores {', '.join(dropped)}, and so does zerorun in its mode.")
     return kept
+
+
+def _with_flags(kind: type[Section], section: dict[str, Any]) -> dict[str, Any]:
+    """Return the section with true and false for 1 and 0, which DeepSpeed takes for them; itself if there is none."""
+    changed: dict[str, Any] = {}
+    for key, field in kind.fields_by_key().items():
+        value, inner = section.get(key), section_of(field)
+        if isinstance(value, dict) and inner is not None:
+            changed[key] = _with_flags(inner, value)
+        elif type(value) is int and value in (0, 1) and _takes_flags(field.annotation):
+            changed[key] = bool(value)
+    return {**section, **changed} if any(section[key] is not value for key, value in changed.items()) else section
+
+
+def _takes_flags(annotation: Any) -> bool:
+    """True if bool is one of the types, and no number is."""
+    kinds = {getattr(kind, "__origin__", kind) for kind in (annotation, *get_args(annotation))}
+    return bool in kinds and not kinds & {int, float}
 
 
 def _drop_unknown(kind: type[Section], section: dict[str, Any], path: str, dropped: list[str]) -> None:

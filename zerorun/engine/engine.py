@@ -207,6 +207,8 @@ class Engine(WholeWeights):
         """
         return self.accumulation.no_sync()
 
+    coalesce_grad_reduction = no_sync  # DeepSpeed's name, for several backwards of one step
+
     # -- step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:

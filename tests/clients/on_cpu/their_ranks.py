@@ -49,12 +49,27 @@ def _prepare() -> None:
     from unit import common
 
     common.DistributedExec._launch_procs = _launch
+    common.reduce_boolean_flags = lambda flag, op=all: op(_told_by_all(flag))
     pytest.raises = _raises  # type: ignore[assignment]
+    torch.nn.parallel.DistributedDataParallel.__init__ = _without_device_ids  # type: ignore[method-assign]
     torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()
     torch.cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
 
 
-_pytest_raises = pytest.raises
+_pytest_raises, _init_ddp = pytest.raises, torch.nn.parallel.DistributedDataParallel.__init__
+
+
+def _without_device_ids(self: Any, module: Any, *_: Any, **kwargs: Any) -> None:
+    """On CPUs DistributedDataParallel is told no devices."""
+    _init_ddp(self, module, **{key: value for key, value in kwargs.items() if key not in ("device_ids", "output_device")})
+
+
+def _told_by_all(flag: bool) -> list[bool]:
+    """The flags of all ranks. Theirs gathers tensors without dimensions, which gloo refuses."""
+    told: list[Any] = [flag] * torch.distributed.get_world_size() if torch.distributed.is_initialized() else [flag]
+    if len(told) > 1:
+        torch.distributed.all_gather_object(told, flag)
+    return told
 
 
 def _raises(expected: Any = None, *args: Any, **kwargs: Any) -> Any:
