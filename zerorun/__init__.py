@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the names that ``__getattr__`` resolves, for type checkers;
     from .distributed.transport.process_group import init_distributed as init_distributed
     from .engine.engine import Engine as Engine
     from .engine.initialize import initialize as initialize
+    from .engine.notebook import notebook_launcher as notebook_launcher
     from .errors import CheckpointError as CheckpointError
     from .errors import ConfigError as ConfigError
     from .errors import DoesNotFitError as DoesNotFitError
@@ -47,6 +48,7 @@ if os.path.isfile(os.path.join(_checkout, "setup.py")) and os.path.isdir(os.path
 _EXPORTS = {
     "initialize": "zerorun.engine.initialize",
     "Engine": "zerorun.engine.engine",
+    "notebook_launcher": "zerorun.engine.notebook",
     "Estimate": "zerorun.memory.estimate",
     "estimate_memory": "zerorun.memory.estimate",
     "add_config_arguments": "zerorun.deepspeed.arguments",

@@ -112,6 +112,11 @@ def gpus_in_use() -> list[torch.device]:
     return gpus_here() if torch.cuda.is_initialized() or on_gpu(torch.get_default_device()) else []
 
 
+def is_in_use() -> bool:
+    """True if this process has used a GPU: forks of it cannot."""
+    return torch.cuda.is_initialized()
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done all work that it was given."""
     if on_gpu(device):

@@ -17,7 +17,9 @@ import accelerate.state
 import datasets
 import torch
 import transformers
+from accelerate.commands import launch
 from accelerate.test_utils import testing
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -53,6 +55,8 @@ def _run_on_cpus() -> None:
         real(self, True, **kwargs)
 
     accelerate.state.PartialState.__init__ = begin  # type: ignore[method-assign]
+    alone, many = launch.simple_launcher, launch.multi_gpu_launcher
+    launch.simple_launcher = lambda args: (many if (args.num_processes or 1) > 1 else alone)(args)
     for name in ("require_non_cpu", "require_fp16", "require_multi_device", "require_huggingface_suite"):
         setattr(testing, name, lambda test: test)
 
@@ -85,14 +89,15 @@ def folder_of(name: str) -> str:
     if kind != "mobilevit":
         known = {key: value for key, value in SIZES.items() if hasattr(config, key)}
         config = transformers.AutoConfig.for_model(kind, **known)
+    folder.mkdir()
+    config.to_json_file(folder / "config.json", use_diff=False)  # save_pretrained() writes on one rank only
     if kind in ARCHITECTURES:
         model = getattr(transformers, ARCHITECTURES[kind])(config)
         if kind == "bert":
             torch.nn.init.constant_(model.classifier.bias[1:], 2.0)  # it knows the data of glue(), as a trained one would
-        model.save_pretrained(folder)
+        weights = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         _tokenizer().save_pretrained(folder)
-    else:
-        config.save_pretrained(folder)
     return str(folder)
 
 
