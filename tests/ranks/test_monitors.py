@@ -210,7 +210,8 @@ def test_nobody_waits_for_the_device(tmp_path: Path) -> None:
     assert len(values_of(tmp_path / "run")["train_loss"]) == 4
 
 
-def told(config: dict[str, Any]) -> list[str]:
+def told(config: dict[str, Any], prefix: str = "step ") -> list[str]:
+    """The lines of the log that begin so."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -219,7 +220,7 @@ def told(config: dict[str, Any]) -> list[str]:
         train(config, "mean", False)
     finally:
         logging.getLogger("zerorun").removeHandler(handler)
-    return [line for line in records if line.startswith("step ")]
+    return [line for line in records if line.startswith(prefix)]
 
 
 def test_lines_of_progress() -> None:

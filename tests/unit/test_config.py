@@ -534,7 +534,6 @@ def test_zero_warmup_and_per_group_rates() -> None:
     ("source", "key"),
     [
         ({"prescale_gradients": True}, "prescale_gradients"),
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
         ({"zero_optimization": {"contiguous_gradients": False}}, "zero_optimization.contiguous_gradients"),
         ({"zero_optimization": {"max_reuse_distance": 1}}, "zero_optimization.stage3_max_reuse_distance"),
         ({"zero_optimization": {"stage": 2, "max_live_parameters": 1}}, "zero_optimization.stage3_max_live_parameters"),

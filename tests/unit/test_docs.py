@@ -188,7 +188,7 @@ def sections(section: type[Section]) -> list[type[Section]]:
 def test_every_key_that_does_something_says_what() -> None:
     module = hooks()
     definitions = {node.name: node for source in module.SOURCES for node in module.class_definitions(source)}
-    silent, off = [], {"FlopsProfiler", "CommsLogger"}  # whose sections are noted as a whole
+    silent, off = [], {"FlopsProfiler"}  # whose sections are noted as a whole
     for section in sections(Config):
         meanings = dict(module.fields(definitions[section.__name__]))
         for name, field in section.model_fields.items():

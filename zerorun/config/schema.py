@@ -28,7 +28,6 @@ from zerorun.config.fields import (
     Text,
 )
 from zerorun.config.sections import (
-    REPORT,
     ActivationCheckpointing,
     Aio,
     Bf16,
@@ -150,7 +149,9 @@ class Config(Section):
     csv_monitor: CsvMonitor = CsvMonitor()
     wandb: Wandb = Wandb()
     comet: Comet = Comet()
-    wall_clock_breakdown: Annotated[Flag, Inert(f"no step is timed with device syncs; {REPORT}", False)] = False
+    wall_clock_breakdown: Flag = False
+    """Print on rank 0, every steps_per_print steps or else every ten, what forward, backward and step took, and how much of
+    the communication was hidden behind them. No step waits for the device for it."""
     memory_breakdown: Annotated[Flag, Inert("use engine.memory_report(), which needs no switch.", False)] = False
     flops_profiler: FlopsProfiler = FlopsProfiler()
     comms_logger: CommsLogger = CommsLogger()

@@ -558,13 +558,17 @@ class FlopsProfiler(Section):
 
 
 class CommsLogger(Section):
-    """DeepSpeed's log of collectives."""
+    """A table of rank 0's collectives by label: calls, bytes, times, bandwidth."""
 
-    enabled: Annotated[Flag, Inert("traffic is always counted; " + REPORT, unless=False)] = False
+    enabled: Flag = False
+    """Print the table every steps_per_print steps or else every ten, and when the engine is destroyed."""
     verbose: Flag = False
+    """Print a line for each collective as well."""
     prof_all: Flag = True
+    """Count all collectives; false: only those that prof_ops names."""
     prof_ops: tuple[Text, ...] = ()
-    debug: Flag = False
+    """Collectives to count, by torch's names, such as "all_gather" and "reduce_scatter"."""
+    debug: Annotated[Flag, Inert("labels always say what a collective is for.", unless=False)] = False
 
 
 class Throughput(Section):

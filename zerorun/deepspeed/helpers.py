@@ -84,11 +84,16 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str | None:
-    """Log what the newest engine has sent, on rank 0; with ``return_dict``, return the text. All ranks may call it."""
+    """Log what the newest engine has sent, on rank 0, and how fast if ``comms_logger`` is on. All ranks may call it.
+
+    With ``return_dict``, return the text.
+    """
     from .entry import newest_engine  # entry makes engines, which most scripts that import this module never do
 
     engine = newest_engine()
-    text = "" if engine is None else str(engine.communication_report())
+    report = {} if engine is None else engine.communication_report()
+    observer = None if engine is None else engine.observer
+    text = str(report or "") if observer is None else observer.communication_table(report)
     if is_rank_zero() and text:
         logger.info("%s", text)
     return text if return_dict else None

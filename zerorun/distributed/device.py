@@ -11,6 +11,7 @@ import mmap
 import os
 import resource
 import sys
+import time
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +122,29 @@ def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has done all work that it was given."""
     if on_gpu(device):
         torch.cuda.synchronize(device)
+
+
+class Clock:
+    """Moments of the work of ``device``. A GPU notes them when it comes to them, and nobody waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._has_events = on_gpu(device)
+
+    def now(self) -> Any:
+        """This moment."""
+        if not self._has_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, moment: Any) -> bool:
+        """True if it is over."""
+        return not self._has_events or bool(moment.query())
+
+    def between(self, first: Any, second: Any) -> float:
+        """Seconds from one moment to another. Both must have passed."""
+        return float(first.elapsed_time(second)) / 1e3 if self._has_events else second - first
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

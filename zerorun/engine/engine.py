@@ -329,7 +329,7 @@ class Engine(WholeWeights):
         for link in links_of(self.units):
             link.close()
         if self.observer is not None:
-            self.observer.close()
+            self.observer.close(self.comm, self.communication_report())
 
     # -- as in DeepSpeed -----------------------------------------------------------------------------------------
 

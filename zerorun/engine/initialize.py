@@ -30,6 +30,7 @@ from ..distributed.waits import waiting
 from ..errors import ConfigError, ModelError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
+from ..monitors.breakdown import TimedModel
 from ..monitors.monitor import refuse_missing_libraries
 from ..monitors.observer import RunObserver
 from ..ops.single_pass import SinglePassOptimizer
@@ -152,9 +153,11 @@ def initialize(
     _settle_apart(model, made.units, comm)
     scaler = _scaler(wanted)
     accumulation = Accumulation(wanted, comm, scaler)
-    runtime = Runtime(model, plan, made, comm, accumulation)
+    backwards = accumulation if observer is None else observer.watching(comm, accumulation)
+    runtime = Runtime(model, plan, made, comm, backwards)
     sharded = _shard_optimizer(raw, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
-    sharded_model = ShardedModel(runtime, sharded, parallelized, accumulation.gradient_factor)
+    kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
+    sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
     runtime.keep(observer.attached_to(model) if observer is not None else ())
     kind = _engine_for(model)

@@ -238,7 +238,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         if self.history.scaler.dynamic and self.history.failure is None:  # a loss that is of no use is no overflow
             self._update_scale(step.notes, overflow=not outcome.finite)
         if self.history.failure is None and self.observer is not None:
-            self.observer.observe(self._record(outcome))
+            self.observer.observe(self._record(outcome), self.communication_report)
 
     def refuse_failed(self) -> None:
         """Learn what has come of the last step, and raise its error if it failed. All ranks must call it."""

@@ -93,7 +93,7 @@ class LoopQueries:
         return self.config.steps_per_print or math.inf
 
     def wall_clock_breakdown(self) -> bool:
-        """The setting in the configuration, which has no effect."""
+        """True if the times of steps are printed."""
         return bool(self.config.wall_clock_breakdown)
 
     # -- optimizer -----------------------------------------------------------------------------------------------

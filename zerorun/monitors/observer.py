@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,10 +14,24 @@ from torch import nn
 
 from ..config.schema import Config
 from ..distributed.device import most_used_bytes
+from ..distributed.stopwatch import Stopwatch
 from ..distributed.topology import Topology
-from ..log import in_bytes, logger
+from ..distributed.transport.communicator import Communicator
+from ..log import counted, in_bytes, logger
+from ..zero.reducer import Backwards
+from .breakdown import (
+    BACKWARD,
+    FORWARD,
+    PHASES,
+    Breakdown,
+    CommunicationTable,
+    ForwardHooks,
+    TimedBackwards,
+    watch_communication,
+)
 from .monitor import Event, Monitor
 
+_TIMED_EVERY = 10  # steps, where steps_per_print does not say
 _PREFIX = "Train/Samples/"
 # How schedules call the number of steps that they are made for: DeepSpeed's, and torch's OneCycleLR.
 _TOTALS = ("total_num_steps", "total_steps")
@@ -85,23 +100,36 @@ class RunObserver:
         self._total = next((int(params[name]) for name in _TOTALS if params.get(name)), None)
         self._replicas, self._tokens = topology.data_parallel_size, 0
         self._each, self._printed = Meter(), Meter()
+        self.watch = Stopwatch(device) if config.wall_clock_breakdown or config.comms_logger.enabled else None
+        self._breakdown = Breakdown() if config.wall_clock_breakdown else None
+        self._table = CommunicationTable(config.comms_logger) if config.comms_logger.enabled else None
+        self._timed_every = self._every or _TIMED_EVERY
 
     @classmethod
     def make(cls, config: Config, topology: Topology, device: torch.device) -> RunObserver | None:
         """The observer of this rank; None if it has nothing to tell. Raises ConfigError if a monitor cannot begin."""
-        return cls(config, topology, device) if topology.rank == 0 and config.observes_loss else None
+        wanted = config.observes_loss or config.wall_clock_breakdown or config.comms_logger.enabled
+        return cls(config, topology, device) if topology.rank == 0 and wanted else None
+
+    def watching(self, comm: Communicator, backwards: Backwards) -> Backwards:
+        """Begin to time collectives, if times are wanted. Returns what is to be told of backwards instead."""
+        if self.watch is None:
+            return backwards
+        watch_communication(comm, self.watch)
+        return TimedBackwards(backwards, self.watch)
 
     def attached_to(self, module: nn.Module) -> list[Any]:
         """Look at the forwards of ``module`` until what is returned is removed."""
-        return [module.register_forward_pre_hook(self._look, with_kwargs=True)]
+        timed = [] if self.watch is None else [ForwardHooks(module, self.watch)]
+        return [module.register_forward_pre_hook(self._look, with_kwargs=True), *timed]
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch from the arguments of its forward."""
         if torch.is_grad_enabled():
             self._tokens += tokens_in(args, kwargs)
 
-    def observe(self, record: StepRecord) -> None:
-        """A step is over, and its outcome is known."""
+    def observe(self, record: StepRecord, report: Callable[[], dict[str, dict[str, int]]]) -> None:
+        """A step is over, and its outcome is known. ``report`` gives calls and bytes of collectives, by label."""
         tokens, self._tokens = self._tokens * self._replicas, 0
         for meter in (self._each, self._printed):
             meter.count(self._batch, tokens)
@@ -109,6 +137,39 @@ class RunObserver:
             self.monitor.write_events(self._events(record, self._each.read()))
         if self._every and record.step % self._every == 0:
             logger.info("%s", self._line(record, self._printed.read()))
+        if self.watch is not None:
+            self._tell_times(self.watch, record, report)
+
+    def _tell_times(self, watch: Stopwatch, record: StepRecord, report: Callable[[], dict[str, dict[str, int]]]) -> None:
+        """Of the steps before this one that the device has passed."""
+        for step in watch.read():
+            for line in self._table.add(step) if self._table is not None else ():
+                logger.info("%s", line)
+            if self._breakdown is not None:
+                self._breakdown.add(step)
+        if record.step % self._timed_every:
+            return
+        if self._breakdown is not None and self._breakdown.steps:
+            logger.info(
+                "mean of %s before step %d: %s", counted(self._breakdown.steps, "step"), record.step, self._breakdown.line()
+            )
+            self.monitor.write_events(self._elapsed(self._breakdown, record.samples))
+            self._breakdown = Breakdown()
+        if self._table is not None:
+            logger.info("%s", self.communication_table(report()))
+
+    def _elapsed(self, found: Breakdown, samples: int) -> list[Event]:
+        values = {
+            "forward": found.milliseconds(FORWARD),
+            "backward": found.milliseconds(BACKWARD),
+            "backward_allreduce": 1e3 * found.waited["reduce"] / found.steps,
+            "step": found.milliseconds(*PHASES[2:]),
+        }
+        return [(f"{_PREFIX}elapsed_time_ms_{name}", value, samples) for name, value in values.items()]
+
+    def communication_table(self, report: dict[str, dict[str, int]]) -> str:
+        """Calls, bytes and times of collectives, if ``comms_logger`` is on; else calls and bytes."""
+        return "\n".join(self._table.lines(report)) if self._table is not None else str(report)
 
     def _events(self, record: StepRecord, speed: Speed | None) -> list[Event]:
         values = {
@@ -139,8 +200,11 @@ class RunObserver:
         )
         return ", ".join(part for part in parts if part)
 
-    def close(self) -> None:
+    def close(self, comm: Communicator, report: dict[str, dict[str, int]]) -> None:
         """The run is over."""
+        if self._table is not None:
+            logger.info("%s", self.communication_table(report))
+        watch_communication(comm, None)
         self.monitor.close()
 
 

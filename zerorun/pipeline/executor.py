@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -191,9 +191,10 @@ class Executor:
 
     @torch.no_grad()
     def _weight_gradients(self, key: Key) -> None:
-        jobs = self._kept[key].jobs
-        while jobs:
-            jobs.pop()()
+        jobs, watch = self._kept[key].jobs, self._runtime.comm.statistics.watch
+        with nullcontext() if watch is None else watch.during("backward"):
+            while jobs:
+                jobs.pop()()
         self._runtime.complete(self._parts[key[1]])
 
 

@@ -118,6 +118,8 @@ class Control:
 
     def finish_message(self, message: Future[None], label: str) -> None:
         """Wait for a message between two ranks, and serve ranks that wait for this one meanwhile. Raises OrderError."""
+        watch = self._statistics.watch
+        begun = None if watch is None else watch.now()
         try:
             with waiting(f"pipeline: {label}"):
                 if self._memory is not None:
@@ -125,13 +127,16 @@ class Control:
                 message.result()
         except RuntimeError as error:
             raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+        if watch is not None:
+            watch.add(f"pipeline: {label}", begun, begun)
 
     def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None) -> None:
         """Wait for ``work``, and serve ranks that wait for this one meanwhile. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         memory = self._memory
         self._agreements += 1
-        number, missing = self._agreements, None
+        number, missing, watch = self._agreements, None, self._statistics.watch
+        begun = None if watch is None else watch.now()
         if memory is not None:
             memory.note_agreement(number)
             missing = partial(memory.absent_from_agreement, number)
@@ -147,6 +152,8 @@ class Control:
         except RuntimeError as error:
             _given_up.append(work)
             raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
+        if watch is not None:
+            watch.add(label, begun, begun)
 
     def forget_groups(self) -> None:
         """Let go of the process groups. No agreement can follow."""

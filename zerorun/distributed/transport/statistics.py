@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
+from ..stopwatch import Stopwatch
 from ..time_limit import time_limit
 from ..waits import waiting
 from .peer_memory import PeerCollective
@@ -42,7 +43,7 @@ class Message:
 class Pending:
     """One collective in flight. Keeps its buffers alive until ``wait`` has returned."""
 
-    __slots__ = ("_finish", "_in_flight", "_works", "done", "label")
+    __slots__ = ("_finish", "_in_flight", "_issued", "_watch", "_works", "done", "label")
 
     def __init__(
         self,
@@ -52,7 +53,8 @@ class Pending:
         finish: Callable[[], None] | None = None,
     ) -> None:
         """``works``: waited for in this order; ``finish`` is called after the last."""
-        self._in_flight = statistics.in_flight
+        self._in_flight, self._watch = statistics.in_flight, statistics.watch
+        self._issued = None if self._watch is None else self._watch.now()
         self._works: Sequence[Any] = works
         self._finish = finish
         self.label = label
@@ -68,6 +70,7 @@ class Pending:
         """Return when the result is in place. Raises OrderError, naming the collective, if a peer is gone."""
         if self.done:
             return
+        waited_from = None if self._watch is None else self._watch.now()
         try:
             for work in self._works:
                 with waiting(self.label) if isinstance(work, dist.Work) else contextlib.nullcontext():
@@ -83,6 +86,8 @@ class Pending:
         if self._finish is not None:
             self._finish()
         self._works, self._finish = [], None
+        if self._watch is not None:
+            self._watch.add(self.label, self._issued, waited_from)
 
 
 Started = dist.Work | PeerCollective | Message | Pending
@@ -132,6 +137,11 @@ class CommunicationStatistics:
         self.pool = BufferPool(torch.device("cpu"))
         self.order = Order()
         self._issued: dict[str, int] = defaultdict(int)
+        self.watch: Stopwatch | None = None  # of what collectives take
+
+    def watch_by(self, watch: Stopwatch | None) -> None:
+        """Let ``watch`` time collectives from now on; None: nobody."""
+        self.watch = watch
 
     def count(self, label: str, sent_bytes: int) -> None:
         entry = self.traffic[label]
