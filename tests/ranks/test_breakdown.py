@@ -1,4 +1,4 @@
-"""The breakdown of steps: each phase and each collective is timed once, and what is hidden is told from what is waited for."""
+"""The breakdown of steps: each phase and each collective is timed once; what is hidden is told from what is waited for."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def test_what_is_hidden_and_what_is_waited_for() -> None:
 def test_bandwidths() -> None:
     table = CommunicationTable(CommsLogger(enabled=True))
     assert table.add(STEP) == []
-    report = {"block: reduce-scatter gradients": {"calls": 1, "bytes": 5 * 10**9}, "never": {"calls": 2, "bytes": 8}}
+    report = {"block: reduce-scatter gradients": {"calls": 4, "bytes": 20 * 10**9}, "never": {"calls": 2, "bytes": 8}}
     _, first, second = table.lines(report)
-    assert first.split()[-6:] == ["1", "4.7", "GiB", "20000.00", "5000.00", "2.000"]
+    assert first.split()[-6:] == ["4", "18.6", "GiB", "20000.00", "5000.00", "2"]
     assert second.split() == ["never", "2", "8", "bytes", "0.00", "0.00"]
 
 
