@@ -206,7 +206,7 @@ def test_inspect_says_what_is_there(saved: Path, command: Command) -> None:
         line for line in words if line.endswith("complete")
     ]
     for expected in (
-        "counters global_steps 4, micro_steps 4, skipped_steps 0",
+        "counters global_steps 4, micro_steps 4, skipped_steps 0, global_samples 16",
         "layout world_size 2, stage 2, shard 2, replicate 1, dtype bfloat16",
         "parameters 1,184 in 5 tensors, 912 of them trained",
         "model 7 2.4 kB 2",
@@ -725,7 +725,7 @@ def test_a_foreign_checkpoint_loads_into_an_engine(tmp_path: Path, command: Comm
     values = {(tensor.set, tensor.name): tensor.load() for tensor in made.tensors}
     for stage in (0, 3):
         found = run_ranks(2, load_foreign, str(tmp_path), stage)[0]
-        assert found["counters"] == made.counters
+        assert found["counters"] == {**made.counters, "global_samples": 28}
         assert found["client_state"].keys() == {"epoch", "curve"}
         assert int(found["buffers"]["seen"]) == 9
         assert torch.equal(found["buffers"]["scale"].float(), torch.ones(3))
@@ -735,9 +735,11 @@ def test_a_foreign_checkpoint_loads_into_an_engine(tmp_path: Path, command: Comm
                 assert torch.equal(found[f"{key} {name}"], values[f"optimizer.{key}", name].float())
         assert all(found[f"master {name}"] is None for name in FROZEN)
         out = command("diff", path, tmp_path / "again" / f"stage{stage}")[1]
-        assert [line.split()[0] for line in out.splitlines()[3:]] == ["beside", "optimizer.groups[0].lr"], (
-            out
-        )  # the schedule's
+        assert [line.split()[0] for line in out.splitlines()[3:]] == [
+            "beside",
+            "optimizer.groups[0].lr",
+            "counters.global_samples",
+        ], out  # the schedule's
     text = (path / "zerorun.json").read_text()
     assert '"type": "Adam"' in text
     assert "fused" not in text
@@ -948,7 +950,7 @@ def test_the_example_reads_all_without_zerorun(saved: Path) -> None:
         assert torch.equal(found["tensors"]["master"][name].bfloat16(), found["tensors"]["model"][name])
     best = found["client_state"]["best"]["name"]
     assert torch.equal(found["tensors"]["state"][best], torch.arange(5.0))
-    assert found["counters"] == {"global_steps": 4, "micro_steps": 4, "skipped_steps": 0}
+    assert found["counters"] == {"global_steps": 4, "micro_steps": 4, "skipped_steps": 0, "global_samples": 16}
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -6,12 +6,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from harness import run_ranks
-from models import CASES
+from models import CASES, Place
+from reference import Result, differences, make_optimizer, weights_of
 from training import make_config, make_engine
 
 from zerorun.config.parse import EffectiveValue
+from zerorun.errors import ConfigError, StepError
 
 SETTINGS = (
     *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
@@ -54,3 +57,71 @@ def test_ranks_sizes_and_settings(stage: int) -> None:
             "get_lr": [lr for lr, _ in groups],
             "get_mom": [momentum for _, momentum in groups],
         }
+
+
+# -- batches that grow -------------------------------------------------------------------------------------------
+
+RAMP = ((1, 0), (1, 1), (3, 2), (2, 3))  # (micro-batches, step)
+
+
+def plain_ramp() -> Result:
+    case, result = CASES["plain"], Result()
+    module = case.build()
+    stepper = make_optimizer(module, "AdamW", None)
+    schedule = torch.optim.lr_scheduler.StepLR(stepper, 2, 0.5)
+    for count, step in RAMP:
+        for micro in range(count):
+            for rank in range(2):
+                (case.loss(module, Place(rank, step, micro)) / (2 * count)).backward()
+        result.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf"))))
+        stepper.step()
+        stepper.zero_grad()
+        schedule.step(7)  # the epoch: 7 // 2 halves
+    result.weights = weights_of(module)
+    return result
+
+
+def ramp(stage: int, folder: str) -> tuple[Result, list[int]]:
+    engine = make_engine(
+        CASES["plain"], make_config(stage), lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
+    )
+    result, samples = Result(), []
+    for count, step in RAMP:
+        engine.set_train_batch_size(4 * count)
+        assert engine.get_batch_info() == (4 * count, 2, count)
+        for micro in range(count):
+            engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro)))
+            if micro == 1:
+                engine.allreduce_gradients()  # does no harm at any time
+            if count > 1:
+                with pytest.raises(StepError, match="backwards of a step"):
+                    engine.set_train_micro_batch_size(1)
+            engine.step(lr_kwargs={"epoch": 7})
+        norm = engine.get_global_grad_norm()
+        assert norm is not None
+        result.norms.append(norm)
+        samples.append(engine.global_samples)
+    with pytest.raises(ConfigError, match="does not hold"):
+        engine.set_train_batch_size(6)
+    engine.save_checkpoint(folder)
+    engine.set_train_micro_batch_size(1)
+    assert engine.get_batch_info() == (4, 1, 2)
+    engine.load_checkpoint(folder)
+    samples.append(engine.global_samples)
+    result.weights = engine.state_dict()
+    loader = engine.deepspeed_io([*range(8)], batch_size=2, num_local_io_workers=0)
+    engine.set_dataloader(loader)
+    assert engine.training_dataloader is engine.dataloader is loader and len(loader) == 2
+    assert not engine.is_compiled
+    engine.destroy()
+    return result, samples
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "stage", [0, 2, pytest.param(1, marks=pytest.mark.nightly), pytest.param(3, marks=pytest.mark.nightly)]
+)
+def test_batches_may_grow_between_steps(stage: int, tmp_path: Any) -> None:
+    for found, samples in run_ranks(2, ramp, stage, str(tmp_path)):
+        assert not differences(found, plain_ramp())
+        assert samples == [4, 8, 20, 28, 28]

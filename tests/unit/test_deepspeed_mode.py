@@ -61,6 +61,12 @@ print(comm is deepspeed.comm, deepspeed.zero.ZeroParamStatus is ZeroParamStatus,
     assert printed(text, tmp_path) == ["0.19.8", "0.19.8 True True", "True True True"]
 
 
+def test_ranks_meet_where_the_script_says(tmp_path: Path) -> None:
+    given = f'init_method="file://{tmp_path}/meet", rank=0, world_size=1'
+    text = BEGIN + f"import deepspeed\ndeepspeed.init_distributed({given})\nprint(deepspeed.comm.get_world_size())"
+    assert printed(text, tmp_path) == ["1"]
+
+
 def test_rank_zero_says_it_once(tmp_path: Path) -> None:
     text = BEGIN + "import deepspeed, deepspeed.comm"
     for rank, times in (("0", 1), ("1", 0)):

@@ -363,3 +363,14 @@ def test_what_the_script_does_after_a_step_stays(maker: str) -> None:
     if maker == "ours":
         go_back()
         assert schedule.last_batch_iteration == 7
+
+
+def test_a_loop_may_say_where_the_schedule_is() -> None:
+    optimizer = make_adam(0.1)
+    schedule = LRSchedule(optimizer, WarmupLR(warmup_max_lr=1.0, warmup_num_steps=10, warmup_type="linear"))
+    schedule.step(4)
+    assert schedule.get_last_lr() == schedule.get_lr() == [0.4]
+    assert schedule.state_dict() == {"last_batch_iteration": 4}
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert schedule.get_mom() == [(0.9, 0.999)]

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ..config.batch import Batch
 from ..config.parse import Config
 from ..distributed.device import holds, queues
 from ..distributed.transport.communicator import Communicator
@@ -76,6 +77,9 @@ class Accumulation:
     def __init__(self, config: Config, comm: Communicator, scaler: LossScaler) -> None:
         self.micro_steps = 0  # step() calls so far
         self._config, self._comm, self._scaler = config, comm, scaler
+        sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+        self.batch = Batch(*sizes, comm.topology.data_parallel_size, derived=())
+        self._resized_at = 0  # micro_steps when steps got the size that they have now
         self._device, self._queues = comm.device, queues(comm.device)
         self._given_boundary: bool | None = None  # set by the training loop
         self._in_no_sync = False
@@ -105,7 +109,7 @@ class Accumulation:
             return self._given_boundary
         if not self._config.managed_gradient_accumulation:
             return True
-        return (self.micro_steps + 1) % self._config.gradient_accumulation_steps == 0
+        return (self.micro_steps - self._resized_at + 1) % self.batch.accumulation == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Let the training loop decide from now on which step() updates the weights."""
@@ -134,7 +138,7 @@ class Accumulation:
             )
         new, self._steps_seen = self.backwards - self._steps_seen, self.backwards
         boundary = self.is_boundary
-        if not boundary and self._given_boundary is None and new == self._config.gradient_accumulation_steps:
+        if not boundary and self._given_boundary is None and new == self.batch.accumulation:
             warn_once(
                 f"step() after {new} backwards counts as one of gradient_accumulation_steps = {new} "
                 "micro-batches, so the weights are not updated yet. If they were meant to be one update, call step() "
@@ -154,7 +158,11 @@ class Accumulation:
 
     def go_on_from(self, micro_steps: int) -> None:
         """Continue counting from ``micro_steps`` of an earlier run."""
-        self.micro_steps = micro_steps
+        self.micro_steps, self._resized_at = micro_steps, 0
+
+    def resize(self, batch: Batch) -> None:
+        """Let later steps have these sizes. No backward may have come since the last update."""
+        self.batch, self._resized_at = batch, self.micro_steps
 
     # -- backwards, as the runtime sees them ---------------------------------------------------------------------
 
@@ -271,7 +279,7 @@ class Accumulation:
             if isinstance(weight, float):
                 refuse_no_weight(weight)
             return 1.0 / (weight * self._scaler.scale)
-        divisor = 1 if self._mode == "sum" else self._config.gradient_accumulation_steps
+        divisor = 1 if self._mode == "sum" else self.batch.accumulation
         mean = self._config.gradient_allreduce_op == "mean"
         return 1.0 / (divisor * (self._comm.topology.data_parallel_size if mean else 1) * self._scaler.scale)
 

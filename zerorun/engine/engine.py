@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from .whole_weights import WholeWeights
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10
+_NONE: Mapping[str, Any] = {}
 
 
 class Engine(WholeWeights):
@@ -141,7 +142,7 @@ class Engine(WholeWeights):
         finally:
             self._in_engine_backward = False
         result = loss.detach()
-        return result / self.config.gradient_accumulation_steps if mode == "mean" else result
+        return result / self.gradient_accumulation_steps() if mode == "mean" else result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
@@ -211,19 +212,20 @@ class Engine(WholeWeights):
 
     # -- step ----------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch and, at the accumulation boundary, update the weights and the learning rate.
 
+        ``lr_kwargs``: for the ``step`` of the learning-rate schedule, such as ``{"epoch": 3}`` or a metric that it watches.
         Raises StepError if there was no backward since the last call, NonFiniteError for NaN losses or gradients (fp32,
         bf16), and LossScaleError if fp16 overflows at the minimum scale. An error leaves the weights as before the step.
         On a GPU, which decides by itself whether a step is applied, these come from the next call.
         """
         if self.accumulation.count_step():
-            self._step_now()
+            self._step_now(lr_kwargs or {})
         else:
             self.history.progress.begin()
 
-    def _step_now(self) -> None:
+    def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""
         saves = self.automatic_saves
         self.history.progress.begin()
@@ -233,13 +235,13 @@ class Engine(WholeWeights):
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
         try:
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
-            self._update(summary)
+            self._update(summary, lr_kwargs)
         finally:
             self._forget_gradients()
         if saves is not None:
             self._save_if_due(saves, *summary.wishes)
 
-    def _update(self, summary: Summary) -> None:
+    def _update(self, summary: Summary, lr_kwargs: Mapping[str, Any]) -> None:
         assert self.sharded is not None
         self.runtime.guard.refuse_thawed()
         self.accumulation.advise()
@@ -250,19 +252,19 @@ class Engine(WholeWeights):
         step = UnsettledStep(
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
-        self.history.progress.count()
+        self.history.progress.count(samples=self.train_batch_size())
         if summary.deferred:
             self._apply(decision, summary)
             step.take_back.append(self.sharded.take_back)
             self.history.expect(step)
             if self.lr_scheduler is not None:
-                step.take_back.append(step_reversibly(self.lr_scheduler, self.sharded.optimizer))
+                step.take_back.append(step_reversibly(self.lr_scheduler, self.sharded.optimizer, **lr_kwargs))
             return
         if decision.outcome.finite:
             self._apply(decision, summary)
         self.history.expect(step)
         if decision.outcome.finite and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**lr_kwargs)
         self.refuse_failed()
 
     def _apply(self, decision: Decision, summary: Summary) -> None:
@@ -301,6 +303,12 @@ class Engine(WholeWeights):
                     module.forward = torch.compile(module.forward, **options)  # type: ignore[method-assign]
         if len(self.units) == 1:
             warn_once("engine.compile(): the model has no repeated blocks, so nothing is compiled.")
+
+    @property
+    def is_compiled(self) -> bool:
+        """True after ``compile`` of a model with repeated blocks."""
+        forwards = (module.forward for unit in self.units[1:] for module in unit.modules)
+        return any(hasattr(getattr(forward, "inner", forward), "_torchdynamo_orig_callable") for forward in forwards)
 
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""

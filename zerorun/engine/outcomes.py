@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
-from ..config.parse import Config
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, logger
 from ..monitors.monitor import Monitor
 from ..monitors.observer import RunObserver, StepRecord
 from ..optim.loss_scaler import LossScaler
 from ..zero.norm import Decision, Outcome, Summary
-from .accumulation import UNUSABLE_WEIGHT, Accumulation, Notes, refuse_no_weight
+from .accumulation import UNUSABLE_WEIGHT, Notes, refuse_no_weight
+from .batches import Batches
 from .queries import LoopQueries
 from .reports import Reports
 
 # The largest relative difference between losses that ranks compute from the same activations.
 _APART = 1e-4
+COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
 # Training in bf16 ends after this many steps in a row without finite gradients: no loss scale can mend it.
 SKIPS_IN_A_ROW = 3
 # In fp16, the first SKIPS_TOLD skipped steps in a row are logged one by one; after that, one in SKIPS_BETWEEN is.
@@ -30,10 +31,12 @@ SKIPS_TOLD, SKIPS_BETWEEN = 10, 100
 class Progress:
     """The counts of a run. ``global_steps``: steps at an accumulation boundary, including skipped ones.
 
+    ``samples``: those of all these steps, over all ranks.
     ``grad_norm``: that of the last step that was applied; None before the first.
     """
 
     global_steps: int = 0
+    samples: int = 0
     skipped_steps: int = 0
     skips_in_a_row: int = 0
     grad_norm: float | None = None
@@ -49,13 +52,14 @@ class Progress:
         """Note that a step() has begun."""
         self.calls += 1
 
-    def count(self, steps: int = 1) -> None:
-        """Count a step at an accumulation boundary; -1: one that was none."""
+    def count(self, steps: int = 1, *, samples: int) -> None:
+        """Count a step at an accumulation boundary with so many samples; -1: one that was none."""
         self.global_steps += steps
+        self.samples += steps * samples
 
-    def go_on_from(self, global_steps: int, skipped_steps: int) -> None:
+    def go_on_from(self, global_steps: int, skipped_steps: int, samples: int) -> None:
         """Continue from the counts of an earlier run."""
-        self.global_steps, self.skipped_steps = global_steps, skipped_steps
+        self.global_steps, self.skipped_steps, self.samples = global_steps, skipped_steps, samples
 
     def skip(self) -> None:
         """Count a step that was not applied."""
@@ -105,13 +109,11 @@ class History:
         self.failure = failure
 
 
-class Counters:
+class Counters(Batches):
     """The counts of an engine, as training loops read and set them."""
 
-    config: Config
     history: History
     progress: Progress
-    accumulation: Accumulation
 
     @property
     def global_steps(self) -> int:
@@ -120,12 +122,12 @@ class Counters:
 
     @global_steps.setter
     def global_steps(self, count: int) -> None:
-        self.progress.go_on_from(count, self.skipped_steps)
+        self.progress.go_on_from(count, self.skipped_steps, count * self.train_batch_size())
 
     @property
     def global_samples(self) -> int:
         """Samples of all optimizer steps so far, over all ranks."""
-        return self.global_steps * self.config.train_batch_size
+        return self.history.progress.samples
 
     @property
     def skipped_steps(self) -> int:
@@ -134,7 +136,7 @@ class Counters:
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
-        self.progress.go_on_from(self.global_steps, count)
+        self.progress.go_on_from(self.global_steps, count, self.global_samples)
 
     @property
     def micro_steps(self) -> int:
@@ -158,13 +160,14 @@ class Counters:
 
     def counters(self) -> dict[str, int]:
         """The counts that a checkpoint stores."""
-        return {name: getattr(self, name) for name in ("global_steps", "micro_steps", "skipped_steps")}
+        return {name: getattr(self, name) for name in COUNTERS}
 
     def set_counters(self, counters: dict[str, int]) -> None:
         """Continue from ``counters``. Recompute the micro-batch count if it is no multiple of the accumulation steps."""
         found = self.counters() | counters
-        self.progress.go_on_from(found["global_steps"], found["skipped_steps"])
-        each, micro_steps = self.config.gradient_accumulation_steps, found["micro_steps"]
+        samples = counters.get("global_samples", found["global_steps"] * self.train_batch_size())
+        self.progress.go_on_from(found["global_steps"], found["skipped_steps"], samples)
+        each, micro_steps = self.gradient_accumulation_steps(), found["micro_steps"]
         self.accumulation.go_on_from(self.global_steps * each if micro_steps % each else micro_steps)
 
 
@@ -202,6 +205,13 @@ class Outcomes(Reports, Counters, LoopQueries):
         """Drop the gradients that no step() has used yet; step() itself drops the others."""
         self.sharded_model.finish_reductions()
         self._forget_gradients()
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what was accumulated so far. ``step`` does it by itself, so that nobody needs it. All ranks must call it.
+
+        ``bucket_size`` has no effect.
+        """
+        self.sharded_model.reduce_accumulated()
 
     def _forget_gradients(self) -> None:
         self.sharded_model.forget_gradients()
@@ -302,7 +312,7 @@ class Outcomes(Reports, Counters, LoopQueries):
 
     def _raise_uncounted(self, failure: Callable[[], None]) -> None:
         """The step does not count. Until here it does, on all ranks alike, whichever of them knows already."""
-        self.history.progress.count(-1)
+        self.history.progress.count(-1, samples=self.train_batch_size())
         failure()
 
     def _raise_bad_losses(self, notes: Notes) -> NoReturn:

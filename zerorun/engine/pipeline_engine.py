@@ -86,7 +86,7 @@ class PipelineEngine(Engine):
             raise PipelineError("the engine was destroyed. Remedy: call initialize() again.")
         if self.sharded is None:
             raise PipelineError("train_batch() needs an optimizer. Remedy: configure an 'optimizer' section.")
-        count = self.config.gradient_accumulation_steps
+        count = self.gradient_accumulation_steps()
         if self.history.scaler.dynamic:
             self.settle()  # on all stages alike: whether a step overflowed at the smallest scale decides what is looked at
         self.module.train()
@@ -115,7 +115,7 @@ class PipelineEngine(Engine):
         ``reduce_output`` None: return the losses of this rank's micro-batches instead of the mean. ``bcast_loss`` False:
         all stages but the last get None.
         """
-        count = num_micro_batches or self.config.gradient_accumulation_steps
+        count = num_micro_batches or self.gradient_accumulation_steps()
         training = self.module.training
         self.module.eval()
         try:
@@ -141,6 +141,11 @@ class PipelineEngine(Engine):
         """Set the iterator from which ``train_batch`` without an argument takes its data."""
         self._data = iterator
 
+    def set_dataloader(self, loader: Any) -> None:
+        """Let ``train_batch`` without an argument take its data from this loader, which is repeated without end."""
+        super().set_dataloader(loader)
+        self._data = None
+
     def is_first_stage(self) -> bool:
         return self.topology.pipe_rank == 0
 
@@ -155,7 +160,7 @@ class PipelineEngine(Engine):
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PipelineError(_WHOLE_BATCHES.format("backward"))
 
-    def step(self) -> NoReturn:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> NoReturn:
         raise PipelineError(_WHOLE_BATCHES.format("step"))
 
     def destroy(self) -> None:
@@ -203,7 +208,7 @@ class PipelineEngine(Engine):
         found = self.comm.control.values(spans)
         if self.topology.rank == 0:
             rows = tuple(found[rank] for rank in self.topology.ranks_along("pipe", 0))
-            count, section = self.config.gradient_accumulation_steps, self.config.pipeline
+            count, section = self.gradient_accumulation_steps(), self.config.pipeline
             write_trace(path, Trace(section.schedule, self.topology.pipe, count, self.module.chunks, rows))
         return loss
 

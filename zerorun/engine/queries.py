@@ -40,24 +40,6 @@ class LoopQueries:
         """The number of data-parallel ranks, which divide a batch between them."""
         return self.topology.data_parallel_size
 
-    # -- batch ---------------------------------------------------------------------------------------------------
-
-    def train_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples per forward on one data-parallel rank."""
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.config.gradient_accumulation_steps
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per step, samples per forward on one rank, micro-batches per step."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
     # -- settings ------------------------------------------------------------------------------------------------
 
     def zero_optimization(self) -> bool:

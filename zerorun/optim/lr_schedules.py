@@ -223,9 +223,13 @@ class LRSchedule:
             warn_once("scheduler OneCycle: cycle_momentum has no effect, the optimizer has neither betas nor momentum")
         self._apply()
 
-    def step(self) -> None:
-        """Count one completed optimizer step and set the rates for the next one."""
-        self.last_batch_iteration += 1
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Count one completed optimizer step and set the rates for the next one.
+
+        ``last_batch_iteration``: instead, set those after so many completed steps and one more.
+        """
+        following = self.last_batch_iteration + 1
+        self.last_batch_iteration = following if last_batch_iteration is None else int(last_batch_iteration)
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -235,6 +239,10 @@ class LRSchedule:
     def get_last_lr(self) -> list[float]:
         """Return the learning rates written last, one per parameter group."""
         return list(self._last_lr)
+
+    def get_mom(self) -> list[Any]:
+        """Return ``betas`` or ``momentum`` of each group; 0 for a group that has neither."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
         """Return the one integer that a checkpoint needs."""
@@ -271,13 +279,13 @@ def can_go_back(scheduler: Any) -> bool:
     return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
 
 
-def step_reversibly(scheduler: Any, optimizer: HasParamGroups) -> Callable[[], None]:
-    """Step ``scheduler``. Return a function that undoes it, in the schedule and in the groups of ``optimizer``.
+def step_reversibly(scheduler: Any, optimizer: HasParamGroups, **kwargs: Any) -> Callable[[], None]:
+    """Step ``scheduler`` with ``kwargs``. Return a function that undoes it, in the schedule and in ``optimizer``'s groups.
 
     What the script has changed since then stays as it is.
     """
     state, groups = deepcopy(scheduler.state_dict()), _settings(optimizer)
-    scheduler.step()
+    scheduler.step(**kwargs)
     state_after, groups_after = deepcopy(scheduler.state_dict()), _settings(optimizer)
 
     def go_back() -> None:

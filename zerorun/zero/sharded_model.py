@@ -13,7 +13,7 @@ from torch import nn
 
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.communicator import Communicator
-from .away import WEIGHTS, StateKind
+from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .norm import Decision, Norm, Summary, Told
 from .pieces import owned_gradient
@@ -197,6 +197,12 @@ class ShardedModel:
         self.runtime.gathers.agree_on_backward()
         self.runtime.reducer.reduce_late()
         self._drain()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce the gradients that wait for the last backward of the step. All data-parallel ranks must call it."""
+        self.bring_back(*GRADIENTS)
+        self.runtime.reducer.reduce_accumulated()
+        self.finish_reductions()
 
     def finish_reductions(self) -> None:
         """Wait for all reductions in flight, and for what is on its way to host memory."""
