@@ -22,6 +22,7 @@ from test_bad_input import attempt
 from training import make_config, make_engine
 
 import zerorun
+from zerorun.log import setup_logging
 from zerorun.monitors import monitor
 
 CASE = CASES["plain"]
@@ -215,6 +216,7 @@ def told(config: dict[str, Any], prefix: str = "step ") -> list[str]:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    setup_logging()  # which leaves a logger with handlers alone
     logging.getLogger("zerorun").addHandler(handler)
     try:
         train(config, "mean", False)
