@@ -1135,4 +1135,20 @@ MUTANTS = (
         '            sent = counts["bytes"]',
         ("tests/ranks/test_breakdown.py::test_bandwidths",),
     ),
+    Mutant(
+        "profile-of-a-whole-step",
+        "divisor",
+        "zerorun/monitors/flops.py",
+        "                self._flops[id(module)] / batches,",
+        "                self._flops[id(module)],",
+        ("tests/ranks/test_flops.py::test_counts_are_those_of_the_plain_module",),
+    ),
+    Mutant(
+        "profiled-one-step-late",
+        "bound",
+        "zerorun/monitors/flops.py",
+        "        return self._offset + self._forwards // self._each - self._config.flops_profiler.profile_step",
+        "        return self._offset + self._forwards // self._each - self._config.flops_profiler.profile_step - 1",
+        ("tests/ranks/test_flops.py::test_counts_are_those_of_the_plain_module",),
+    ),
 )

@@ -544,7 +544,6 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ({"activation_checkpointing": {"partition_activations": True}}, None),
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
         ({"aio": {"thread_count": 2}}, "aio.intra_op_parallelism"),
-        ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "optimizer.type"),
         ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),

@@ -41,7 +41,6 @@ _CUT = Inert("files are read and written in pieces of 1 MiB, 32 at a time.")
 _MAPPED = Inert("parameter shards on a disk are a mapped file; the kernel keeps in memory what there is room for.")
 _SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
 _IN_FP32 = Inert("gradients are accumulated in fp32; communication_data_type sets the dtype on the wire.", unless="fp32")
-REPORT = "use engine.memory_report() or engine.communication_report(), which need no switch."
 _WHOLE_ACTIVATIONS = Inert("every tensor rank sends whole activations, or its part of the sequence, to the next stage.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
 _CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
@@ -546,15 +545,22 @@ class Comet(Section):
 
 
 class FlopsProfiler(Section):
-    """DeepSpeed's profiler, which prints a table of modules once."""
+    """A table, printed once on rank 0, of what each module takes: operations, parameters, latency."""
 
-    enabled: Annotated[Flag, Inert("there is no FLOP profiler; " + REPORT, unless=False)] = False
-    profile_step: Int = 1
+    enabled: Flag = False
+    """Count the operations of one step with `torch.utils.flop_counter`, and time the step after it."""
+    profile_step: Annotated[Int, _AT_LEAST_0] = 1
+    """The step that is counted, from 0 on: 1 is the second."""
     module_depth: Int = -1
-    top_modules: Int = 1
+    """How deep in the model the modules of the first table are; -1: at every depth."""
+    top_modules: Count = 1
+    """Classes of modules that the first table has at each depth, the largest first."""
     detailed: Flag = True
+    """Print a line for every module as well."""
     output_file: Text = ""
-    recompute_fwd_factor: Real = 0.0
+    """Write the tables to this file; not given: to the log."""
+    recompute_fwd_factor: Annotated[Real, _AT_LEAST_0] = 0.0
+    """Forwards that a backward repeats, as with activation checkpointing: a backward counts as 2 + this many forwards."""
 
 
 class CommsLogger(Section):

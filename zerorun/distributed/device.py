@@ -22,6 +22,9 @@ from ..errors import TopologyError
 from . import simulated
 
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
+# TFLOPS of dense 16-bit matrix products, from data sheets. The first whose words are in a GPU's name.
+_PEAKS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "H800": 989, "A100": 312, "A800": 312, "L40S": 362}
+_PEAKS |= {"L40": 181, "L4": 121, "A40": 150, "A10": 125, "V100": 125, "T4": 65, "RTX 4090": 165, "RTX 3090": 71}
 _LARGE_BYTES = 1 << 20  # of pinned memory; for less, twice the size does not matter
 
 
@@ -191,6 +194,12 @@ def most_used_bytes(device: torch.device) -> int:
     if on_gpu(device):
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The dense 16-bit operations per second that a GPU's data sheet promises; None for one that is not known here."""
+    name = torch.cuda.get_device_properties(device).name if on_gpu(device) else ""
+    return next((1e12 * peak for word, peak in _PEAKS.items() if word in name), None)
 
 
 def name_of(device: torch.device, otherwise: str) -> str:

@@ -29,6 +29,7 @@ from .breakdown import (
     TimedBackwards,
     watch_communication,
 )
+from .flops import FlopsProfile
 from .monitor import Event, Monitor
 
 _TIMED_EVERY = 10  # steps, where steps_per_print does not say
@@ -104,11 +105,15 @@ class RunObserver:
         self._breakdown = Breakdown() if config.wall_clock_breakdown else None
         self._table = CommunicationTable(config.comms_logger) if config.comms_logger.enabled else None
         self._timed_every = self._every or _TIMED_EVERY
+        profiles = config.flops_profiler.enabled
+        self.flops = FlopsProfile(config, topology, device, config.pipeline.chunks) if profiles else None
+        self._observed = 0
 
     @classmethod
     def make(cls, config: Config, topology: Topology, device: torch.device) -> RunObserver | None:
         """The observer of this rank; None if it has nothing to tell. Raises ConfigError if a monitor cannot begin."""
         wanted = config.observes_loss or config.wall_clock_breakdown or config.comms_logger.enabled
+        wanted = wanted or config.flops_profiler.enabled
         return cls(config, topology, device) if topology.rank == 0 and wanted else None
 
     def watching(self, comm: Communicator, backwards: Backwards) -> Backwards:
@@ -121,7 +126,8 @@ class RunObserver:
     def attached_to(self, module: nn.Module) -> list[Any]:
         """Look at the forwards of ``module`` until what is returned is removed."""
         timed = [] if self.watch is None else [ForwardHooks(module, self.watch)]
-        return [module.register_forward_pre_hook(self._look, with_kwargs=True), *timed]
+        flops = [] if self.flops is None else self.flops.attached_to(module)
+        return [module.register_forward_pre_hook(self._look, with_kwargs=True), *timed, *flops]
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch from the arguments of its forward."""
@@ -133,8 +139,12 @@ class RunObserver:
         tokens, self._tokens = self._tokens * self._replicas, 0
         for meter in (self._each, self._printed):
             meter.count(self._batch, tokens)
+        speed = self._each.read()
+        self._observed += 1
         if self.monitor.enabled:
-            self.monitor.write_events(self._events(record, self._each.read()))
+            self.monitor.write_events(self._events(record, speed))
+        if self.flops is not None:
+            self.flops.observe(record.step, self._observed, None if speed is None else 1 / speed.steps)
         if self._every and record.step % self._every == 0:
             logger.info("%s", self._line(record, self._printed.read()))
         if self.watch is not None:
