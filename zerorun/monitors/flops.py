@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.schema import Config
 from ..distributed.device import Clock, peak_flops
@@ -25,7 +24,7 @@ _RULE = "-" * 100
 
 @dataclass
 class ModuleCost:
-    """What a module takes in the forward of a micro-batch on this rank. ``seconds``: from its first to its last operation."""
+    """What a module takes in a micro-batch's forward on this rank. ``seconds``: from its first to its last operation."""
 
     name: str
     kind: str
@@ -42,7 +41,7 @@ class FlopsProfile:
         self._config, self._topology, self._device, self._clock = config, topology, device, Clock(device)
         self._each = config.gradient_accumulation_steps * chunks  # forwards in a step
         self._forwards, self._offset, self._inside = 0, 0, 0
-        self._counter: FlopCounterMode | None = None  # while it counts
+        self._counter: Any = None  # of torch, while it counts
         self._handles: list[Any] = []  # on the modules inside
         self._modules: dict[int, list[str]] = {}
         self._root: nn.Module | None = None
@@ -70,6 +69,8 @@ class FlopsProfile:
         if self._done or self._inside > 1 or not torch.is_grad_enabled() or self._step not in (0, 1):
             return
         if self._step == 0:
+            from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         measure: Callable[[], Any] = self._clock.now if self._counter is None else self._counter.get_total_flops
