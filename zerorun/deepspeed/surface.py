@@ -142,12 +142,13 @@ SURFACE: dict[str, dict[str, str]] = {
         zero__away="OffloadStateTypeEnum=StateKind", deepspeed__helpers="OffloadDeviceEnum"
     ),
     "deepspeed.runtime.zero.partition_parameters": {**_INIT, **_STATUS, **_EXTERNAL},
+    "deepspeed.runtime.zero.tiling": _names(zero__tiling="TiledLinear"),
     "deepspeed.runtime.zero.utils": _names(deepspeed__parameters="is_zero_param"),
     "deepspeed.utils": {**_LOG, **_VALUES, **_LOADER, **_names(deepspeed__helpers="OnDevice instrument_w_nvtx")},
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.logging": _LOG,
     "deepspeed.utils.zero_to_fp32": _TO_FP32,
-    "deepspeed.zero": {**_INIT, **_STATUS, **_EXTERNAL},
+    "deepspeed.zero": {**_INIT, **_STATUS, **_EXTERNAL, **_names(zero__tiling="TiledLinear")},
 }
 
 # What zerorun does not do, by the beginning of the name: the reason, and what to do instead.
@@ -179,8 +180,6 @@ MISSING: dict[str, str] = {
     '"tensor_parallel": {"sequence_parallel": true} divides activations along the sequence.',
     "deepspeed.sequence": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
     '"tensor_parallel": {"sequence_parallel": true} divides activations along the sequence.',
-    "deepspeed.zero.TiledLinear": 'a linear layer is not cut into tiles. Remedy: "tensor_parallel", or '
-    "activation_checkpointing with cpu_checkpointing.",
     "deepspeed.zero.MiCS_Init": 'Remedy: zero.Init(), and "zero_optimization": {"shard_degree": 8} in the file.',
 }
 

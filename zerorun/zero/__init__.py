@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
     from .leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
     from .leaf_modules import z3_leaf_module as z3_leaf_module
+    from .tiling import TiledLinear as TiledLinear
 
 _EXPORTS = {
     "get_z3_leaf_modules": "leaf_modules",
@@ -35,6 +36,7 @@ _EXPORTS = {
     "z3_leaf_module": "leaf_modules",
     "GatheredParameters": "access",
     "Init": "init",
+    "TiledLinear": "tiling",
     "full_gradients": "gradients",
     "gradient_norms": "gradients",
     "safe_get_full_fp32_param": "access",
