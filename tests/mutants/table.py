@@ -388,6 +388,22 @@ _WAITS = (
 )
 
 MUTANTS = (
+    Mutant(
+        "registered-parameter-stays-in-its-unit",
+        "stale",
+        "zerorun/plan/units.py",
+        "        alone = len(holders) == 1 and not getattr(param, EXTERNAL_MARK, False)",
+        "        alone = len(holders) == 1",
+        ("tests/ranks/test_marked_units.py::test_registered_parameters_may_be_used_anywhere",),
+    ),
+    Mutant(
+        "units-begin-inside-leaves",
+        "order",
+        "zerorun/plan/units.py",
+        "    inside = {id(part) for leaf in apart.values() for part in leaf.modules()}",
+        "    inside = {id(leaf) for leaf in apart.values()}",
+        ("tests/ranks/test_marked_units.py::test_experts_in_a_leaf_equal_one_process",),
+    ),
     *(Mutant(name, "wait", file, before, after, (test,)) for name, file, before, after, test in _WAITS),
     Mutant(
         "save-beside-a-save",

@@ -192,15 +192,15 @@ class OffloadParam(Section):
         return self.device == "none"
 
 
-_LEAF = Inert("a unit is always gathered whole, with everything in it; unit_policy decides what a unit is.", unless=())
-
-
 class LeafModule(Section):
-    """Modules that are gathered whole, with all their submodules: by class name, module name, or end of the name."""
+    """Modules that are one unit, or within one, with all their submodules: layers of experts, for example."""
 
-    classes: Annotated[tuple[Text, ...], _LEAF] = ()
-    names: Annotated[tuple[Text, ...], _LEAF] = ()
-    name_suffixes: Annotated[tuple[Text, ...], _LEAF] = ()
+    classes: tuple[Text, ...] = ()
+    """Names of classes, with their module or without."""
+    names: tuple[Text, ...] = ()
+    """Names of modules, as ``named_modules()`` gives them."""
+    name_suffixes: tuple[Text, ...] = ()
+    """Ends of names of modules."""
 
 
 _STAGE_3 = OnlyStages((3,))

@@ -60,19 +60,6 @@ def is_zero_param(param: Any) -> bool:
     return isinstance(param, torch.Tensor) and hasattr(param, "ds_id")
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing but check: a unit unshards what its modules use, and an error names what is used elsewhere.
-
-    Raises TypeError for anything but a module and a parameter.
-    """
-    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
-        found = f"{type(module).__name__} and {type(parameter).__name__}"
-        raise TypeError(f"register_external_parameter takes a module and one of its parameters, not {found}.")
-
-
-unregister_external_parameter = register_external_parameter
-
-
 # -- attributes of parameters ------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ def _names(**homes: str) -> dict[str, str]:
 
 _INIT = _names(zero__init="Init", zero__access="GatheredParameters")
 _STATUS = _names(deepspeed__parameters="ZeroParamStatus ZeroParamType")
-_EXTERNAL = _names(deepspeed__parameters="register_external_parameter unregister_external_parameter")
+_EXTERNAL = _names(zero__external_parameters="register_external_parameter unregister_external_parameter")
 _PIPE = _names(pipeline__module="PipelineModule", pipeline__layer_spec="LayerSpec TiedLayerSpec")
 _LOG = _names(log="logger", deepspeed__helpers="log_dist log_dist_once set_log_level_from_string warning_once")
 _CHECKPOINTING = _names(activations__checkpointing="checkpoint non_reentrant_checkpoint configure is_configured reset")

@@ -27,7 +27,7 @@ from .optimizer_states import state_count
 from .placement import Placement, place_units
 from .policy import STAGES, Policy
 from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
-from .units import ROOT, UnitPolicy, UnitSpec, choose_units
+from .units import ROOT, LeafModules, UnitPolicy, UnitSpec, choose_units
 from .weights import apart_from, is_packed, stored_bytes
 
 # If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
@@ -116,10 +116,11 @@ def _policy(config: Config, topology: Topology) -> Policy:
 
 
 def _unit_policy(config: Config) -> UnitPolicy:
-    settings = config.zero_optimization
+    settings, leaf = config.zero_optimization, config.zero_optimization.leaf_module
+    leaves = LeafModules(leaf.classes, leaf.names, leaf.name_suffixes)
     if isinstance(settings.unit_policy, str):
-        return UnitPolicy(settings.unit_policy, settings.unit_block_count, settings.unit_numel)
-    return UnitPolicy("classes", classes=tuple(settings.unit_policy))
+        return UnitPolicy(settings.unit_policy, settings.unit_block_count, settings.unit_numel, leaves=leaves)
+    return UnitPolicy("classes", classes=tuple(settings.unit_policy), leaves=leaves)
 
 
 def _overlap(config: Config, transport: str, topology: Topology) -> bool:

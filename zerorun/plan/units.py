@@ -4,14 +4,18 @@
 A unit is entered and left through its module's forward, so units are never nested: a policy takes the outermost modules
 that fit. A module without a forward of its own is never called, so its children take its place. The parameters of no other
 unit, and every parameter that two units share (tied weights), belong to the root unit, which stays unsharded from the
-beginning of a forward to the end of its backward.
+beginning of a forward to the end of its backward. So does a parameter that a script has registered, because modules
+outside of its unit use it.
+
+A *leaf* is a module that is gathered whole, because not every child of it runs in each forward: a layer of experts. No unit
+begins inside a leaf. One that is in no unit is one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -19,6 +23,30 @@ from ..errors import ConfigError, ConfigProblem
 from .weights import stays_apart
 
 ROOT = "root"
+
+
+# Attributes that scripts set: of a module that is a leaf (accelerate looks for this one), and of a registered parameter.
+LEAF_MARK, EXTERNAL_MARK = "_z3_leaf", "_used_elsewhere"
+
+
+@dataclass(frozen=True)
+class LeafModules:
+    """Which modules are leaves, besides those that a script has marked: by class, by name, by the end of the name."""
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    suffixes: tuple[str, ...] = ()
+
+    def has(self, name: str, module: nn.Module) -> bool:
+        """True if ``module``, of this name in the model, is a leaf."""
+        if getattr(module, LEAF_MARK, False) or name in self.names or name.endswith(self.suffixes):
+            return True
+        return bool(self.classes) and not {*names_of(type(module))}.isdisjoint(self.classes)
+
+
+def names_of(kind: type) -> tuple[str, str]:
+    """The name of a class, without its module and with it."""
+    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
 @dataclass(frozen=True)
@@ -29,6 +57,7 @@ class UnitPolicy:
     block_count: int = 2  # blocks per unit, for by_block_group
     numel: int = 50_000_000  # elements, for size_based and by_block_and_size
     classes: tuple[str, ...] = ()
+    leaves: LeafModules = LeafModules()
 
 
 @dataclass
@@ -46,7 +75,7 @@ def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
 
     Parameters that stay apart (weights.py) are in no unit.
     """
-    specs = _candidates(module, policy)
+    specs = _with_leaves(module, _candidates(module, policy), policy.leaves)
     owners: dict[int, set[int]] = defaultdict(set)
     inside: set[int] = set()
     for index, spec in enumerate(specs):
@@ -66,7 +95,8 @@ def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
         if stays_apart(param):
             continue
         holders = owners[id(param)]
-        owner = next(iter(holders)) if len(holders) == 1 else -1
+        alone = len(holders) == 1 and not getattr(param, EXTERNAL_MARK, False)
+        owner = next(iter(holders)) if alone else -1
         (specs[owner] if owner >= 0 else root).params.append((name, param))
     return [root, *(spec for spec in specs if spec.params)]
 
@@ -89,6 +119,26 @@ def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
             if leaf and has_forward(part) and _numel(part) >= policy.numel:
                 specs.append(UnitSpec(name, [part], shares_slots=False))
     return specs
+
+
+def _with_leaves(module: nn.Module, specs: list[UnitSpec], leaves: LeafModules) -> list[UnitSpec]:
+    """Return ``specs`` without the modules inside leaves, and with the outermost leaves that are in none of them."""
+    found: dict[str, nn.Module] = {}
+    for name, part in module.named_modules():
+        if leaves.has(name, part) and not any(f"{name}.".startswith(f"{outer}." if outer else "") for outer in found):
+            found[name] = part
+    if not found:
+        return specs
+    taken = {id(part) for spec in specs for member in spec.modules for part in member.modules()}
+    apart = {name: part for name, part in found.items() if id(part) not in taken and _numel(part)}
+    inside = {id(part) for leaf in apart.values() for part in leaf.modules()}
+    for name, part in apart.items():
+        if not has_forward(part):
+            raise ConfigError([_without_forward(name, part, "zero_optimization.leaf_module")])
+    kept = [replace(spec, modules=[part for part in spec.modules if id(part) not in inside]) for spec in specs]
+    kept += [UnitSpec(name, [part]) for name, part in apart.items() if part is not module]
+    order = {id(part): number for number, part in enumerate(module.modules())}
+    return sorted((spec for spec in kept if spec.modules), key=lambda spec: order[id(spec.modules[0])])
 
 
 def _numel(module: nn.Module) -> int:
@@ -187,10 +237,10 @@ def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
     return specs
 
 
-def _without_forward(name: str, part: nn.Module) -> ConfigProblem:
+def _without_forward(name: str, part: nn.Module, key: str = "zero_optimization.unit_policy") -> ConfigProblem:
     inner = sorted({type(child).__name__ for _, child in _callable_members(part, "") if _numel(child)})
     return ConfigProblem(
-        "zero_optimization.unit_policy",
+        key,
         type(part).__name__,
         f"{name!r} is of this class, which has no forward: it is never called, so nothing would gather its parameters.",
         f"name the classes that are called in it, out of {inner}.",

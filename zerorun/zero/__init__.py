@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .edits import safe_set_local_grad as safe_set_local_grad
     from .edits import safe_set_local_optimizer_state as safe_set_local_optimizer_state
     from .edits import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+    from .external_parameters import register_external_parameter as register_external_parameter
+    from .external_parameters import unregister_external_parameter as unregister_external_parameter
     from .gradients import full_gradients as full_gradients
     from .gradients import gradient_norms as gradient_norms
     from .gradients import safe_get_full_grad as safe_get_full_grad
@@ -38,6 +40,8 @@ _EXPORTS = {
     "Init": "init",
     "TiledLinear": "tiling",
     "full_gradients": "gradients",
+    "register_external_parameter": "external_parameters",
+    "unregister_external_parameter": "external_parameters",
     "gradient_norms": "gradients",
     "safe_get_full_fp32_param": "access",
     "safe_get_full_grad": "gradients",

@@ -1,8 +1,8 @@
 """Leaf modules, by DeepSpeed's names: modules in which not every child runs in each forward, such as a layer of experts.
 
-DeepSpeed gathers module by module, and hangs where ranks run different experts, unless it is told to gather the experts
-together. Here a unit is a whole block, which all ranks unshard in the same order, whatever runs inside. So every module in
-a block is a leaf by construction; the mark is only kept, for those who ask.
+A marked module is gathered whole: no unit begins inside it (see [Note: choosing units]). Without a mark, a list of experts
+that is in no block would be cut into a unit for each expert. That is right where ranks run different experts, too, but
+ranks ask one another then which they need.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from torch import nn
 
 from ..errors import ModelError
-
-_MARK = "_z3_leaf"  # where accelerate looks for it
+from ..plan.units import LEAF_MARK, names_of
+from .sharded_model import find
 
 
 def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Mark all modules of these classes, given as such or by name, and return them.
+    """Mark all modules of these classes, given as such or by name, and return them. Call it before ``initialize()``.
 
-    Raises ModelError if the model has none of a class.
+    Raises ModelError if the model has none of a class, and for one that an engine has cut into several units.
     """
     return _mark(model, leaf_module_classes, True)
 
@@ -36,7 +36,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def z3_leaf_module(module: nn.Module) -> bool:
     """True if the module is marked."""
-    return bool(getattr(module, _MARK, False))
+    return bool(getattr(module, LEAF_MARK, False))
 
 
 def _mark(model: nn.Module, classes: Iterable[type[nn.Module] | str], mark: bool) -> list[nn.Module]:
@@ -47,13 +47,24 @@ def _mark(model: nn.Module, classes: Iterable[type[nn.Module] | str], mark: bool
             name = wanted if isinstance(wanted, str) else wanted.__name__
             raise ModelError(f"the model has no module of class {name}. Remedy: give a class that it has.")
         found += matching
+    for module in found if mark else ():
+        _refuse_cut(module)
     for module in found:
-        setattr(module, _MARK, mark)
+        setattr(module, LEAF_MARK, mark)
     return found
+
+
+def _refuse_cut(module: nn.Module) -> None:
+    homes = (find(param) for param in module.parameters())
+    units = {home.unit.name for model, home in filter(None, homes) if model.runtime.plan.shares_params}
+    if len(units) > 1:
+        raise ModelError(
+            f"a {type(module).__name__} is marked as a leaf after initialize(), which has cut it into the units "
+            f"{sorted(units)}. Remedy: mark it before, or name it in zero_optimization.leaf_module."
+        )
 
 
 def _is_of(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     if isinstance(wanted, str):
-        kind = type(module)
-        return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+        return wanted in names_of(type(module))
     return isinstance(module, wanted)
