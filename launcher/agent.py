@@ -12,12 +12,14 @@ An order of the launcher has the key ``do``, a message of the agent the key ``is
 | start     | workers                          | starts them; sends ``output``, ``end`` and at last ``empty``         |
 | interrupt, terminate, kill, pass | signal, grace | see node.py                                                      |
 | pause     | on                               | stops or goes on reading the workers' output                         |
+| stacks    | rank                             | sends ``stacks``, what the threads of a worker are doing             |
 | ping      | t                                | answers ``pong`` with t and its own clock                            |
 | leave     | status                           | ends what still runs, and exits with that status                     |
 | refuse    | text                             | prints the text and exits with status 2                              |
 
-A failure before the workers run is reported as ``trouble``, with a text. A launcher from which nothing has been heard for
-SILENT_SECONDS is taken for dead: if its host has gone down, the kernel would notice only after many minutes.
+Of workers that do not move it sends ``seen``, unasked. A failure before the workers run is reported as ``trouble``, with a
+text. A launcher from which nothing has been heard for SILENT_SECONDS is taken for dead: if its host has gone down, the
+kernel would notice only after many minutes.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 
+from .boards import Seen
 from .escapes import plain
 from .facts import bound_socket, describe_host, probe
 from .job_plan import WorkerCommand, python_folder_first
@@ -141,6 +144,8 @@ class Agent:
                 node.kill()
             case "pass":
                 node.pass_on(message["signal"])
+            case "stacks":
+                node.ask_stacks(message["rank"])
 
     def _prepare(self, message: Message) -> None:
         try:
@@ -195,6 +200,12 @@ class Agent:
 
     def on_note(self, text: str) -> None:
         self._line.send({"is": "note", "text": text})
+
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
+        self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        self._line.send({"is": "stacks", "rank": rank, "text": text})
 
     def on_signal(self, number: int) -> None:
         """Report the signal to the launcher, which passes it on to all nodes. Without one, interrupt these workers."""

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerorun.log import ranks_in_words
+
 _TRACEBACK = "Traceback (most recent call last):"
-_RULE = "=" * 80
+RULE = "=" * 80
 # Messages of gloo, NCCL, torch and zerorun when a peer has gone.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|time[d ]*out|another rank|remote process exited|DistBackendError"
@@ -117,7 +119,7 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     """
     traceback = last_traceback(first.stderr_tail)
     early = ended_early(first, others)
-    lines = [_RULE]
+    lines = [RULE]
     if early is not None:
         when = f"{early.seconds:.1f} s after the start"
         lines.append(f"zerorun: {early.where} ended with exit code 0, {when}; others were waiting for it")
@@ -141,7 +143,7 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     lines += ["", *_others(first, others)]
     if first.log is not None:
         lines.append(f"log: {first.log}" + ("" if first.host is None else f" (on {first.host})"))
-    lines.append(_RULE)
+    lines.append(RULE)
     return "\n".join(lines)
 
 
@@ -167,11 +169,11 @@ def early_end_note(ended: Sequence[WorkerEnd], running: Sequence[int], seconds: 
 def host_report(lost: Sequence[HostEnd], others: Sequence[WorkerEnd]) -> str:
     """The one report when the first thing to fail was a host."""
     first = lost[0]
-    lines = [_RULE, f"zerorun: host {first.host} failed first, {first.seconds:.1f} s after the start", f"  {first.reason}"]
+    lines = [RULE, f"zerorun: host {first.host} failed first, {first.seconds:.1f} s after the start", f"  {first.reason}"]
     lines += ["", f"{ranks_in_words(first.ranks)} of the job ran there"]
     lines += [f"later, host {end.host}: {end.reason}" for end in lost[1:]]
     lines += _later(_failed(others), "failed") + _stopped(others)
-    return "\n".join([*lines, _RULE])
+    return "\n".join([*lines, RULE])
 
 
 def _others(first: WorkerEnd, others: Sequence[WorkerEnd]) -> list[str]:
@@ -201,15 +203,3 @@ def _later(ends: Sequence[WorkerEnd], how: str) -> list[str]:
 def _stopped(ends: Sequence[WorkerEnd]) -> list[str]:
     stopped = [end.rank for end in ends if end.asked_to_stop]
     return [f"stopped by zerorun because of this: {ranks_in_words(stopped)}"] if stopped else []
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 2-7``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

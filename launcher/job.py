@@ -6,6 +6,7 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
   rank from a failure of all, and find the first one by the hosts' clocks. Then all are ended.
 * *A host is lost*: its carrier ends, or it is silent for SILENT_SECONDS. A worker that failed less than SETTLE_SECONDS
   before that is taken to have failed because of it.
+* *The job hangs*: ranks wait for one that does not come (zerorun/watch). The user is told first.
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* The signal is passed on once; another Ctrl-C kills the workers at once.
   SIGUSR1 and SIGUSR2 are passed to the workers and end nothing here.
 * *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS (outcome.py) the user is told once.
@@ -27,7 +28,9 @@ from typing import Any
 import zerorun
 from zerorun.errors import LaunchError
 
+from .boards import Seen
 from .failures import HostEnd, WorkerEnd
+from .hangs import Hangs
 from .hosts import Host
 from .job_plan import JobOptions, LaunchRequest, ProgramKind, build_plan
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
@@ -219,6 +222,7 @@ class Job:
         plan = build_plan(self._request, rendezvous, cores=cores, restart=restart, hosts=hosts)
         self._outputs.expect(plan.workers)
         self._round = current = Round(plan, time.monotonic())
+        self._hangs = Hangs(len(plan.workers), self._host_of, self.say, self._ask_stacks)
         for node, share in zip(self._nodes, plan.nodes, strict=True):
             try:
                 node.start(share.workers)
@@ -236,7 +240,7 @@ class Job:
         for line in lines:
             self.say(line)
         self._outputs.flush()
-        return status, not (current.failed or current.lost)
+        return status, not (current.failed or current.lost or current.hang)
 
     def _advance(self, current: Round, now: float) -> None:
         """Record nodes that are lost or could not start, end all workers when that is due, and say if some ended early."""
@@ -249,6 +253,8 @@ class Job:
                 current.lost.append(HostEnd(node.name, reason, now - current.start, ranks, seen - current.start))
                 if current.settle_until is None:
                     current.settle_until = now + SETTLE_SECONDS
+        if not current.stopping and self._hangs.must_end(current.ends, now):
+            current.hang, current.settle_until = self._hangs.report(), now
         if current.settle_until is not None and now >= current.settle_until and not current.terminated:
             current.terminated = True
             for node in self._nodes:
@@ -283,6 +289,22 @@ class Job:
 
     def on_note(self, text: str) -> None:
         self.say(f"[zerorun] {text}")
+
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
+        if self._round is not None:
+            self._hangs.take(rank, seen, time.monotonic())
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        if self._round is not None:
+            self._hangs.take_stacks(rank, text)
+
+    def _host_of(self, rank: int) -> str | None:
+        return self._round.host_of(rank) if self._round is not None and self._several else None
+
+    def _ask_stacks(self, rank: int) -> None:
+        assert self._round is not None
+        host = self._round.host_of(rank)
+        next(node for node in self._nodes if node.name == host).ask_stacks(rank)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 

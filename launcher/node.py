@@ -30,6 +30,7 @@ from typing import BinaryIO, Protocol
 
 from zerorun.errors import LaunchError
 
+from .boards import Boards, Seen
 from .bootstrap import Guard, adopt_orphans
 from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .job_plan import WorkerCommand, full_environment
@@ -37,6 +38,7 @@ from .job_plan import WorkerCommand, full_environment
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended
 _LOOK_SECONDS = 1.0
+_STACK_SECONDS = 0.5  # for a worker to write its stacks
 STREAMS = ("stdout", "stderr")
 
 
@@ -54,6 +56,12 @@ class Listener(Protocol):
 
     def on_note(self, text: str) -> None:
         """Something that the user should know."""
+
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
+        """A worker has not moved for a while, or has ended: what its board says. None: it moves again."""
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        """The stacks that ``ask_stacks`` has asked for; empty if the worker cannot tell."""
 
     def on_signal(self, number: int) -> None:
         """A signal has come to another launcher of this job."""
@@ -112,7 +120,9 @@ class LocalNode:
         self._reading = True
         self._guard: Guard | None = None
         self._has_pidfds = True
-        self._next_look = 0.0  # when to look for orphans next
+        self._boards = Boards()
+        self._next_look = 0.0  # when to look at boards and for orphans next
+        self._stacks: dict[int, float] = {}  # rank -> when its stacks will be there
         self._terminated = False
         self._kill_at: float | None = None
         self._drain_until: float | None = None
@@ -135,6 +145,7 @@ class LocalNode:
         adopt_orphans()
         self._oom_before = count_oom_kills()
         self._terminated, self._kill_at, self._drain_until = False, None, None
+        self._boards, self._stacks = Boards(), {}
         try:
             self._guard = Guard()
             logs = {
@@ -144,6 +155,8 @@ class LocalNode:
             }
             for command in commands:
                 self._start_worker(command, logs)
+            if self._boards.trouble is not None:
+                self._listener.on_note(self._boards.trouble)
         except OSError as error:
             self.end_now()
             raise LaunchError(f"cannot start workers: {error}") from None
@@ -160,10 +173,12 @@ class LocalNode:
             if cores:
                 os.sched_setaffinity(0, cores)
 
+        files, told = self._boards.make(command.rank)
         try:
             process = subprocess.Popen(
                 command.argv,
-                env={**full_environment(command, self._base), **guard.mark},
+                env={**full_environment(command, self._base), **guard.mark, **told},
+                pass_fds=files,
                 stdin=None if self._gives_stdin and command.rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -176,6 +191,7 @@ class LocalNode:
             raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]!r}: {reason}") from None
         assert process.stdout is not None and process.stderr is not None
         worker = Worker(command, process)
+        self._boards.started(command.rank, process.pid, files, time.monotonic())
         self._workers.append(worker)
         self._watch(worker)
         for stream, pipe in zip(STREAMS, (process.stdout, process.stderr), strict=True):
@@ -230,7 +246,7 @@ class LocalNode:
             return 1.0
         if not self._running():
             return 0.02
-        return 0.05 if self._kill_at is not None or not self._has_pidfds else 1.0
+        return 0.05 if self._kill_at is not None or self._stacks or not self._has_pidfds else 1.0
 
     def tick(self, now: float) -> None:
         """Do what is due. Must be called at least as often as ``patience`` says."""
@@ -246,6 +262,11 @@ class LocalNode:
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
             self._orphans()
+            for rank, seen in self._boards.look(now):
+                self._listener.on_seen(rank, seen)
+        for rank in [rank for rank, ready in self._stacks.items() if now >= ready]:
+            del self._stacks[rank]
+            self._listener.on_stacks(rank, self._boards.stacks(rank))
         given_up = self._kill_at is not None and now >= self._kill_at + GIVE_UP_SECONDS
         if given_up or (not self._running() and not self._leftovers()):
             self._finish(now, [*self._living_groups(), *self._orphans()] if given_up else [])
@@ -267,6 +288,7 @@ class LocalNode:
         self._listener.on_empty(unkillable, count_oom_kills() - self._oom_before)
 
     def _dismiss(self) -> None:
+        self._boards.close()
         if self._guard is not None:
             self._guard.dismiss()
             self._guard = None
@@ -287,7 +309,10 @@ class LocalNode:
         if info is None:
             return
         worker.returncode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        self._listener.on_end(worker.command.rank, worker.returncode, time.monotonic(), worker.asked)
+        rank, last = worker.command.rank, self._boards.take_last(worker.command.rank)
+        if last is not None:
+            self._listener.on_seen(rank, last)
+        self._listener.on_end(rank, worker.returncode, time.monotonic(), worker.asked)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -295,6 +320,11 @@ class LocalNode:
         """Send each worker a signal that does not end the job."""
         for worker in self._running():
             worker.send(number)
+
+    def ask_stacks(self, rank: int) -> None:
+        """Have ``on_stacks`` hear of what each thread of a worker is doing."""
+        self._boards.ask_stacks(rank)
+        self._stacks[rank] = time.monotonic() + _STACK_SECONDS
 
     def interrupt(self, number: int, grace: float) -> None:
         """Pass signal ``number`` on as a request to end; SIGKILL follows ``grace`` seconds later."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .failures import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
+from .hangs import HANG_STATUS
 from .job_plan import JobPlan
 from .sbatch import REQUEUE_STATUS
 
@@ -26,6 +27,7 @@ class Round:
     lost: list[HostEnd] = field(default_factory=list)
     by_signal: int | None = None
     settle_until: float | None = None
+    hang: str | None = None  # the report, if the job was ended because it stood still
     terminated: bool = False
     early_said: bool = False  # whether the user was told that some have ended well and others have not
     unkillable: list[int] = field(default_factory=list)
@@ -33,7 +35,7 @@ class Round:
 
     @property
     def stopping(self) -> bool:
-        return bool(self.failed or self.lost or self.by_signal is not None)
+        return bool(self.failed or self.lost or self.hang or self.by_signal is not None)
 
     def host_of(self, rank: int) -> str:
         return next(node.host for node in self.plan.nodes if any(worker.rank == rank for worker in node.workers))
@@ -59,6 +61,8 @@ class Round:
         if self.by_signal is not None:
             return self._after_signal(self.by_signal, list(ends.values()))
         stuck = [f"[zerorun] these processes are still alive after SIGKILL: {self.unkillable}"] if self.unkillable else []
+        if self.hang is not None:
+            return HANG_STATUS, [*stuck, self.hang]
         if self.lost and not self._failed_before():
             return HOST_LOST_STATUS, [*stuck, host_report(self.lost, list(ends.values()))]
         if self.failed and all(ends[rank].returncode == REQUEUE_STATUS for rank in self.failed):

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
+from .boards import Seen
 from .bootstrap import die_with_parent
 from .escapes import Cleaner, plain
 from .facts import describe_host
@@ -52,6 +53,8 @@ _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "end": {"rank": _whole, "code": _whole, "at": _number, "asked": lambda asked: isinstance(asked, bool)},
     "empty": {"unkillable": _numbers, "oom_kills": _whole},
     "note": {"text": _text},
+    "seen": {"rank": _whole, "seen": lambda seen: seen is None or isinstance(seen, dict)},
+    "stacks": {"rank": _whole, "text": _text},
     "pong": {"t": _number, "now": _number},
     "trouble": {"text": _text},
     "signal": {"number": lambda number: number in (*STOP_SIGNALS, *PASSED_SIGNALS)},
@@ -156,7 +159,7 @@ class RemoteNode:
         message = plain(message)
         if not all(is_right(message[name]) for name, is_right in _ANSWERS[str(kind)].items()):
             raise ValueError(kind)
-        if kind in ("output", "end") and message["rank"] not in self._ranks:
+        if kind in ("output", "end", "seen", "stacks") and message["rank"] not in self._ranks:
             raise ValueError(message["rank"])
         match kind:
             case "output":
@@ -173,6 +176,10 @@ class RemoteNode:
             case "empty":
                 self.busy = False
                 self._listener.on_empty(message["unkillable"], message["oom_kills"])
+            case "seen":
+                self._listener.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
+            case "stacks":
+                self._listener.on_stacks(message["rank"], message["text"])
             case "note":
                 self._listener.on_note(f"{self.name}: {message['text']}")
             case "pong":
@@ -296,6 +303,9 @@ class RemoteNode:
 
     def pass_on(self, number: int) -> None:
         self.send("pass", signal=number)
+
+    def ask_stacks(self, rank: int) -> None:
+        self.send("stacks", rank=rank)
 
     def interrupt(self, number: int, grace: float) -> None:
         self.send("interrupt", signal=number, grace=grace)

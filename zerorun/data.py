@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from .distributed.topology import Topology
 from .errors import CheckpointError
 from .log import warn_once
+from .watch.board import Phase, during
 
 Range = tuple[int, int]  # (first, last + 1): positions in the order of one epoch
 
@@ -227,6 +228,7 @@ class _Pass:
     def __iter__(self) -> _Pass:
         return self
 
+    @during(Phase.DATA)
     def __next__(self) -> Any:
         owner, newest = self.owner, self.number == self.owner._passes
         if newest and owner._moved:

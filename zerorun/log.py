@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from zerorun.errors import ZerorunError
 
@@ -115,3 +115,15 @@ def in_bytes(count: float) -> str:
         if abs(count) >= 2**power:
             return f"{count / 2**power:.1f} {unit}"
     return f"{count:.0f} bytes"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0, 2-7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

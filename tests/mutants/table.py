@@ -1167,4 +1167,28 @@ MUTANTS = (
         "        return self._offset + self._forwards // self._each - self._config.flops_profiler.profile_step - 1",
         ("tests/ranks/test_flops.py::test_counts_are_those_of_the_plain_module",),
     ),
+    Mutant(
+        "forked-process-writes-on-the-board",
+        "rank",
+        "zerorun/watch/board.py",
+        "    board.go_on_at(bytearray(PAGE))",
+        "    pass",
+        ("tests/unit/test_board.py::test_a_worker_that_does_not_move_is_reported_once",),
+    ),
+    Mutant(
+        "long-waits-are-hangs",
+        "bound",
+        "zerorun/watch/verdict.py",
+        "    return max(one.limit_s, _LONGER * one.sight.longest_s)",
+        "    return one.limit_s",
+        ("tests/unit/test_verdict.py::test_five_times_what_it_took_before",),
+    ),
+    Mutant(
+        "stacks-of-a-wrapper",
+        "sign",
+        "launcher/boards.py",
+        "            if os.getsid(sight.pid) == page.session:  # the worker, or a process that it has become",
+        "            if os.getsid(sight.pid) != page.session:",
+        ("tests/unit/test_board.py::test_a_worker_tells_its_stacks_and_its_last_page",),
+    ),
 )

@@ -21,7 +21,7 @@ def p2p() -> PointToPoint:
     init_distributed(torch.device("cpu"))
     place = (dist.get_rank(), dist.get_world_size())
     transport = Gloo("pipe", dist.group.WORLD, *place, torch.device("cpu"), CommunicationStatistics())
-    return PointToPoint(transport, lambda message, label: message.result(60), torch.device("cpu"))
+    return PointToPoint(transport, lambda message, label, peer: message.result(60), torch.device("cpu"))
 
 
 def travel_ahead() -> list[bool]:

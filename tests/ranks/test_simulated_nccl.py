@@ -188,7 +188,7 @@ def exchange_tensors_of_the_host() -> list[float]:
         host, statistics, other = torch.device("cpu"), CommunicationStatistics(), 1 - dist.get_rank()
         transport = Gloo("pipe", topology.group("pipe"), dist.get_rank(), 2, host, statistics)
         links = connect_links("pipe", links_of(2, 2), topology, DEVICE, statistics)
-        p2p = PointToPoint(transport, lambda message, label: message.result(60), DEVICE, links)
+        p2p = PointToPoint(transport, lambda message, label, peer: message.result(60), DEVICE, links)
         found = []
         for step in range(3):  # both ways at once, in either sort
             for sort in (ACTIVATIONS, GRADIENTS):

@@ -86,7 +86,7 @@ def be_attacked(trace: str) -> list[str]:
     topology = Topology.create(2, rank, device_type="cpu")
     comm, ranks = Communicator(topology, cpu), Ranks(topology)
     transport = Gloo("pipe", dist.group.WORLD, rank, 2, cpu, CommunicationStatistics())
-    p2p = PointToPoint(transport, lambda message, label: message.result(60), torch.device("cpu"))
+    p2p = PointToPoint(transport, lambda message, label, peer: message.result(60), torch.device("cpu"))
     group = ranks._group._group if ranks._group is not None else None
     content, found = pickle.dumps(Evil(Path(trace))), []
     for way, tell in ((None, comm.control.values), (group, ranks.gather), (None, transport.values)):

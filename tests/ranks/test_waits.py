@@ -96,8 +96,8 @@ def named_in_messages() -> list[int]:
     pair = gloo.Gloo("pair", group, rank - 1, 2, torch.device("cpu"), CommunicationStatistics())
 
     class Noted(Message):
-        def __init__(self, work: dist.Work, label: str, peer: int) -> None:
-            super().__init__(work, label, peer)
+        def __init__(self, work: dist.Work, label: str, peer: int, tag: int) -> None:
+            super().__init__(work, label, peer, tag)
             named.append(peer)
 
     gloo.Message = Noted  # type: ignore[misc]

@@ -27,7 +27,7 @@ PACKAGE = Path(zerorun.__file__).parent
 READ_BY_THE_ENGINE = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     "steps_per_print dataloader_drop_last seed gradient_clipping gradient_allreduce_op communication_data_type "
-    "communication_timeout_s wall_clock_breakdown",
+    "communication_timeout_s hang_timeout_s wall_clock_breakdown",
     "flops_profiler.": "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor",
     "comms_logger.": "enabled verbose prof_all prof_ops",
     "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",

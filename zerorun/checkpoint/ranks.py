@@ -28,6 +28,7 @@ from ..distributed.transport.world import HostGroup
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError, MessageError
 from ..log import logger
+from ..watch.board import only
 
 _PATIENCE = timedelta(days=1)
 _MEET_S = 30.0
@@ -94,7 +95,7 @@ class Ranks:
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         """Fill a contiguous CPU tensor with what ``rank`` sends. Not collective."""
         assert self._group is not None
-        with waiting("checkpoint: a part of a tensor", lambda: [rank]):
+        with waiting("checkpoint: a part of a tensor", lambda: [rank], only(rank)):
             self._group.receive(tensor, rank, tag)
 
     def volumes(self, directory: Path) -> list[int]:

@@ -29,6 +29,7 @@ from ..distributed.device import host_empty, on_gpu, on_host, synchronize
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError
 from ..log import logger
+from ..watch.board import NOBODY, stay_off_the_board
 from .gather import Collector, PeerReader
 from .inventory import TensorPart
 from .json_values import decode, dtype_by_name, encode
@@ -100,7 +101,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until no asynchronous save is running. If the last one failed, raise its CheckpointError, but only once."""
         if self._thread is not None:
-            with waiting("checkpoint: the asynchronous save before"):
+            with waiting("checkpoint: the asynchronous save before", span=NOBODY):
                 self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
@@ -118,7 +119,7 @@ class Saver:
     def _tell_by_exit_code(self) -> None:
         """Wait for the last save, and end the process with exit code 1 if it failed and no later call raised its error."""
         if self._thread is not None:
-            with waiting("checkpoint: the last asynchronous save"):
+            with waiting("checkpoint: the last asynchronous save", span=NOBODY):
                 self._thread.join()
         if self._failure is not None:
             atexit.unregister(self._tell_by_exit_code)
@@ -128,6 +129,7 @@ class Saver:
             os._exit(1)
 
     def _write_later(self, captured: Captured, target: Destination) -> None:
+        stay_off_the_board()
         try:
             self._write(captured, target)
         except CheckpointError as error:

@@ -109,6 +109,10 @@ class Config(Section):
     communication_timeout_s: Annotated[Real, Field(ge=1, le=1e8)] | None = None
     """Seconds that ranks wait for one another in a collective before that is an error, from `initialize()` on and in all
     the program; not given: as long as the process group allows, which is 1,800 s if zerorun makes it."""
+    hang_timeout_s: Annotated[Real, Field(ge=0, le=1e8)] | None = None
+    """Seconds that ranks wait for one another until the launcher says for whom, or five times as long as such a wait has
+    taken before, if that is more; 0: it never does. If it is given, a rank that does not come in twice that time ends
+    the job; not given: the launcher speaks after 30 s and ends the job after 600 s, a certain hang at once."""
     prescale_gradients: Annotated[
         Flag, Inert("gradients are averaged in a way that cannot overflow; the result is the same.", unless=False)
     ] = False

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
+from ..watch.board import ALL, Span, board
+
 # Seconds after which a wait is reported, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
 _DEFAULT_S = 30.0
 _LOOKS = 6  # how often the watch looks in that time
@@ -65,24 +67,28 @@ class WaitWatch:
 class waiting:
     """``with waiting(...)`` around whatever may have to wait. ``what``: the label of a collective, or words.
 
-    ``missing`` returns the ranks of the world that have not come, as far as known. It is called on another thread, if the
-    wait takes long.
+    ``span``, for the board of this rank: those ranks of the world that take part; NOBODY for a disk or a compiler.
+    ``number``: which it is of the collectives with this label. ``missing`` returns the ranks of the world that have not
+    come, as far as known. It is called on another thread, if the wait takes long.
     """
 
-    __slots__ = ("_key", "begun", "missing", "told", "what")
+    __slots__ = ("_key", "_number", "_span", "begun", "missing", "told", "what")
 
-    def __init__(self, what: str, missing: Missing | None = None) -> None:
+    def __init__(self, what: str, missing: Missing | None = None, span: Span = ALL, number: int = 0) -> None:
         self.what, self.missing, self.told = what, missing, False
+        self._span, self._number = span, number
 
     def __enter__(self) -> None:
         self.begun = time.monotonic()
         self._key = next(_keys)
         watch.open[self._key] = self
+        board.wait_begins(self.what, self._span, self._number)
         if not watch.started:
             watch.start()
 
     def __exit__(self, *unused: type[BaseException] | BaseException | TracebackType | None) -> None:
         watch.open.pop(self._key, None)
+        board.wait_ends(self.what)
 
 
 def _say(entry: waiting, now: float) -> None:

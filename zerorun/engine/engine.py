@@ -22,6 +22,7 @@ from ..log import warn_once
 from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, step_reversibly
+from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
@@ -29,6 +30,7 @@ from ..zero.placeholders import released_parameter, tensors_in
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
 from .accumulation import Accumulation, check_loss
+from .compilation import show_compilation
 from .outcomes import History, UnsettledStep
 from .saving import automatic_saves_of
 from .whole_weights import WholeWeights
@@ -69,6 +71,7 @@ class Engine(WholeWeights):
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
+    @during(Phase.FORWARD)
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward. In bf16 and fp16, floating-point inputs are cast to the compute dtype.
 
@@ -116,6 +119,7 @@ class Engine(WholeWeights):
         """Apply the loss scale where a plain ``loss.backward()``, which is not scaled, enters the model."""
         return None if self._in_engine_backward else grad * self.loss_scale
 
+    @during(Phase.BACKWARD)
     def backward(
         self,
         loss: torch.Tensor,
@@ -212,6 +216,7 @@ class Engine(WholeWeights):
 
     # -- step ----------------------------------------------------------------------------------------------------
 
+    @during(Phase.UPDATE)
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch and, at the accumulation boundary, update the weights and the learning rate.
 
@@ -224,6 +229,7 @@ class Engine(WholeWeights):
             self._step_now(lr_kwargs or {})
         else:
             self.history.progress.begin()
+        board.write(STEP=self.global_steps, BATCHES=self.micro_steps)
 
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""
@@ -294,6 +300,7 @@ class Engine(WholeWeights):
         ``options`` are torch.compile's; ``compile_kwargs``, as in DeepSpeed, are more of them.
         """
         options |= compile_kwargs or {}
+        show_compilation()
         self.runtime.reads.stop()
         for unit in self.units[1:]:
             for module in unit.modules:

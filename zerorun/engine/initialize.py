@@ -46,6 +46,7 @@ from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import cut, divide, is_part, plan_layers
 from ..startup.parallelized_model import ParallelizedModel
+from ..watch.board import Phase, during, limit_waits
 from ..zero.access import adopt_loaded_weights, guard_state_dict
 from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
@@ -58,6 +59,7 @@ from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation
+from .compilation import show_compilation
 from .engine import Engine
 
 T = TypeVar("T")
@@ -78,6 +80,7 @@ def _told_plainly(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_told_plainly
+@during(Phase.INITIALIZE)
 def initialize(
     model: nn.Module,
     config: str | Path | dict[str, Any] | None = None,
@@ -112,6 +115,7 @@ def initialize(
     given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
     wanted, raw = _agree(lambda: take_in(model, config, args, *given))
     _compare_ranks(model, wanted, topology, raw.group_of)
+    _agree(lambda: limit_waits(wanted.hang_timeout_s))
     _agree(lambda: refuse_overwritten(model))
     _agree(lambda: refuse_elsewhere(model, device))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
@@ -173,6 +177,7 @@ def initialize(
         observer,
         owns_topology=owns_topology,
     )
+    show_compilation()
     if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
     engine.begin_saving()

@@ -27,6 +27,7 @@ from ..pipeline.schedule.simulate import Span
 from ..pipeline.schedule.times import Times
 from ..pipeline.schedule.trace import Trace, write_trace
 from ..pipeline.split_backward import WeightGradients, split_layers
+from ..watch.board import Phase, board, during
 from .engine import COMPARED_STEPS, Engine
 
 _WARM_UP_BATCHES = 2  # the times of the last of these are what the zero-bubble schedule is made from
@@ -75,6 +76,7 @@ class PipelineEngine(Engine):
 
     # -- training ------------------------------------------------------------------------------------------------
 
+    @during(Phase.PIPELINE)
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
 
@@ -96,10 +98,12 @@ class PipelineEngine(Engine):
         self.accumulation.count_batch(count)
         loss = self._mean(self._executor.losses, count)
         self._step_now()
+        board.write(STEP=self.global_steps, BATCHES=self.micro_steps)
         if schedule.kind == ZERO_BUBBLE and self._times is None:
             self._measure()
         return loss
 
+    @during(Phase.PIPELINE)
     def eval_batch(
         self,
         data_iter: Iterator[Any],

@@ -10,6 +10,7 @@ from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..log import in_bytes, info_once
 from ..plan.sharding_plan import ShardingPlan
+from ..watch.board import Phase, during
 from ..zero.access import full_state_dict
 from ..zero.memory_report import memory_by_kind
 from ..zero.runtime import Runtime
@@ -61,6 +62,7 @@ class Reports:
         """The dtype of parameters and activations; None if they keep the dtypes of the module."""
         return self.plan.compute_dtype
 
+    @during(Phase.WHOLE_WEIGHTS)
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the full weights of all pipeline stages, by the model's names, in CPU memory. All ranks must call it."""
         return self.comm.control.of_all_stages(full_state_dict(self.sharded_model))

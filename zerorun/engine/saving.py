@@ -18,6 +18,7 @@ from ..checkpoint.requests import translate
 from ..config.parse import Config
 from ..errors import StepError
 from ..log import logger
+from ..watch.board import Phase, during
 from .outcomes import Outcomes
 
 
@@ -26,6 +27,7 @@ class Saving(Outcomes):
 
     automatic_saves: AutomaticSaves | None
 
+    @during(Phase.SAVE)
     def save_checkpoint(
         self,
         dir: str | Path = "",
@@ -64,6 +66,7 @@ class Saving(Outcomes):
             self.automatic_saves.saved()
         return path
 
+    @during(Phase.LOAD)
     def load_checkpoint(
         self,
         dir: str | Path = "",
@@ -114,6 +117,7 @@ class Saving(Outcomes):
         """Wait until no save is running in the background. Raises the save's CheckpointError if it failed."""
         self.checkpointer.wait()
 
+    @during(Phase.SAVE)
     def export(self, dir: str | Path, dtype: torch.dtype | str | None = None, *, merge_adapter: bool = False) -> Path:
         """Write the full weights as safetensors into the directory ``dir``, with config.json for a Hugging Face model.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..log import warn_once
+from ..watch.board import Phase, during
 from ..zero.access import full_state_dict
 from .offloading import Offloading
 from .saving import Saving
@@ -19,6 +20,7 @@ class WholeWeights(Saving, Offloading):
         """The setting ``zero_optimization.stage3_gather_16bit_weights_on_model_save``."""
         return bool(self.config.zero_optimization.gather_16bit_weights_on_model_save)
 
+    @during(Phase.WHOLE_WEIGHTS)
     def consolidated_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
         """Return the full weights in CPU memory on rank 0, and None on other ranks, which keep nothing.
 

@@ -96,12 +96,15 @@ def links_of(stages: int, chunks: int) -> list[Link]:
 
 
 class PointToPoint:
-    """Sends and receives between this rank and others of the pipe axis. ``wait(message, label)`` waits for a message."""
+    """Sends and receives between this rank and others of the pipe axis.
+
+    ``wait(message, label, peer)`` waits for a message from or to rank ``peer`` of the world.
+    """
 
     def __init__(
         self,
         transport: Transport,
-        wait: Callable[[Future[None], str], None],
+        wait: Callable[[Future[None], str, int], None],
         device: torch.device,
         links: Mapping[Link, Transport] | None = None,
     ) -> None:
@@ -176,7 +179,7 @@ class PointToPoint:
     def finish(self) -> None:
         """Wait until everything has left."""
         for (peer, sort), last in self._last_leaving.items():
-            self._wait(last, f"{sort} to pipeline stage {peer}")
+            self._wait(last, f"{sort} to pipeline stage {peer}", self._transport.names[peer])
         self._last_leaving.clear()
         for work, _ in self._on_links:
             work.wait()
@@ -241,7 +244,7 @@ class PointToPoint:
 
     def _arrived(self, place: _TensorPlace, key: Key) -> torch.Tensor:
         if place.arrival is not None:
-            self._wait(place.arrival, f"{key[1]} from pipeline stage {key[0]}")
+            self._wait(place.arrival, f"{key[1]} from pipeline stage {key[0]}", self._transport.names[key[0]])
         return place.tensor if place.landing is place.tensor else place.tensor.copy_(place.landing)
 
     def _fill(self, leaf: Any, places: Iterator[_TensorPlace], key: Key) -> Any:

@@ -13,6 +13,7 @@ import torch
 from ..distributed.device import Arrival
 from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
+from ..watch.board import NOBODY
 from .flat_group import ROUNDED, TrainedGroup
 from .offload.host_link import HostLink
 from .offload.nvme import StateFile
@@ -61,7 +62,7 @@ class _Job:
 
 
 def _let_wait(begun: Callable[[], list[Arrival]]) -> None:
-    with waiting("the update of a unit in host memory"):
+    with waiting("the update of a unit in host memory", span=NOBODY):
         for arrival in begun():
             arrival.wait()
 

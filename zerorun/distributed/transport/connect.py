@@ -65,6 +65,7 @@ def connect_links(
         if group is not None:
             found[link] = Nccl(f"{axis}: {sort}", group, dist.get_rank(group), 2, device, statistics)
             first, other = torch.zeros(1, device=device), 1 - dist.get_rank(group)
-            with waiting(f"the first message of the {sort} between ranks {sender} and {receiver} of the axis {axis}"):
+            what = f"the first message of the {sort} between ranks {sender} and {receiver} of the axis {axis}"
+            with waiting(what, span=found[link].span):
                 (found[link].send if here == sender else found[link].receive)(first, other, 0).wait()
     return found

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
+from ...watch.board import ALL, Span, only, span_of
 from ..topology import Topology, everyone
 from ..waits import waiting
 from .peer_memory import PeerEnded, PeerMemory
@@ -39,6 +40,7 @@ class Control:
         self._topology, self._statistics, self._memory = topology, statistics, memory
         self._world: dist.ProcessGroup | None = everyone()
         self._data = topology.group("data") if topology.data_parallel_size > 1 else None
+        self._data_span = span_of(topology.ranks_along("data"))
         self._agreements = 0  # how many have gone through the process group, in the same order on all ranks
 
     # -- tensors -------------------------------------------------------------------------------------------------
@@ -54,7 +56,7 @@ class Control:
         """Sum a small CPU tensor over the data-parallel ranks, in place."""
         if self._data is not None:
             self._count(values)
-            self._finish(dist.all_reduce(values, group=self._data, async_op=True))
+            self._finish(dist.all_reduce(values, group=self._data, async_op=True), span=self._data_span)
         return values
 
     def data_gather(self, values: torch.Tensor, timeout_s: float | None = None) -> list[torch.Tensor]:
@@ -63,14 +65,15 @@ class Control:
             return [values]
         gathered = [torch.empty_like(values) for _ in range(self._topology.data_parallel_size)]
         self._count(values)
-        self._finish(dist.all_gather(gathered, values, group=self._data, async_op=True), timeout_s=timeout_s)
+        work = dist.all_gather(gathered, values, group=self._data, async_op=True)
+        self._finish(work, timeout_s=timeout_s, span=self._data_span)
         return gathered
 
     def data_broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
         """Give every data-parallel rank the contiguous ``tensor`` of number ``source`` among them. For set-up."""
         if self._data is not None and tensor.numel():
             self._count(tensor, label)
-            with waiting(label):
+            with waiting(label, span=self._data_span):
                 dist.broadcast(tensor, group=self._data, group_src=source)
 
     def _count(self, values: torch.Tensor, label: str = "control") -> None:
@@ -80,25 +83,25 @@ class Control:
 
     def values(self, value: Any) -> list[Any]:
         """All ranks' values, by rank of the world. Set-up and error paths only."""
-        return self._values(value, self._world)
+        return self._values(value, self._world, ALL)
 
     def data_values(self, value: Any) -> list[Any]:
         """The data-parallel ranks' values, by rank. Set-up and error paths only."""
-        return [value] if self._data is None else self._values(value, self._data)
+        return [value] if self._data is None else self._values(value, self._data, self._data_span)
 
-    def _values(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        self._finish(dist.barrier(group=group, async_op=True))
-        with waiting(_AGREEMENT.format("control")):
+    def _values(self, value: Any, group: dist.ProcessGroup | None, span: Span) -> list[Any]:
+        self._finish(dist.barrier(group=group, async_op=True), span=span)
+        with waiting(_AGREEMENT.format("control"), span=span):
             return gather_values(value, group)
 
     def of_all_stages(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective."""
         if self._topology.pipe == 1:
             return own
-        group = self._topology.group("pipe")
+        group, span = self._topology.group("pipe"), span_of(self._topology.ranks_along("pipe"))
         found: dict[str, torch.Tensor] = {}
         described = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
-        for stage, names in enumerate(self._values(described, group)):
+        for stage, names in enumerate(self._values(described, group, span)):
             for name, (shape, dtype) in names.items():
                 if name in found:
                     continue
@@ -107,7 +110,7 @@ class Control:
                 if flat.numel():
                     sent = flat.view(-1).view(torch.uint8)  # gloo does not know all dtypes
                     self._count(sent, "whole weights over stages")
-                    self._finish(dist.broadcast(sent, group=group, group_src=stage, async_op=True))
+                    self._finish(dist.broadcast(sent, group=group, group_src=stage, async_op=True), span=span)
         return found
 
     # -- waiting -------------------------------------------------------------------------------------------------
@@ -116,12 +119,15 @@ class Control:
         """Return when all ranks of the world have called it."""
         self._finish(dist.barrier(group=self._world, async_op=True))
 
-    def finish_message(self, message: Future[None], label: str) -> None:
-        """Wait for a message between two ranks, and serve ranks that wait for this one meanwhile. Raises OrderError."""
+    def finish_message(self, message: Future[None], label: str, peer: int) -> None:
+        """Wait for a message from or to the rank ``peer`` of the world, and serve ranks that wait for this one meanwhile.
+
+        Raises OrderError.
+        """
         watch = self._statistics.watch
         begun = None if watch is None else watch.now()
         try:
-            with waiting(f"pipeline: {label}"):
+            with waiting(f"pipeline: {label}", lambda: [peer], only(peer)):
                 if self._memory is not None:
                     self._memory.wait_until(message.done)
                 message.result()
@@ -130,7 +136,7 @@ class Control:
         if watch is not None:
             watch.add(f"pipeline: {label}", begun, begun)
 
-    def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None) -> None:
+    def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None, span: Span = ALL) -> None:
         """Wait for ``work``, and serve ranks that wait for this one meanwhile. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         memory = self._memory
@@ -141,7 +147,7 @@ class Control:
             memory.note_agreement(number)
             missing = partial(memory.absent_from_agreement, number)
         try:
-            with waiting(_AGREEMENT.format(label), missing):
+            with waiting(_AGREEMENT.format(label), missing, span, number):
                 if memory is not None:
                     with contextlib.suppress(PeerEnded):  # it may have done its part
                         memory.wait_until(work.is_completed, timeout)

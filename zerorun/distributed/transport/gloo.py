@@ -103,7 +103,7 @@ class Gloo(Transport):
         return works, finish
 
     def _sending(self, flat: torch.Tensor, peer: int, tag: int, label: str) -> Started:
-        return Message(self.send(flat, peer, tag), label, self.names[peer])
+        return Message(self.send(flat, peer, tag), label, self.names[peer], tag)
 
     def _receiving(self, flat: torch.Tensor, peer: int, tag: int, label: str) -> Started:
-        return Message(self.receive(flat, peer, tag), label, self.names[peer])
+        return Message(self.receive(flat, peer, tag), label, self.names[peer], tag)

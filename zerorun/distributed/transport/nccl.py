@@ -82,7 +82,7 @@ class Nccl(Transport):
             self.statistics.order.note(label)
             wire = buffer.to(wire_dtype or buffer.dtype)
             self._count_all_reduce(wire, label)
-            with waiting(label):
+            with waiting(label, span=self.span):
                 self.calls.allreduce([wire]).wait()
             store(wire, buffer, accumulate=False)
 

@@ -34,6 +34,7 @@ nobody may any more.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -46,11 +47,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
+from ...watch.board import span_of
 from ..time_limit import time_limit
 from ..waits import waiting
 
@@ -60,6 +62,11 @@ _ITEM = 8  # bytes of an int64
 _CHECK_S = 0.05  # how often a waiting rank looks whether its peers are alive
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+def number_of(tag: int) -> int:
+    """Which of the collectives with its label a ``CommunicationStatistics.tag`` means; it begins anew after 1,023."""
+    return tag >> 20
 
 
 class _Range(ctypes.Structure):
@@ -118,7 +125,9 @@ class PeerCollective:
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when the others' parts are taken; with ``until_given``, when they have taken this rank's, too."""
         if not (self.progress() and (not self._until_given or self.given())):
-            with waiting(self._label, lambda: self._memory.absent(self._number, until_given=self._until_given)):
+            memory = self._memory
+            missing = partial(memory.absent, self._number, until_given=self._until_given)
+            with waiting(self._label, missing, memory.span, number_of(self._tag)):
                 self._memory.wait_until(lambda: self.progress() and (not self._until_given or self.given()), timeout)
         self._memory.forget_finished()
 
@@ -129,6 +138,7 @@ class PeerMemory:
     def __init__(self, rank: int, size: int, names: Sequence[int] | None = None) -> None:
         self.rank, self._size = rank, size
         self._names = range(size) if names is None else names  # of its ranks, in the world
+        self.span = span_of(self._names)
         self._agreements = SLOTS * (_ENTRY + size)  # where on the board
         self._board = (ctypes.c_int64 * (self._agreements + 1))()
         self._token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
@@ -218,8 +228,10 @@ class PeerMemory:
         self._board[slot * _ENTRY] = number + 1  # last: now it can be seen
         made = PeerCollective(self, number, tag, label, sources, table, take, until_given)
         self._offered.append(made)
-        if not made.progress():
-            self._reading.append(made)
+        with contextlib.suppress(PeerMemoryError):  # who waits for it gets the error
+            if made.progress():
+                return made
+        self._reading.append(made)
         return made
 
     def finish(self, timeout: timedelta | None = None) -> None:
@@ -231,7 +243,8 @@ class PeerMemory:
 
         if not finished():
             last = self._number - 1
-            with waiting("others to read what this rank offers", lambda: self.absent(last, until_given=True)):
+            missing = partial(self.absent, last, until_given=True)
+            with waiting("others to read what this rank offers", missing, self.span):
                 self.wait_until(finished, timeout)
 
     def forget_finished(self) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
 from ...log import warn_once
+from ...watch.board import show_board
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..topology import forget_everyone
 from ..waits import waiting
@@ -74,6 +75,7 @@ def init_distributed(
     half-set environment, and on all ranks alike for NCCL where ranks share a GPU.
     """
     global _owns_process_group
+    show_board()
     if device in _BACKENDS:
         device, dist_backend = None, str(device)
     device = device_of_rank(torch.device(device)) if device is not None else default_device()

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
+from ...watch.board import only
 from ..stopwatch import Stopwatch
 from ..time_limit import time_limit
 from ..waits import waiting
-from .peer_memory import PeerCollective
+from .peer_memory import PeerCollective, number_of
 from .sums import BufferPool
 
 UNANSWERED = (
@@ -27,16 +28,16 @@ UNANSWERED = (
 
 
 class Message:
-    """A message between this rank and the rank of the world ``peer``, of the collective ``label``."""
+    """A message between this rank and the rank of the world ``peer``, of the collective ``label`` that has ``tag``."""
 
-    __slots__ = ("_work", "label", "peer")
+    __slots__ = ("_number", "_work", "label", "peer")
 
-    def __init__(self, work: dist.Work, label: str, peer: int) -> None:
-        self._work, self.label, self.peer = work, label, peer
+    def __init__(self, work: dist.Work, label: str, peer: int, tag: int) -> None:
+        self._work, self.label, self.peer, self._number = work, label, peer, number_of(tag)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return when it is sent, or has come. Raises RuntimeError."""
-        with waiting(self.label, lambda: [self.peer]):
+        with waiting(self.label, lambda: [self.peer], only(self.peer), self._number):
             self._work.wait(time_limit() if timeout is None else timeout)  # gloo's own is that of when the group was made
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
+from ...watch.board import Span, span_of
 from ..layout import Piece
 from ..waits import waiting
 from .mapped_shards import MappedShards
@@ -66,6 +67,11 @@ class Transport(ABC):
         """The ranks of the axis, by their numbers in the world."""
         return dist.get_process_group_ranks(self.joined)
 
+    @cached_property
+    def span(self) -> Span:
+        """``names``, for waits."""
+        return span_of(self.names)
+
     @property
     def joined(self) -> dist.ProcessGroup:
         """The process group. Raises OrderError at the end of the process, when it has been left."""
@@ -75,7 +81,7 @@ class Transport(ABC):
 
     def values(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (see wire.py), by rank. For set-up."""
-        with waiting(f"what ranks tell each other before they use the axis {self.axis}"):
+        with waiting(f"what ranks tell each other before they use the axis {self.axis}", span=self.span):
             return gather_values(value, self.group)
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ class Transport(ABC):
         if self.size > 1 and tensor.numel():
             through = tensor.detach().contiguous().to(self.device)
             self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
-            with waiting(label):
+            with waiting(label, span=self.span):
                 dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
             tensor.detach().copy_(through)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import MessageError
+from ...watch.board import only
 from ..device import is_simulated, on_gpu
 from ..topology import everyone
 from ..waits import waiting
@@ -125,13 +126,13 @@ def barrier(what: str) -> None:
 
 def send(tensor: torch.Tensor, peer: int) -> None:
     """Send a tensor to one rank, which calls ``receive``."""
-    with waiting("a message between two ranks", lambda: [peer]):
+    with waiting("a message between two ranks", lambda: [peer], only(peer)):
         dist.send(tensor, peer)
 
 
 def receive(tensor: torch.Tensor, peer: int) -> None:
     """Fill ``tensor`` with what one rank sends."""
-    with waiting("a message between two ranks", lambda: [peer]):
+    with waiting("a message between two ranks", lambda: [peer], only(peer)):
         dist.recv(tensor, peer)
 
 

@@ -28,6 +28,7 @@ import torch
 
 from ...distributed.device import Arrival, CopyStream, host_empty, queues, select
 from ...distributed.layout import aligned_bytes
+from ...watch.board import stay_off_the_board
 from .nvme import StateFile
 
 Result = TypeVar("Result")
@@ -109,6 +110,12 @@ def _interrupts_later() -> Iterator[None]:
             before(number, frame)
 
 
+def _begin_beside(device: torch.device) -> None:
+    """Begin the thread that works beside the one that trains. A new thread's current GPU would be the first one."""
+    select(device)
+    stay_off_the_board()
+
+
 class HostLink:
     """Copies between a device and host memory, and the thread that works on host memory.
 
@@ -135,8 +142,8 @@ class HostLink:
         self.apart = queues(device) if apart is None else apart
         self.store = store
         self._worker = None
-        if self.apart or store is not None:  # a new thread's current GPU is the first one, so ``select`` sets it
-            self._worker = ThreadPoolExecutor(1, "zerorun-host", initializer=select, initargs=(device,))
+        if self.apart or store is not None:
+            self._worker = ThreadPoolExecutor(1, "zerorun-host", initializer=_begin_beside, initargs=(device,))
         self._landings: list[Callable[[], None]] = []
         self._landing = self._rounded = Staging(0, pinned=False)
 

@@ -33,6 +33,7 @@ from ...distributed.layout import aligned_bytes
 from ...distributed.waits import waiting
 from ...errors import SwapError
 from ...ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
+from ...watch.board import NOBODY
 
 _ITEM = torch.float32.itemsize
 BUFFERS = 3
@@ -358,7 +359,7 @@ class StateFile:
         buffer.ticket, buffer.key, buffer.phase = None, None, _Phase.IDLE
         if ticket is not None:
             try:
-                with waiting(f"{'writing' if writing else 'reading'} optimizer states of unit {key} on disk"):
+                with waiting(f"{'writing' if writing else 'reading'} optimizer states of unit {key} on disk", span=NOBODY):
                     ticket.wait()
             except OSError as error:
                 raise self._fail(key, error, writing=writing) from error

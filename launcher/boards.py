@@ -1,0 +1,163 @@
+"""The boards of the workers of one host (zerorun/watch/board.py), as its supervisor makes and reads them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from zerorun.watch.board import FILE_NAME, PAGE, STACK_SIGNAL, STACKS_NAME, VARIABLE, Phase, Sight, read
+
+_QUIET_S = 2.0  # after which a worker that has not moved is reported
+_MOST_STACKS = 1 << 16  # bytes
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a worker's board says at a time when it has not changed for ``quiet_s`` seconds."""
+
+    sight: Sight
+    quiet_s: float
+    stopped: bool
+
+    def older(self, seconds: float) -> Seen:
+        """Return the same, ``seconds`` later."""
+        sight, wait_s = self.sight, self.sight.wait_s
+        sight = replace(sight, phase_s=sight.phase_s + seconds, wait_s=None if wait_s is None else wait_s + seconds)
+        return replace(self, sight=sight, quiet_s=self.quiet_s + seconds)
+
+    def told(self) -> dict[str, Any]:
+        """Return it as a message."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Seen:
+        """Return what was ``told``. Raises one of line.UNHEARD_OF for anything else."""
+        found = {name: _AS[name](value) for name, value in message["sight"].items()}
+        return cls(Sight(**found), float(message["quiet_s"]), bool(message["stopped"]))
+
+
+def _seconds(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _span(value: Any) -> tuple[int, int, int]:
+    first, stride, count = map(int, value)
+    return first, stride or 1, count  # a range has no step of 0
+
+
+_AS: dict[str, Callable[[Any], Any]] = {
+    "phase": Phase,
+    "phase_s": float,
+    "limit_s": _seconds,
+    "wait_s": _seconds,
+    "longest_s": float,
+    "span": _span,
+    "label": str,
+    "gives_stacks": bool,
+    **dict.fromkeys(("events", "pid", "step", "batches", "number"), int),
+}
+
+
+@dataclass
+class _Page:
+    """The page of one worker, and the file into which its stacks are written."""
+
+    rank: int
+    page: mmap.mmap
+    stacks: int
+    session: int = 0  # of the worker's processes
+    events: int = -1
+    moved_at: float = 0.0
+    told: tuple[int, bool] | None = None  # what was reported: events, and whether it was stopped; None: that it moves
+
+
+class Boards:
+    """Made anew for each round of workers. Where the system has no such files, there are no boards."""
+
+    def __init__(self) -> None:
+        self._pages: dict[int, _Page] = {}
+        self.trouble: str | None = None  # why there are none
+
+    def make(self, rank: int) -> tuple[tuple[int, ...], dict[str, str]]:
+        """Return (the open files that the worker inherits, the variable that tells it so)."""
+        try:
+            page = os.memfd_create(FILE_NAME, 0)
+            stacks = os.memfd_create(STACKS_NAME, 0)
+            os.ftruncate(page, PAGE)
+            memory = mmap.mmap(page, PAGE)
+        except (OSError, AttributeError, ValueError) as error:
+            self.trouble = f"a run that hangs will not be explained: no memory can be shared with the workers ({error})"
+            return (), {}
+        self._pages[rank] = _Page(rank, memory, stacks)
+        return (page, stacks), {VARIABLE: f"{page},{stacks}"}
+
+    def started(self, rank: int, pid: int, files: tuple[int, ...], now: float) -> None:
+        """Note that the worker runs, with ``files`` of ``make``."""
+        if files:
+            self._pages[rank].session, self._pages[rank].moved_at = pid, now
+            os.close(files[0])
+
+    def look(self, now: float) -> list[tuple[int, Seen | None]]:
+        """Return the workers of which there is something new; with None, those that move again."""
+        found: list[tuple[int, Seen | None]] = []
+        for page in self._pages.values():
+            sight = read(page.page)
+            if sight is None:
+                continue
+            if sight.events != page.events:
+                page.events, page.moved_at = sight.events, now
+            quiet = now - page.moved_at
+            if quiet < _QUIET_S:
+                if page.told is not None:
+                    page.told = None
+                    found.append((page.rank, None))
+                continue
+            stopped = _is_stopped(sight.pid)
+            if page.told != (page.events, stopped):
+                page.told = page.events, stopped
+                found.append((page.rank, Seen(sight, quiet, stopped)))
+        return found
+
+    def take_last(self, rank: int) -> Seen | None:
+        """Return what the board of a worker that has ended says, and look at it no more."""
+        page = self._pages.pop(rank, None)
+        if page is None:
+            return None
+        sight = read(page.page)
+        os.close(page.stacks)
+        page.page.close()
+        return None if sight is None else Seen(sight, 0.0, False)
+
+    def ask_stacks(self, rank: int) -> None:
+        """Have the worker write the stacks of its threads, for ``stacks``."""
+        page = self._pages.get(rank)
+        sight = None if page is None else read(page.page)
+        if page is None or sight is None or not sight.gives_stacks:
+            return
+        os.ftruncate(page.stacks, 0)
+        os.lseek(page.stacks, 0, os.SEEK_SET)
+        with contextlib.suppress(OSError):
+            if os.getsid(sight.pid) == page.session:  # the worker, or a process that it has become
+                os.kill(sight.pid, STACK_SIGNAL)
+
+    def stacks(self, rank: int) -> str:
+        """Return what has been written since ``ask_stacks``."""
+        page = self._pages.get(rank)
+        return "" if page is None else os.pread(page.stacks, _MOST_STACKS, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Give everything back."""
+        for rank in list(self._pages):
+            self.take_last(rank)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,87 @@
+"""Hangs: what the launcher makes of the boards of all hosts, and what it tells the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from zerorun.watch.verdict import Ended, Hang, Standing, judge
+
+from .boards import Seen
+from .failures import RULE, WorkerEnd
+
+HANG_STATUS = 124  # as of timeout(1)
+_MOST_STACKS = 4
+_MAIN = "Current thread"  # the one that the signal has interrupted
+_ANSWER_SECONDS = 3.0  # for stacks from other hosts
+
+
+@dataclass
+class Hangs:
+    """The workers of one round that do not move. ``host_of``: the host of a rank, None where there is only one."""
+
+    world_size: int
+    host_of: Callable[[int], str | None]
+    say: Callable[[str], None]
+    ask_stacks: Callable[[int], None]
+    _seen: dict[int, tuple[float, Seen]] = field(default_factory=dict)
+    _stacks: dict[int, str] = field(default_factory=dict)
+    _verdict: Hang | None = None
+    _asked: float = 0.0
+
+    def take(self, rank: int, seen: Seen | None, now: float) -> None:
+        """Note what a worker's board says; None: it moves again."""
+        if seen is None:
+            self._seen.pop(rank, None)
+        else:
+            self._seen[rank] = now, seen
+
+    def take_stacks(self, rank: int, text: str) -> None:
+        """Note the stacks of a worker."""
+        self._stacks[rank] = text
+
+    def must_end(self, ends: Mapping[int, WorkerEnd], now: float) -> bool:
+        """Tell the user once of each hang that begins. True if the job must end because of it."""
+        if not self._seen:
+            return False
+        standing, ended = self._standing(ends, now), self._ended(ends)
+        verdict = judge(standing, ended, self.world_size)
+        before, self._verdict = self._verdict, verdict
+        if verdict is None:
+            if before is not None:
+                self.say("[zerorun] the job goes on")
+            return False
+        if before is None or (before.cause, before.guilty) != (verdict.cause, verdict.guilty):
+            self.say(f"[zerorun] {verdict.text}")
+            self._stacks, self._asked = {}, now
+            for rank in self._shown(verdict):
+                self.ask_stacks(rank)
+        if not verdict.ends_job(standing):
+            return False
+        waiting = [rank for rank in self._shown(verdict) if rank not in self._stacks and rank not in ended]
+        return not waiting or now - self._asked > _ANSWER_SECONDS
+
+    def report(self) -> str:
+        """The report of a job that has ended because it hung."""
+        verdict = self._verdict
+        lines = [RULE, f"zerorun: the job hangs: {verdict.text}" if verdict is not None else "zerorun: the job hangs"]
+        for rank, text in sorted(self._stacks.items()):
+            if text.strip():
+                threads = sorted(text.strip().split("\n\n"), key=lambda thread: not thread.startswith(_MAIN))
+                lines += ["", f"rank {rank}:", *(f"  {line}" for line in "\n\n".join(threads).splitlines())]
+        return "\n".join([*lines, RULE])
+
+    def _shown(self, verdict: Hang) -> tuple[int, ...]:
+        return verdict.guilty[:_MOST_STACKS]
+
+    def _standing(self, ends: Mapping[int, WorkerEnd], now: float) -> dict[int, Standing]:
+        found = {}
+        for rank, (at, seen) in self._seen.items():
+            if rank not in ends:
+                old = seen.older(now - at)
+                found[rank] = Standing(rank, self.host_of(rank), old.quiet_s, old.sight, old.stopped)
+        return found
+
+    def _ended(self, ends: Mapping[int, WorkerEnd]) -> dict[int, Ended]:
+        batches = {rank: seen.sight.batches for rank, (_, seen) in self._seen.items()}
+        return {rank: Ended(rank, end.returncode, batches.get(rank)) for rank, end in ends.items()}

@@ -1,0 +1,108 @@
+"""Runs that stand still: the launcher says who is guilty, shows what it does, and ends the job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import patience
+
+SCRIPT = """
+import os, re, signal, sys, time, torch, zerorun
+kind, stage = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(4)), torch.nn.Linear(16, 4))
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "hang_timeout_s": 1,
+          "zero_optimization": {"stage": stage}}
+engine = zerorun.initialize(model, config)
+
+def planted_bug():
+    if kind == "endless loop":
+        while True:
+            pass
+    if kind == "sleep":
+        time.sleep(1000)
+    if kind == "loop in C":
+        re.match("(a*)*b", "a" * 60)
+    if kind == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "own collective":
+        torch.distributed.all_reduce(torch.ones(3))
+    if kind == "evaluates alone":
+        for _ in range(50):
+            with torch.no_grad():
+                engine(torch.ones(2, 16))
+    if kind == "saves alone":
+        engine.save_checkpoint(sys.argv[3])
+    if kind == "whole weights alone":
+        engine.state_dict()
+    if kind == "skips a step":
+        engine.backward(engine(torch.ones(2, 16)).square().mean())
+
+for step in range(12):
+    if step == 6 and os.environ["RANK"] == "1":
+        planted_bug()
+    if step == 6 and kind == "all evaluate for long":
+        for _ in range(30):
+            time.sleep(0.1 + 0.1 * (os.environ["RANK"] == "1"))
+            with torch.no_grad():
+                engine.module[4](torch.ones(2, 16)) if stage < 3 else engine(torch.ones(2, 16))
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+print("finished")
+"""
+BUSY, ORDER = "rank 1 does not move: it has been in the script", "ranks have been waiting for each other"
+night = pytest.mark.nightly
+
+
+def run(folder: Path, kind: str, stage: int, transport: str) -> subprocess.CompletedProcess[str]:
+    """A job of three ranks. ``transport``: through sockets, as between hosts, or memory that ranks read."""
+    (folder / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "3", "train.py", kind, str(stage), "saved"]
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {**kept, "ZERORUN_DEVICE": "cpu", "ZERORUN_PEER_MEMORY": "0" if transport == "sockets" else "1"}
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100 * patience(), check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "transport", "words", "function"),
+    [
+        ("endless loop", 2, "memory", BUSY, "planted_bug"),
+        pytest.param("endless loop", 3, "sockets", BUSY, "planted_bug", marks=night),
+        pytest.param("sleep", 0, "memory", BUSY, "planted_bug", marks=night),
+        pytest.param("loop in C", 3, "sockets", BUSY, "planted_bug", marks=night),
+        pytest.param("own collective", 1, "memory", BUSY, "planted_bug", marks=night),
+        pytest.param("stopped", 3, "memory", "rank 1 is stopped, by SIGSTOP or a debugger", None, marks=night),
+        pytest.param("evaluates alone", 3, "sockets", ORDER, "planted_bug", marks=night),
+        pytest.param("saves alone", 3, "sockets", ORDER, "planted_bug", marks=night),
+        ("whole weights alone", 3, "sockets", ORDER, "planted_bug"),
+    ],
+)
+def test_who_is_guilty(tmp_path: Path, kind: str, stage: int, transport: str, words: str, function: str | None) -> None:
+    begun = time.monotonic()
+    found = run(tmp_path, kind, stage, transport)
+    assert found.returncode == 124, found.stderr
+    assert time.monotonic() - begun < 40 * patience()
+    report = found.stderr.rstrip().split("=" * 80)[-2]
+    assert "zerorun: the job hangs: " in report and words in report
+    assert f"[zerorun] {words}" in found.stderr.split("=" * 80)[0]
+    assert "after 6 steps" in report
+    if words == ORDER:
+        assert "rank 1 is " in report and "ranks 0, 2 are in forward" in report
+    if function is not None:
+        main = report.split("rank 1:\n")[1].split("\n\n")[0]  # the main thread comes first
+        assert "Current thread" in main and f"in {function}" in main
+
+
+@night
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_long_evaluation_is_no_hang(tmp_path: Path, stage: int) -> None:
+    found = run(tmp_path, "all evaluate for long", stage, "memory")
+    assert (found.returncode, found.stdout.count("finished")) == (0, 3), found.stderr
+    assert "does not move" not in found.stderr and "hangs" not in found.stderr

@@ -1,0 +1,126 @@
+"""Verdicts: who is guilty of a job that stands still, and when nobody is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zerorun.watch.board import ALL, NOBODY, Phase, Sight, only
+from zerorun.watch.verdict import Ended, Hang, Standing, judge
+
+
+def rank(of: int, *, stopped: bool = False, quiet_s: float = 40.0, host: str | None = None, **seen: Any) -> Standing:
+    """A rank that stands still in the script, after 10 steps."""
+    told = {"events": 9, "pid": 1, "gives_stacks": True, "limit_s": None, "step": 10, "batches": 20, "phase": Phase.SCRIPT}
+    told |= {"phase_s": quiet_s, "wait_s": None, "span": NOBODY, "number": 0, "longest_s": 1.0, "label": ""}
+    return Standing(of, host, quiet_s, Sight(**{**told, **seen}), stopped)
+
+
+def waits(of: int, label: str = "gather", wait_s: float = 40.0, **seen: Any) -> Standing:
+    told = {"phase": Phase.FORWARD, "span": ALL, "label": label, "wait_s": wait_s, "quiet_s": wait_s}
+    return rank(of, **{**told, **seen})
+
+
+def verdict(*standing: Standing, ended: tuple[Ended, ...] = (), world: int = 4) -> Hang | None:
+    return judge({one.rank: one for one in standing}, {one.rank: one for one in ended}, world)
+
+
+def cause(*standing: Standing, **more: Any) -> tuple[str, tuple[int, ...], bool] | None:
+    found = verdict(*standing, **more)
+    return None if found is None else (found.cause, found.guilty, found.certain)
+
+
+def test_a_rank_that_computes_is_named_and_not_certain() -> None:
+    found = verdict(waits(0), waits(1), rank(2, host="node2"), waits(3, wait_s=50))
+    assert found is not None and (found.cause, found.guilty, found.certain) == ("busy", (2,), False)
+    assert found.text == (
+        "rank 2 on node2 does not move: it has been in the script between calls of the engine for 40 s, after 10 steps "
+        "(micro-batch 20). Ranks 0-1, 3 are waiting for it, rank 3 for 50 s at 'gather'."
+    )
+
+
+def test_a_rank_that_moves_is_waited_for() -> None:
+    assert verdict(waits(0), waits(1), waits(3)) is None
+
+
+def test_short_waits_are_none_of_a_hang() -> None:
+    assert verdict(waits(0, wait_s=29), rank(1), world=2) is None
+    assert verdict(waits(0, wait_s=31), rank(1, quiet_s=3), world=2) is None
+
+
+@pytest.mark.parametrize(("longest", "seen"), [(5.0, True), (9.0, False)])
+def test_five_times_what_it_took_before(longest: float, seen: bool) -> None:
+    assert (verdict(waits(0, longest_s=longest), rank(1), world=2) is not None) == seen
+
+
+@pytest.mark.parametrize(("limit", "seen"), [(0.0, False), (5.0, True), (60.0, False)])
+def test_the_limit_of_the_configuration(limit: float, seen: bool) -> None:
+    assert (verdict(waits(0, limit_s=limit), rank(1, limit_s=limit), world=2) is not None) == seen
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPILE, Phase.SAVE, Phase.LOAD, Phase.INITIALIZE, Phase.WHOLE_WEIGHTS])
+def test_what_may_take_its_time_takes_it(phase: Phase) -> None:
+    assert verdict(waits(0, wait_s=500), rank(1, phase=phase, quiet_s=500), world=2) is None
+    assert cause(waits(0, wait_s=700), rank(1, phase=phase, quiet_s=700), world=2) == ("busy", (1,), False)
+
+
+def test_so_do_first_steps() -> None:
+    assert verdict(waits(0, wait_s=500, step=1), rank(1, phase=Phase.FORWARD, quiet_s=500, step=1), world=2) is None
+
+
+def test_stopped_and_ended_and_without_data() -> None:
+    assert cause(waits(0), rank(1, stopped=True, quiet_s=3), world=2) == ("stopped", (1,), True)
+    assert cause(waits(0), rank(1, phase=Phase.DATA), world=2) == ("data", (1,), False)
+    found = verdict(waits(0, batches=1000), ended=(Ended(1, 0, 998),), world=2)
+    assert found is not None and (found.cause, found.guilty, found.certain) == ("ended", (1,), True)
+    assert (
+        "ended with exit code 0 after 998 micro-batches; rank 0 has been waiting for it for 40 s, after 1000" in found.text
+    )
+    assert "give all ranks the same number of batches" in found.text
+
+
+def test_a_wait_for_a_disk_is_no_wait_for_ranks() -> None:
+    found = verdict(waits(0), waits(1, "reading states", span=NOBODY), world=2)
+    assert found is not None and (found.cause, found.guilty) == ("busy", (1,))
+    assert "in forward, at 'reading states' for 40 s" in found.text
+
+
+def test_different_collectives_of_few_and_of_those_outside_the_loop() -> None:
+    found = verdict(waits(0, "save", phase=Phase.SAVE), waits(1), waits(2), waits(3))
+    assert found is not None and (found.cause, found.guilty, found.certain) == ("order", (0,), True)
+    assert "rank 0 is saving, at 'save', after 10 steps (micro-batch 20); ranks 1-3 are in forward" in found.text
+    assert cause(waits(0), waits(1, "save", phase=Phase.SAVE), world=2) == ("order", (1,), True)
+
+
+def test_a_circle_is_one_only_if_all_wait_long() -> None:
+    assert verdict(waits(0), waits(1, "other", wait_s=10), world=2) is None
+
+
+def test_the_end_of_a_chain_is_guilty() -> None:
+    chain = [waits(0, "a", span=only(1)), waits(1, "b", span=only(2)), waits(2, "c", span=only(3)), rank(3)]
+    assert cause(*chain) == ("busy", (3,), False)
+    assert verdict(*chain[:3]) is None  # rank 3 moves
+
+
+def test_all_are_there_and_it_does_not_end() -> None:
+    found = verdict(*(waits(number, span=(0, 1, 2), host=f"node{number}") for number in range(2)))
+    assert found is not None and (found.cause, found.guilty, found.certain) == ("link", (0, 1), True)
+    assert "the link between node0 and node1 lets nothing through" in found.text
+    assert verdict(*(waits(number, longest_s=0.0, wait_s=500) for number in range(4))) is None  # the first of its kind
+
+
+def test_who_is_further_with_a_label_has_been_there() -> None:
+    """Numbers begin anew after 1,023."""
+    early, late = waits(0, number=1023), waits(1, number=1)
+    assert cause(early, late, rank(2), world=3) == ("busy", (2,), False)
+    assert cause(waits(0, number=1023, span=only(1)), late, world=2) == ("link", (0, 1), True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "quiet", "ends"), [(None, 599, False), (None, 601, True), (5.0, 9, False), (5.0, 11, True)]
+)
+def test_when_a_rank_that_computes_ends_the_job(limit: float | None, quiet: float, ends: bool) -> None:
+    found = {0: waits(0, wait_s=quiet, limit_s=limit), 1: rank(1, quiet_s=quiet, limit_s=limit)}
+    verdict = judge(found, {}, 2)
+    assert verdict is not None and verdict.ends_job(found) == ends

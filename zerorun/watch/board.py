@@ -1,0 +1,301 @@
+"""The board of a rank: a page of shared memory that says what the rank is doing. The rank writes it, others read it.
+
+[Note: how a board is written and read]
+The page belongs to the supervisor of the host, which makes it and hands it to the rank as an open file. So it can be read
+whatever state the rank is in, also after its death, and nothing runs in the rank for it: no thread, no collective, no
+system call. A change is a few stores of words of 8 bytes, and ends with one more event. A reader takes the page until two
+copies have the same number of events.
+
+The page is about the thread that trains. Threads that work beside it call ``stay_off_the_board``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from ..errors import ConfigError
+
+PAGE = 4096  # bytes
+VARIABLE = "ZERORUN_BOARD"  # "12,13": the open files of the page and of the stacks
+LIMIT_VARIABLE = "ZERORUN_HANG_TIMEOUT_S"
+FILE_NAME, STACKS_NAME = "zerorun-board", "zerorun-stacks"  # of the files in memory
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
+_MAGIC = 0x7A65726F_00000001  # "zero", and the version of the page
+_LABEL_AT, _LONGEST_LABEL = PAGE - 256, 240  # bytes
+_MOST_LABELS = 4096  # that are kept encoded
+_FIRST_STEPS = 2  # whose waits say nothing about later ones: ranks compile, open files, find their memory
+_TRIES = 100
+_LONGEST_LIMIT_S = 1e8
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Phase(IntEnum):
+    """What a rank is at. ``SCRIPT`` is everything between calls of the engine."""
+
+    START = 0
+    SCRIPT = auto()
+    DATA = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    UPDATE = auto()
+    PIPELINE = auto()
+    INITIALIZE = auto()
+    SAVE = auto()
+    LOAD = auto()
+    WHOLE_WEIGHTS = auto()
+    COMPILE = auto()
+
+
+class Word(IntEnum):
+    """Where on the page is what, in words of 8 bytes."""
+
+    MAGIC = 0
+    EVENTS = auto()
+    PID = auto()
+    GIVES_STACKS = auto()  # 1: STACK_SIGNAL has the stacks of all threads written
+    LIMIT = auto()  # "hang_timeout_s" in ms; -1: not given
+    STEP = auto()  # optimizer steps that were made
+    BATCHES = auto()  # micro-batches that were given to backward
+    PHASE = auto()
+    PHASE_SINCE = auto()  # ns of the monotonic clock
+    WAITS = auto()  # 1: the rank waits
+    WAIT_SINCE = auto()
+    FIRST = auto()  # it waits for ranks FIRST, FIRST + STRIDE, ... of the world, COUNT of them
+    STRIDE = auto()
+    COUNT = auto()
+    NUMBER = auto()  # of the collective, among those with its label
+    LONGEST = auto()  # ns that a wait with this label has taken so far, at most
+    LABEL = auto()  # bytes of the label
+
+
+Span = tuple[int, int, int]
+"""Ranks of the world, as (the first, the step between two, how many)."""
+NOBODY: Span = (0, 1, 0)
+ALL: Span = (0, 1, -1)  # whatever their number is
+
+
+def only(rank: int) -> Span:
+    """One rank."""
+    return rank, 1, 1
+
+
+def span_of(ranks: Sequence[int]) -> Span:
+    """``ranks``, which ascend by equal steps, as those of an axis do."""
+    if not ranks:
+        return NOBODY
+    return ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1, len(ranks)
+
+
+class Board:
+    """The page of this process."""
+
+    def __init__(self) -> None:
+        self._bytes = memoryview(bytearray(PAGE))
+        self._words = self._bytes.cast("q")
+        self._labels: dict[str, bytes] = {}
+        self._longest: dict[str, int] = {}
+        self._waits = 0  # one within the other, or on several threads
+        self.write(MAGIC=_MAGIC, PID=os.getpid(), LIMIT=-1, PHASE_SINCE=time.monotonic_ns())
+
+    def go_on_at(self, memory: Any) -> None:
+        """Go on at ``memory``, PAGE bytes that others see."""
+        view = memoryview(memory)
+        view[:] = self._bytes
+        self._bytes, self._words = view, view.cast("q")
+
+    def write(self, **values: int) -> None:
+        """Write words by their names in ``Word``."""
+        for name, value in values.items():
+            self._words[Word[name]] = value
+        self._words[Word.EVENTS] += 1
+
+    # Positions stand as numbers where a step comes by often: an attribute of an enumeration takes as long as the store.
+
+    def enter(self, phase: int) -> int:
+        """Begin ``phase``, and return the one before."""
+        words = self._words
+        before = words[7]
+        words[7], words[8] = phase, time.monotonic_ns()
+        words[1] += 1
+        return before
+
+    def wait_begins(self, label: str, span: Span, number: int) -> None:
+        """Show that the rank waits for those of ``span``. ``label`` says in what, ``number`` in which of that label."""
+        if threading.get_ident() in _beside:
+            return
+        self._waits += 1
+        if self._waits > 1:
+            return
+        words, written = self._words, self._labels.get(label) or self._encoded(label)
+        self._bytes[_LABEL_AT : _LABEL_AT + len(written)] = written
+        words[16], words[10] = len(written), time.monotonic_ns()
+        words[11], words[12], words[13] = span
+        words[14], words[15] = number, self._longest.get(label, 0)
+        words[9] = 1
+        words[1] += 1
+
+    def wait_ends(self, label: str) -> None:
+        """Show that the rank goes on."""
+        if threading.get_ident() in _beside:
+            return
+        self._waits -= 1
+        if self._waits:
+            return
+        words = self._words
+        words[9] = 0
+        words[1] += 1
+        if words[5] >= _FIRST_STEPS:
+            taken = time.monotonic_ns() - words[10]
+            if taken > self._longest.get(label, 0):
+                self._longest[label] = taken
+
+    def _encoded(self, label: str) -> bytes:
+        if len(self._labels) >= _MOST_LABELS:
+            self._labels.clear()
+        self._labels[label] = written = label.encode(errors="replace")[:_LONGEST_LABEL] or b"?"
+        return written
+
+
+def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a function: while it runs, the rank is in ``phase``. The start of a rank is over after the first one."""
+    number = int(phase)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def shown(*args: P.args, **kwargs: P.kwargs) -> R:
+            before = board.enter(number)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                board.enter(before or Phase.SCRIPT)
+
+        return shown
+
+    return decorate
+
+
+def limit_waits(seconds: float | None) -> None:
+    """Have waits of more than ``seconds`` looked into; 0: none, None: as usual. $ZERORUN_HANG_TIMEOUT_S comes first.
+
+    Raises ConfigError if that is no such number.
+    """
+    given = os.environ.get(LIMIT_VARIABLE)
+    if given is not None:
+        try:
+            seconds = float(given)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= _LONGEST_LIMIT_S:
+            raise ConfigError.saying(
+                f"{LIMIT_VARIABLE}={given!r} is no number of seconds. Remedy: 0 for no limit, or unset it."
+            )
+    board.write(LIMIT=-1 if seconds is None else round(seconds * 1e3))
+
+
+def stay_off_the_board() -> None:
+    """What the calling thread waits for is not shown: it works beside the one that trains."""
+    _beside.add(threading.get_ident())
+
+
+# -- the supervisor's files, in the rank -----------------------------------------------------------------------------
+
+
+def show_board() -> None:
+    """Go on at the page that the supervisor of this host has handed over, if it has."""
+    files = os.environ.pop(VARIABLE, None)  # not for programs that this one starts, which do not have the files
+    if files is None:
+        return
+    with contextlib.suppress(OSError, ValueError):  # a wrapper of the script has closed them
+        page, stacks = map(int, files.split(","))
+        if not (_is(page, FILE_NAME) and _is(stacks, STACKS_NAME)):
+            return
+        board.go_on_at(mmap.mmap(page, PAGE))
+        os.close(page)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        board.write(GIVES_STACKS=1)
+
+
+def _is(file: int, name: str) -> bool:
+    return os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{name}")
+
+
+def _begin_anew() -> None:
+    """A forked process is no rank: it has a page of its own, which nobody reads."""
+    board.go_on_at(bytearray(PAGE))
+    _beside.clear()
+    if STACK_SIGNAL:
+        faulthandler.unregister(STACK_SIGNAL)
+
+
+_beside: set[int] = set()
+board = Board()
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What was seen on a board. Times are in seconds, and end when it was read."""
+
+    events: int
+    pid: int
+    gives_stacks: bool
+    limit_s: float | None  # None: not given
+    step: int
+    batches: int
+    phase: Phase
+    phase_s: float
+    wait_s: float | None  # None: it does not wait
+    span: Span
+    number: int
+    longest_s: float
+    label: str
+
+    def ranks(self, world_size: int) -> range:
+        """The ranks of the collective that it waits in."""
+        first, stride, count = self.span
+        return range(world_size) if self.span == ALL else range(first, first + stride * count, stride)
+
+
+def read(page: mmap.mmap) -> Sight | None:
+    """What is on ``page``, also before the rank has written on it; None if it is being written all the time."""
+    for _ in range(_TRIES):
+        copy = page[:]
+        words = memoryview(copy).cast("q")
+        if int.from_bytes(page[8:16], "little") == words[Word.EVENTS]:
+            return _sight(words, copy)
+    return None
+
+
+def _sight(words: memoryview, copy: bytes) -> Sight:
+    now, limit = time.monotonic_ns(), words[Word.LIMIT]
+    return Sight(
+        events=words[Word.EVENTS],
+        pid=words[Word.PID],
+        gives_stacks=words[Word.GIVES_STACKS] == 1,
+        limit_s=None if limit < 0 or words[Word.MAGIC] != _MAGIC else limit / 1e3,
+        step=words[Word.STEP],
+        batches=words[Word.BATCHES],
+        phase=Phase(words[Word.PHASE]),
+        phase_s=(now - words[Word.PHASE_SINCE]) / 1e9 if words[Word.PHASE_SINCE] else 0.0,
+        wait_s=(now - words[Word.WAIT_SINCE]) / 1e9 if words[Word.WAITS] else None,
+        span=(words[Word.FIRST], words[Word.STRIDE] or 1, words[Word.COUNT]),
+        number=words[Word.NUMBER],
+        longest_s=words[Word.LONGEST] / 1e9,
+        label=copy[_LABEL_AT : _LABEL_AT + words[Word.LABEL]].decode(errors="replace"),
+    )

@@ -1,0 +1,233 @@
+"""The verdict on a job that stands still: who is waited for, and does not come.
+
+[Note: who is guilty]
+A rank that waits has an edge to each rank of its collective that is not in it. Whoever waits for nobody is at the end of
+all edges: it has ended, is stopped, or computes. Where edges end nowhere, ranks wait for each other in a circle: they have
+made their calls in different orders. A collective in which all are, and that is not over, is a matter of the link.
+
+That a rank computes for long is not a fault by itself. So a verdict of this kind is not ``certain``: the job goes on for a
+while, in which the rank may come.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..log import counted, ranks_in_words
+from .board import Phase, Sight
+
+SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
+_LONGER = 5  # times the longest wait of this kind so far
+_SLOW = 20  # times as long, for what may take its time
+_SLOW_PHASES = (Phase.START, Phase.INITIALIZE, Phase.SAVE, Phase.LOAD, Phase.WHOLE_WEIGHTS, Phase.COMPILE)
+_FIRST_STEPS = 2
+_NUMBERS = 1024  # of collectives with one label; then they begin anew
+_END_AFTER_S = 600.0  # that a rank may compute while others wait, unless "hang_timeout_s" is given
+_END_AFTER = 2  # times "hang_timeout_s"
+
+_WORDS = {
+    Phase.START: "at its start",
+    Phase.SCRIPT: "in the script between calls of the engine",
+    Phase.DATA: "waiting for data",
+    Phase.FORWARD: "in forward",
+    Phase.BACKWARD: "in backward",
+    Phase.UPDATE: "in step()",
+    Phase.PIPELINE: "in train_batch() or eval_batch()",
+    Phase.INITIALIZE: "in initialize()",
+    Phase.SAVE: "saving",
+    Phase.LOAD: "loading",
+    Phase.WHOLE_WEIGHTS: "gathering whole weights",
+    Phase.COMPILE: "compiling",
+}
+_SAME_NUMBER = "Remedy: give all ranks the same number of batches, and leave the loop on all of them at the same step."
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A rank that does not move. ``stopped``: its process is, as by SIGSTOP."""
+
+    rank: int
+    host: str | None
+    quiet_s: float
+    sight: Sight
+    stopped: bool
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.host is None else f"rank {self.rank} on {self.host}"
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for ranks."""
+        return self.sight.wait_s is not None and self.sight.span[2] != 0
+
+    @property
+    def limit_s(self) -> float:
+        return SUSPECT_AFTER_S if self.sight.limit_s is None else self.sight.limit_s
+
+    @property
+    def doing(self) -> str:
+        """What it is at, in words."""
+        at = "" if self.sight.wait_s is None else f", at '{self.sight.label}'"
+        return f"{_WORDS[self.sight.phase]}{at}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank whose process has ended. ``batches``: micro-batches that it has seen, if it had a board."""
+
+    rank: int
+    returncode: int
+    batches: int | None
+
+
+@dataclass(frozen=True)
+class Hang:
+    """``guilty``: the ranks that are waited for. ``text``: who, what, since when. ``cause``: one word."""
+
+    cause: str
+    guilty: tuple[int, ...]
+    text: str
+    certain: bool = True
+
+    def ends_job(self, standing: Mapping[int, Standing]) -> bool:
+        """True if the job must not wait any longer. ``standing``: the ranks that do not move now."""
+        if self.certain:
+            return True
+        limits = []
+        for rank in self.guilty:
+            one = standing[rank]
+            end = _END_AFTER_S if one.sight.limit_s is None else _END_AFTER * one.limit_s
+            limits.append(one.quiet_s >= end * _slowness(one))
+        return all(limits)
+
+
+def judge(standing: Mapping[int, Standing], ended: Mapping[int, Ended], world_size: int) -> Hang | None:
+    """Return the verdict; None while it may be that all is well."""
+    late = [one for one in standing.values() if one.waits and one.limit_s and _waited(one) > _patience(one)]
+    late.sort(key=_waited, reverse=True)
+    for one in late:
+        found = _follow(one, standing, ended, world_size)
+        if found is not None:
+            return found
+    return None
+
+
+def _follow(first: Standing, standing: Mapping[int, Standing], ended: Mapping[int, Ended], world_size: int) -> Hang | None:
+    trail = [first]
+    while True:
+        one = trail[-1]
+        missing = [rank for rank in one.sight.ranks(world_size) if rank != one.rank and not _is_in(one, standing.get(rank))]
+        gone = [ended[rank] for rank in missing if rank in ended]
+        if gone:
+            return _ended(one, gone)
+        if any(rank not in standing for rank in missing):  # it moves
+            return None
+        stuck = [standing[rank] for rank in missing]
+        still = [other for other in stuck if not other.waits]
+        if still:
+            return _still(still, standing)
+        if not stuck:
+            return _link(one, standing, world_size)
+        if stuck[0] in trail:
+            return _circle(trail[trail.index(stuck[0]) :], standing)
+        trail.append(stuck[0])
+
+
+def _is_in(one: Standing, other: Standing | None) -> bool:
+    """True if ``other`` has come to the collective in which ``one`` is."""
+    if other is None or not other.waits:
+        return False
+    ahead = (other.sight.number - one.sight.number) % _NUMBERS
+    return other.sight.label == one.sight.label and ahead < _NUMBERS // 2
+
+
+def _waited(one: Standing) -> float:
+    return one.sight.wait_s or 0.0
+
+
+def _patience(one: Standing) -> float:
+    return max(one.limit_s, _LONGER * one.sight.longest_s)
+
+
+def _slowness(one: Standing) -> int:
+    return _SLOW if one.sight.phase in _SLOW_PHASES or one.sight.step < _FIRST_STEPS else 1
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _ended(one: Standing, gone: Sequence[Ended]) -> Hang:
+    first = gone[0]
+    others = f" (and {ranks_in_words([other.rank for other in gone[1:]])})" if len(gone) > 1 else ""
+    after = "" if first.batches is None else f" after {first.batches} micro-batches"
+    text = (
+        f"rank {first.rank}{others} has ended with exit code {first.returncode}{after}; "
+        f"{one.name} has been waiting for it for {_waited(one):.0f} s, after {one.sight.batches}, at '{one.sight.label}'. "
+    )
+    return Hang("ended", tuple(other.rank for other in gone), text + _SAME_NUMBER)
+
+
+def _still(still: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang | None:
+    stopped = [one for one in still if one.stopped]
+    guilty = stopped or [one for one in still if one.limit_s and one.quiet_s > one.limit_s * _slowness(one)]
+    if not guilty:
+        return None
+    first = guilty[0]
+    more = f" (and {ranks_in_words([one.rank for one in guilty[1:]])})" if len(guilty) > 1 else ""
+    what = "is stopped, by SIGSTOP or a debugger" if stopped else "does not move"
+    waiting = [one for one in standing.values() if one.waits]
+    longest = max(waiting, key=_waited)
+    text = (
+        f"{first.name}{more} {what}: it has been {first.doing} for {first.quiet_s:.0f} s, after {_steps(first)}. "
+        f"{_are(waiting)} waiting for it, {longest.name} for {_waited(longest):.0f} s at '{longest.sight.label}'."
+    )
+    cause = "stopped" if stopped else "data" if first.sight.phase == Phase.DATA else "busy"
+    return Hang(cause, tuple(one.rank for one in guilty), text, certain=bool(stopped))
+
+
+def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang | None:
+    if any(_waited(one) <= one.limit_s for one in circle):
+        return None
+    places: dict[tuple[str, int], list[Standing]] = defaultdict(list)
+    for one in standing.values():
+        if one.waits:
+            places[one.sight.label, one.sight.number].append(one)
+    groups = sorted(places.values(), key=lambda group: (len(group), group[0].sight.phase not in _SLOW_PHASES))
+    told = "; ".join(
+        f"{ranks_in_words([one.rank for one in group])} {'is' if len(group) == 1 else 'are'} {group[0].doing}, "
+        f"after {_steps(group[0])}"
+        for group in groups[:4]
+    )
+    seconds = min(map(_waited, circle))
+    text = (
+        f"ranks have been waiting for each other for {seconds:.0f} s, in different collectives: {told}. "
+        "Remedy: let all ranks make the same calls in the same order; what one rank does alone must not need the others."
+    )
+    return Hang("order", tuple(one.rank for one in groups[0]), text)
+
+
+def _link(one: Standing, standing: Mapping[int, Standing], world_size: int) -> Hang | None:
+    slow = _SLOW if not one.sight.longest_s else 1
+    if _waited(one) <= _patience(one) * slow:
+        return None
+    others = [standing[rank] for rank in one.sight.ranks(world_size) if rank != one.rank and rank in standing]
+    hosts = dict.fromkeys(other.host for other in (one, *others) if other.host is not None)
+    link = f"the link between {' and '.join(list(hosts)[:4])}" if len(hosts) > 1 else "the way between them"
+    text = (
+        f"{ranks_in_words([other.rank for other in (one, *others)])} are all at '{one.sight.label}', {one.name} for "
+        f"{_waited(one):.0f} s, and it does not end: {link} lets nothing through. "
+        "Remedy: try it with zerorun-report and the same hosts."
+    )
+    return Hang("link", tuple(sorted(other.rank for other in (one, *others))), text)
+
+
+def _steps(one: Standing) -> str:
+    return f"{counted(one.sight.step, 'step')} (micro-batch {one.sight.batches})"
+
+
+def _are(ranks: Sequence[Standing]) -> str:
+    words = ranks_in_words([one.rank for one in ranks])
+    return f"{words[0].upper()}{words[1:]} {'is' if len(ranks) == 1 else 'are'}"
