@@ -619,8 +619,8 @@ MUTANTS = (
         "who-has-not-come",
         "rank",
         "zerorun/distributed/transport/gloo.py",
-        "        return Message(self.receive(flat, peer, tag), label, self.names[peer])",
-        "        return Message(self.receive(flat, peer, tag), label, peer)",
+        "        return Message(self.receive(flat, peer, tag), label, self.names[peer], tag)",
+        "        return Message(self.receive(flat, peer, tag), label, peer, tag)",
         ("tests/ranks/test_waits.py::test_ranks_of_a_group_are_named_as_in_the_world",),
     ),
     Mutant(
@@ -651,8 +651,8 @@ MUTANTS = (
         "weights-of-other-stages",
         "rank",
         "zerorun/distributed/transport/control.py",
-        "                    self._finish(dist.broadcast(sent, group=group, group_src=stage, async_op=True))",
-        "                    self._finish(dist.broadcast(sent, group=group, src=stage, async_op=True))",
+        "                    self._finish(dist.broadcast(sent, group=group, group_src=stage, async_op=True), span=span)",
+        "                    self._finish(dist.broadcast(sent, group=group, src=stage, async_op=True), span=span)",
         ("tests/ranks/test_topology_groups.py::test_every_replica_of_a_pipeline_has_the_weights_of_all_stages",),
     ),
     Mutant(
