@@ -42,6 +42,7 @@ def main(client: str, checkout: str, *options: str) -> int:
     chosen = list(options)
     if client == "deepspeed":
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # deepspeed's command
         chosen = [
             f"unit/{option}" if (folder / "unit" / option.partition("::")[0]).exists() else option for option in options
         ]

@@ -194,6 +194,14 @@ import deepspeed
 from deepspeed.runtime.lr_schedules import CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO
 config = deepspeed.DeepSpeedConfig({"train_batch_size": 8, "gradient_accumulation_steps": 2, "sheduler": 1,
                                      "fp16": {"enabled": 1}, "zero_optimization": {"overlap_comm": 0, "stage": 1}})
+import torch, zerorun
+from zerorun.optim.lr_schedules import WarmupDecayLR, LRSchedule
+made = LRSchedule(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), WarmupDecayLR(total_num_steps=2000))
+schedules = deepspeed.runtime.lr_schedules
+print(isinstance(made, schedules.WarmupLR), isinstance(made, schedules.OneCycle), isinstance(1, schedules.WarmupLR))
+print(zerorun.Engine.coalesce_grad_reduction is zerorun.Engine.no_sync)
+deepspeed.utils.set_log_level_from_string("warning")
+print(deepspeed.utils.logger.level)
 print(config.fp16.enabled, config.zero_optimization.overlap_comm, config.zero_optimization.stage)
 print(config.train_micro_batch_size_per_gpu, CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO)
 try:
@@ -202,7 +210,7 @@ except Exception as error:
     print(type(error).__name__, "it has not" in str(error))
 """
     assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == [
-        "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
+        "True False False", "True", "30", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
     ]  # fmt: skip
 
 

@@ -18,6 +18,13 @@ globals().update({field.name.upper(): field.name for formula in FORMULAS.values(
 _FIRST = {WARMUP_DECAY_LR: ("total_num_steps",), WARMUP_COSINE_LR: ("total_num_steps",)}
 
 
+class _Named(type):
+    """The kind of these classes: a schedule that the engine has made from the file is an instance, too."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, LRSchedule) and isinstance(instance.formula, FORMULAS[cls.__name__])
+
+
 def _schedule_class(name: str) -> type[LRSchedule]:
     """Make the class ``name``: clients know schedules by the names of their classes."""
     first = _FIRST.get(name, ())
@@ -29,7 +36,8 @@ def _schedule_class(name: str) -> type[LRSchedule]:
         LRSchedule.__init__(self, getattr(optimizer, "optimizer", optimizer), formula, last_batch_iteration)
 
     text = f"The schedule {name}: ``{name}(optimizer, {', '.join(order)})``. Raises ConfigError for what it cannot use."
-    return type(name, (LRSchedule,), {"__init__": __init__, "__doc__": text, "__module__": __name__})
+    made: Any = _Named(name, (LRSchedule,), {"__init__": __init__, "__doc__": text, "__module__": __name__})
+    return made
 
 
 WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest = (

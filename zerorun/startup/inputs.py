@@ -61,7 +61,7 @@ def take_in(
         model_facts=ModelFacts(_hidden_size(model), isinstance(model, Pipelined)),
         optimizer_given=client is not None,
         scheduler_given=scheduler_given,
-        learning_rate=client.param_groups[0]["lr"] if client else None,
+        learning_rate=client.param_groups[0].get("lr") if client else None,
     )
     raw = _raw_optimizer(model, wanted, client, model_parameters)
     refuse_unusable_weights(model, trains=bool(raw.groups))

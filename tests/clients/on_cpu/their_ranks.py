@@ -80,7 +80,7 @@ def _raises(expected: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    _processes.set_forkserver_preload(["torch", "their_ranks", "zerorun.engine.initialize"])
+    _processes.set_forkserver_preload(["torch", "torch._dynamo", "their_ranks", "zerorun.engine.initialize"])
 
 
 def pytest_collection(session: pytest.Session) -> None:
@@ -97,6 +97,17 @@ def pytest_pycollect_makeitem(collector: Any, name: str, obj: Any) -> Any:
         manager._register_fixture(name=name, func=obj, nodeid=collector.nodeid, scope="function")
         return []
     return None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep some rows of each parametrized test, evenly spread, if ``ZERORUN_THEIR_ROWS`` says how many."""
+    rows = int(os.environ.get("ZERORUN_THEIR_ROWS", "0"))
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    if rows:
+        kept = {id(same[n * (len(same) - 1) // max(1, rows - 1)]) for same in tests.values() for n in range(rows)}
+        items[:] = [item for item in items if id(item) in kept]
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------
