@@ -238,3 +238,21 @@ print(sorted(load_file("out/model.safetensors")))
 """
     names = "['0.bias', '0.weight', '1.bias']"
     assert printed(BEGIN + text, tmp_path) == ["<All keys matched successfully> True", "True True", names]
+
+
+def test_parameters_at_stage_3_on_one_rank(tmp_path: Path) -> None:
+    """They are whole all the time. Scripts ask for their shapes by the stage, and not by the number of ranks."""
+    text = """
+import torch, deepspeed
+settings = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}
+for stage in (2, 3):
+    model = torch.nn.Linear(4, 3)
+    engine, *_ = deepspeed.initialize(model=model, config={**settings, "zero_optimization": {"stage": stage}})
+    print(hasattr(model.weight, "ds_id"))
+weight = model.weight
+print(tuple(weight.ds_shape), weight.ds_numel, weight.ds_status.name, weight.ds_persist)
+print(torch.equal(weight.ds_tensor, weight.flatten()), model.state_dict()["weight"].sum() == weight.sum())
+print(engine.optimizer.needs_scaler())
+"""
+    told = ["False", "True", "(3, 4) 12 AVAILABLE True", "True tensor(True)", "False"]
+    assert printed(BEGIN + text, tmp_path) == told

@@ -1,12 +1,13 @@
-"""What scripts made for DeepSpeed ask of a parameter: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_numel``, ``ds_tensor``.
+"""What scripts made for DeepSpeed ask of a parameter: ``ds_id``, ``ds_status``, ``ds_shape``, ``ds_tensor`` and the like.
 
-DeepSpeed sets them on each parameter that stage 3 partitions, and its clients ask ``hasattr(param, "ds_id")``. Here they
+DeepSpeed sets them on each parameter at stage 3, and its clients ask ``hasattr(param, "ds_id")``. Here they
 are looked up when they are asked for, so they are always what is the case. Other parameters do not have them.
 """
 
 from __future__ import annotations
 
 import enum
+import weakref
 from typing import Any
 
 import torch
@@ -66,11 +67,14 @@ def is_zero_param(param: Any) -> bool:
 def _home(param: torch.Tensor, name: str) -> tuple[ShardedModel, ParameterHome] | None:
     """Where stage 3 has the parameter; None if ``zero.Init`` has it. Raises AttributeError for any other."""
     found = find(param)
-    if found is not None and found[0].runtime.plan.shares_params:
+    if found is not None and (found[0] in _at_stage_3 or found[0].runtime.plan.shares_params):
         return found
     if part_of(param) is None:
         raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: stage 3 does not have it")
     return None
+
+
+_at_stage_3 = weakref.WeakSet[ShardedModel]()  # also those whose parameters stay whole, as on one rank
 
 
 def _number(param: torch.Tensor) -> int:
@@ -98,6 +102,12 @@ def _shape(param: torch.Tensor) -> torch.Size:
 def _numel(param: torch.Tensor) -> int:
     _home(param, "ds_numel")
     return _shape(param).numel()
+
+
+def _persist(param: torch.Tensor) -> bool:
+    """True if the parameter is whole all the time."""
+    found = _home(param, "ds_persist")
+    return found is not None and found[1].unit.resident
 
 
 def _tensor(param: torch.Tensor) -> torch.Tensor:
@@ -139,8 +149,13 @@ class UnsavedPlaceholder(torch.Tensor):
 
 
 def show_placeholders(engine: Engine) -> None:
-    """Let ``module.state_dict()`` at stage 3 return placeholders of the right shapes, as DeepSpeed does, and not raise."""
+    """Let ``module.state_dict()`` at stage 3 return placeholders of the right shapes, as DeepSpeed does, and not raise.
+
+    Its parameters have their attributes from now on.
+    """
     runtime = engine.runtime
+    if engine.config.zero_optimization.stage == 3:
+        _at_stage_3.add(engine.sharded_model)
     if not runtime.plan.shares_params:
         return
 
@@ -158,6 +173,7 @@ def show_placeholders(engine: Engine) -> None:
 def install() -> None:
     """Give all parameters of this process the attributes. The mode does it at ``import deepspeed``."""
     for name, get in {
-        "ds_id": _number, "ds_status": _status, "ds_shape": _shape, "ds_numel": _numel, "ds_tensor": _tensor
+        "ds_id": _number, "ds_status": _status, "ds_shape": _shape, "ds_numel": _numel,
+        "ds_persist": _persist, "ds_tensor": _tensor,
     }.items():  # fmt: skip
         setattr(nn.Parameter, name, property(get))

@@ -18,7 +18,7 @@ globals().update({field.name.upper(): field.name for formula in FORMULAS.values(
 _FIRST = {WARMUP_DECAY_LR: ("total_num_steps",), WARMUP_COSINE_LR: ("total_num_steps",)}
 
 
-class _Named(type):
+class _ScheduleClass(type):
     """The kind of these classes: a schedule that the engine has made from the file is an instance, too."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -36,7 +36,7 @@ def _schedule_class(name: str) -> type[LRSchedule]:
         LRSchedule.__init__(self, getattr(optimizer, "optimizer", optimizer), formula, last_batch_iteration)
 
     text = f"The schedule {name}: ``{name}(optimizer, {', '.join(order)})``. Raises ConfigError for what it cannot use."
-    made: Any = _Named(name, (LRSchedule,), {"__init__": __init__, "__doc__": text, "__module__": __name__})
+    made: Any = _ScheduleClass(name, (LRSchedule,), {"__init__": __init__, "__doc__": text, "__module__": __name__})
     return made
 
 

@@ -22,6 +22,7 @@ _VALUES: dict[str, Any] = {
     "deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer": lambda groups, **_: groups,
     "deepspeed.git_version_info.torch_info": {"version": torch.__version__, "cuda_version": "0.0", "nccl_version": "0.0"},
     "deepspeed.runtime.config.ADAM_OPTIMIZER": "adam",
+    "deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME": "comm_dtype",
     "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": 1 << 20,
     "deepspeed.utils.torch.required_torch_version": lambda min_version=None, max_version=None: max_version is None,
     "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum": Enum(

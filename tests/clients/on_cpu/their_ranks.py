@@ -2,6 +2,7 @@
 
 Their tests derive from a class that starts ranks from a pool, and waits for all of them for ten minutes. Here each rank is
 a process; when one fails, the others are ended. ``ZERORUN_THEIR_RESULTS`` names a file that gets a line per test.
+``ZERORUN_THEIR_DTYPE=fp32``: tests that prefer a dtype for training get fp32 instead of bf16.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import pytest
 import their_internals
 import torch
 
+from zerorun.deepspeed.accelerator import Accelerator
 from zerorun.errors import ZerorunError
 
 their_internals.install()
@@ -49,6 +51,8 @@ def _prepare() -> None:
     from unit import common
 
     common.DistributedExec._launch_procs = _launch
+    if os.environ.get("ZERORUN_THEIR_DTYPE") == "fp32":
+        Accelerator.is_bf16_supported = Accelerator.is_fp16_supported = lambda self: False  # type: ignore[method-assign]
     common.reduce_boolean_flags = lambda flag, op=all: op(_told_by_all(flag))
     pytest.raises = _raises  # type: ignore[assignment]
     torch.nn.parallel.DistributedDataParallel.__init__ = _without_device_ids  # type: ignore[method-assign]
@@ -119,15 +123,17 @@ def _launch(test: Any, size: int, init_method: str) -> None:
     job = pickle.dumps(test)
     ranks, pipes = [], {}
     for rank in range(size):
-        mine, theirs = _processes.Pipe(duplex=False)
+        mine, theirs = _processes.Pipe()
         process = _processes.Process(target=_rank, args=(job, rank, size, port, init_method, theirs))
         process.start()
         theirs.close()
         ranks.append(process)
         pipes[mine] = rank
     try:
-        messages = _listen(pipes)
+        messages = _listen(dict(pipes))
     finally:
+        for pipe in pipes:
+            pipe.close()
         for process in ranks:
             process.join(_GRACE_S)
             if process.is_alive():
@@ -171,7 +177,8 @@ def _rank(job: bytes, rank: int, size: int, port: str, init_method: str, say: Co
     except BaseException:
         say.send(("failed", traceback.format_exc()))
     finally:
-        say.close()
+        with contextlib.suppress(EOFError):
+            say.recv()  # until all have ended: a rank that is gone is an error for those that still need it
         os._exit(0)
 
 
