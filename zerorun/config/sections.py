@@ -580,7 +580,7 @@ class CommsLogger(Section):
 class Throughput(Section):
     """``timers.throughput``."""
 
-    enabled: Annotated[Flag, Inert("throughput is not measured.", unless=False)] = True
+    enabled: Annotated[Flag, Inert("steps_per_print and monitors tell the throughput.", unless=False)] = True
     synchronized: Annotated[Flag, Inert("no step waits for the device to be timed.", unless=False)] = True
 
 
