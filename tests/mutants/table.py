@@ -389,6 +389,14 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "ratio-of-zeros",
+        "bound",
+        "zerorun/optim/lamb.py",
+        "        ratios = torch.where((lengths > 0) & (asked > 0), ratios, 1.0)",
+        "",
+        ("tests/ranks/test_lamb.py::test_settings",),
+    ),
+    Mutant(
         "registered-parameter-stays-in-its-unit",
         "stale",
         "zerorun/plan/units.py",

@@ -426,7 +426,6 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"data_types": {"buffer_dtype": "bf16"}}, "data_types.buffer_dtype"),
         ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
-        ({"optimizer": {"type": "lamb"}}, "optimizer.type"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
         ({"optimizer": {"type": "Lion", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
     ],

@@ -102,6 +102,23 @@ class AdagradParams(OptimizerParams):
     fused: Flag | None = None
 
 
+class LambParams(Section):
+    """LAMB scales each parameter's step by its norm, within ``min_coeff`` and ``max_coeff``."""
+
+    lr: NonNegative | None = None
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    eps_inside_sqrt: Flag | None = None
+    weight_decay: NonNegative | None = None
+    bias_correction: Flag | None = None
+    max_coeff: NonNegative | None = None
+    min_coeff: NonNegative | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
 class RAdamParams(OptimizerParams):
     """torch's RAdam."""
 
@@ -271,6 +288,7 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "ASGD": ASGDParams,
     "Adafactor": AdafactorParams,
     "Lion": LionParams,
+    "Lamb": LambParams,
 }
 SCHEDULERS: dict[str, type[ScheduleParams]] = {
     "WarmupLR": WarmupLRParams,
@@ -300,7 +318,6 @@ TORCH_SCHEDULERS: dict[str, type[ScheduleParams]] = {
 # Lower-case name -> (what to use instead, why).
 _REFUSED_OPTIMIZERS = {
     "muon": ("AdamW", "Muon needs whole matrices on one rank, which is not built yet"),
-    "lamb": ("AdamW", "LAMB is not built"),
     "onebitadam": ("Adam", "compressed 1-bit communication is not built"),
     "zerooneadam": ("Adam", "compressed 0/1 communication is not built"),
     "onebitlamb": ("AdamW", "compressed 1-bit communication is not built"),

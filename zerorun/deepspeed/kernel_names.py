@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..ops import single_pass
+from ..optim.lamb import Lamb
 
 
 def _refuse_amsgrad(amsgrad: bool) -> None:
@@ -71,6 +72,29 @@ class DeepSpeedCPUAdagrad(single_pass.Adagrad):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
+
+
+class FusedLamb(Lamb):
+    """LAMB. Raises ValueError for ``amsgrad``, and for ``max_grad_norm``: clipping is the engine's."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        _refuse_amsgrad(amsgrad)
+        if max_grad_norm:
+            raise ValueError("max_grad_norm is not the optimizer's. Remedy: set gradient_clipping in the configuration.")
+        super().__init__(params, lr, bias_correction, betas, eps, eps_inside_sqrt, weight_decay, max_coeff, min_coeff)
 
 
 class FusedLion(single_pass.Lion):

@@ -1,6 +1,6 @@
 """Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
 
-Every name but ``Lion`` stands for a ``torch.optim`` class; some of these classes are replaced by single-pass updates.
+Every name but ``Lion`` and ``Lamb`` stands for a ``torch.optim`` class; some of these are replaced by single-pass updates.
 DeepSpeed's deviations from torch are reproduced here by parameters: type ``Adam`` means decoupled weight decay, and the
 default ``weight_decay`` of AdamW is 0.
 """
@@ -19,6 +19,8 @@ from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
 from zerorun.log import warn_once
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import SinglePassOptimizer
+
+from .lamb import Lamb
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
 # work on any 1-D piece of a parameter. Types are compared exactly: a subclass may update differently.
@@ -81,7 +83,6 @@ _UNUSABLE: dict[type, tuple[str, str]] = {
 }
 
 _UNSUPPORTED_NAMES = {
-    "lamb": "Use AdamW or Lion.",
     "onebitadam": "Use Adam; communication_data_type lowers the volume of gradients.",
     "zerooneadam": "Use Adam; communication_data_type lowers the volume of gradients.",
     "onebitlamb": "Use AdamW; communication_data_type lowers the volume of gradients.",
@@ -211,7 +212,7 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    classes |= {"lion": single_pass.Lion, "adam": torch.optim.AdamW}
+    classes |= {"lion": single_pass.Lion, "lamb": Lamb, "adam": torch.optim.AdamW}
     if lower in _UNSUPPORTED_NAMES:
         reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
