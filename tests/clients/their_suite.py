@@ -1,6 +1,7 @@
-"""Run the DeepSpeed tests of accelerate, or those of DeepSpeed itself, from a checkout, with zerorun as DeepSpeed.
+"""Run the DeepSpeed tests of accelerate and transformers, or DeepSpeed's own, from a checkout, with zerorun as DeepSpeed.
 
     python tests/clients/their_suite.py accelerate PATH/TO/CHECKOUT [pytest's arguments]
+    python tests/clients/their_suite.py transformers PATH/TO/CHECKOUT [pytest's arguments]
     python tests/clients/their_suite.py deepspeed PATH/TO/CHECKOUT [FOLDERS, FILES or TESTS of tests/unit] [options]
 
 Their tests want GPUs and models of a hub. Here they run on the CPU, and each model of the hub becomes a random one of the
@@ -17,9 +18,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = Path(__file__).parent / "on_cpu"
-FOLDERS = {"accelerate": "tests/deepspeed", "deepspeed": "tests"}
+FOLDERS = {"accelerate": "tests/deepspeed", "transformers": "tests/deepspeed", "deepspeed": "tests"}
 OPTIONS = {
     "accelerate": [],
+    "transformers": [],
     "deepspeed": [
         "-p",
         "their_ranks",
@@ -37,8 +39,9 @@ OPTIONS = {
 def main(client: str, checkout: str, *options: str) -> int:
     """Run the suite, and return pytest's exit status."""
     environment = {**os.environ, "ZERORUN_AS_DEEPSPEED": "1", "ZERORUN_THEIR_SUITE": client, "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ON_CPU), str(ROOT)])
-    folder = Path(checkout, FOLDERS[client])
+    own = [str(Path(checkout, "src").resolve())] if client == "accelerate" else []
+    environment["PYTHONPATH"] = os.pathsep.join([str(ON_CPU), str(ROOT), *own])
+    folder = Path(checkout, FOLDERS[client]).resolve()
     chosen = list(options)
     if client == "deepspeed":
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
@@ -50,7 +53,8 @@ def main(client: str, checkout: str, *options: str) -> int:
     else:
         chosen.append(str(folder))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *OPTIONS[client], *chosen]
-    return subprocess.call(command, cwd=folder, env=environment)
+    inside = Path(checkout) if client == "transformers" else folder  # its tests import one another from the root
+    return subprocess.call(command, cwd=inside, env=environment)
 
 
 if __name__ == "__main__":

@@ -89,6 +89,13 @@ def test_the_environment_asks_for_it(tmp_path: Path) -> None:
     assert printed(text, tmp_path, ZERORUN_AS_DEEPSPEED="1") == ["zerorun"]
 
 
+def test_whether_disks_can_be_offloaded_to(tmp_path: Path) -> None:
+    """As clients ask before they offer it."""
+    text = "import deepspeed; from deepspeed.ops.aio import AsyncIOBuilder as disks; "
+    text += "print(deepspeed.ops.__compatible_ops__[disks.NAME], hasattr(deepspeed, '__path_of_nothing__'))"
+    assert printed(BEGIN + text, tmp_path) == ["True False"]
+
+
 MISSING_NAMES = {
     "from deepspeed.moe.layer import MoE": ("ImportError", "deepspeed.moe.layer is not in zerorun"),
     "import deepspeed.inference": ("ImportError", "engine.export()"),

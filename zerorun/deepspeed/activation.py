@@ -118,7 +118,7 @@ class _Surface(ModuleType):
     """A module of the surface. An attribute is imported at the first request and kept; ``dir`` shows all."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__version__":
+        if name.startswith("__") and name not in SURFACE[self.__name__]:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         try:
             found = target_of(self.__name__, name)

@@ -168,3 +168,26 @@ def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[st
     """Make a device mesh. All ranks must call it."""
     kind = "cpu" if on_host(default_device()) else "cuda"
     return init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+# -- operators: whether they could be built, which is asked before a test or an option is offered -------------------
+
+
+class AsyncIOBuilder:
+    """The reading and writing of disks, which zerorun has built in. It is asked for and never loaded."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """True: ``zero_optimization.offload_optimizer.device`` may be "nvme"."""
+        return True
+
+    def load(self, verbose: bool = True) -> Any:
+        """Raise NotImplementedError: there is no handle to read and write by."""
+        raise NotImplementedError(
+            "zerorun reads and writes disks by itself, and has no handles for it. Remedy: name the disk in "
+            "zero_optimization.offload_optimizer and offload_param."
+        )
+
+
+COMPATIBLE_OPS = {AsyncIOBuilder.NAME: True}

@@ -6,7 +6,7 @@ if example := os.environ.get("ZERORUN_THEIR_EXAMPLE"):
     import example_stand_ins
 
     example_stand_ins.install(example)
-elif os.environ.get("ZERORUN_THEIR_SUITE") == "accelerate":
+elif os.environ.get("ZERORUN_THEIR_SUITE") in ("accelerate", "transformers"):
     import stand_ins
 
     stand_ins.install()

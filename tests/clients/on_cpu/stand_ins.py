@@ -21,19 +21,28 @@ from accelerate.commands import launch
 from accelerate.test_utils import testing
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, testing_utils
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 SIZES = {"hidden_size": 16, "n_embd": 16, "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 2, "n_head": 2,
          "intermediate_size": 32, "vocab_size": 1000, "n_positions": 64, "max_position_embeddings": 64,
-         "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "num_key_value_heads": 2, "rotary_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
          "shared_expert_intermediate_size": 16, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
          "decoder_layers": 2, "encoder_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
 # A part of a model's name on the hub -> the type of its configuration.
-KINDS = {"qwen": "qwen2_moe", "mobilevit": "mobilevit", "t5": "t5", "gpt2": "gpt2", "bert": "bert", "llama": "llama"}
+KINDS = {
+    "qwen": "qwen2_moe",
+    "mobilevit": "mobilevit",
+    "gptj": "gptj",
+    "t5": "t5",
+    "gpt2": "gpt2",
+    "bert": "bert",
+    "llama": "llama",
+}
 # The architecture of a kind that is more than its configuration.
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "qwen2_moe": "Qwen2MoeForCausalLM", "t5": "T5ForConditionalGeneration",
-                 "bert": "BertForSequenceClassification", "llama": "LlamaForCausalLM"}  # fmt: skip
+                 "bert": "BertForSequenceClassification", "gptj": "GPTJForCausalLM",
+                 "llama": "LlamaForCausalLM"}  # fmt: skip
 WORDS = [f"word{number}" for number in range(64)]
 
 
@@ -42,7 +51,8 @@ def install() -> None:
     _run_on_cpus()
     for owner in (_BaseAutoModelClass, PreTrainedModel, AutoConfig, AutoTokenizer):
         _read_local(owner)
-    datasets.load_dataset = glue
+    load = datasets.load_dataset
+    datasets.load_dataset = lambda *names, **kwargs: (load if names[0] == "json" else glue)(*names, **kwargs)
     sys.modules["evaluate"] = evaluate = ModuleType("evaluate")
     evaluate.__dict__.update(__spec__=ModuleSpec("evaluate", None), load=lambda *names: Metric())
 
@@ -55,10 +65,15 @@ def _run_on_cpus() -> None:
         real(self, True, **kwargs)
 
     accelerate.state.PartialState.__init__ = begin  # type: ignore[method-assign]
+    begin_group = torch.distributed.init_process_group
+    torch.distributed.init_process_group = lambda backend=None, *args, **kwargs: begin_group("gloo", *args, **kwargs)
     alone, many = launch.simple_launcher, launch.multi_gpu_launcher
     launch.simple_launcher = lambda args: (many if (args.num_processes or 1) > 1 else alone)(args)
     for name in ("require_non_cpu", "require_fp16", "require_multi_device", "require_huggingface_suite"):
         setattr(testing, name, lambda test: test)
+    for name in ("require_torch_accelerator", "require_torch_fp16", "require_torch_multi_accelerator"):
+        setattr(testing_utils, name, lambda test: test)
+    transformers.TrainingArguments.__dataclass_fields__["use_cpu"].default = True
 
 
 def _read_local(owner: Any) -> None:
