@@ -389,6 +389,14 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "whole-numbers-are-cast-too",
+        "stale",
+        "zerorun/plan/make.py",
+        "    return DTYPES[wanted] if wanted is not None and buffer.dtype in DTYPES.values() else buffer.dtype",
+        "    return DTYPES[wanted] if wanted is not None else buffer.dtype",
+        ("tests/ranks/test_buffer_dtype.py",),
+    ),
+    Mutant(
         "ratio-of-zeros",
         "bound",
         "zerorun/optim/lamb.py",

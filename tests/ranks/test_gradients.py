@@ -222,7 +222,7 @@ def edit_gradients(config: dict[str, Any], at_once: bool) -> dict[str, torch.Ten
     return found
 
 
-def edited_by_one_process(world: int, clip: float) -> dict[str, torch.Tensor]:
+def edited_by_one_process(world: int, clip: float, after: int = 1) -> dict[str, torch.Tensor]:
     module = CASES["plain"].build()
     optimizer = torch.optim.SGD(
         module.parameters(), lr=0.05, momentum=0.9
@@ -231,13 +231,43 @@ def edited_by_one_process(world: int, clip: float) -> dict[str, torch.Tensor]:
         for micro in range(2):
             for rank in range(world):
                 (CASES["plain"].loss(module, Place(rank, step, micro)) / (2 * world)).backward()
-        for param in module.parameters():
-            assert param.grad is not None
-            param.grad = edited(param.grad, param)
+            for param in module.parameters() if micro == after else ():
+                assert param.grad is not None
+                param.grad = edited(param.grad, param)
         nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in module.state_dict().items()}
+
+
+def edit_in_between(config: dict[str, Any], stepped: bool) -> dict[str, torch.Tensor]:
+    """Gradients are edited after the first of two micro-batches, before its step() or after it."""
+    engine = make_engine(CASES["plain"], config)
+    for step in range(2):
+        for micro in range(2):
+            engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro)))
+            if micro == 0 and stepped:
+                engine.step()
+            if micro == 0:
+                safe_update_full_grad_vectorized(list(engine.module.parameters()), edited)
+            if micro == 1 or not stepped:
+                engine.step()
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("stepped", (False, True))
+@pytest.mark.parametrize(("stage", "offload"), ((3, "none"), (2, "cpu"), (1, "none"), (0, "none"), (1, "cpu"), (2, "none")))
+def test_gradients_may_be_edited_before_the_last_micro_batch(stage: int, offload: str, stepped: bool) -> None:
+    """Those of later micro-batches are added to what was set."""
+    config = make_config(stage, accumulation=2, clip=0.5, zero_optimization={"offload_optimizer": {"device": offload}})
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+    wanted = edited_by_one_process(2, 0.5, after=0)
+    for found in run_ranks(2, edit_in_between, config, stepped):
+        for name, value in wanted.items():
+            assert distance(found[name], value) < 1e-6, name
 
 
 @pytest.mark.parametrize("at_once", (False, True))

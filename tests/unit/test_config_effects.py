@@ -45,6 +45,7 @@ READ_BY_THE_ENGINE = {
     "pipeline.": "stages schedule chunks partition activation_checkpoint_interval",
     "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
     "dataloader.": "shuffle",
+    "data_types.": "buffer_dtype",
     "tensorboard.": "enabled output_path job_name",
     "csv_monitor.": "enabled output_path job_name",
     "wandb.": "enabled group team project",

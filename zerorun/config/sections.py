@@ -146,9 +146,8 @@ class DataTypes(Section):
     grad_accum_dtype: Annotated[Dtype, _IN_FP32] = "fp32"
     param_dtype: Dtype | None = None
     """If given, it must be the dtype that fp16 and bf16 imply."""
-    buffer_dtype: Annotated[
-        Dtype | None, Refused("buffers keep the dtype that the module gave them.", None, "Remove the key.")
-    ] = None
+    buffer_dtype: Dtype | None = None
+    """That of floating-point buffers, which is rarely wise: rotary tables are rounded. By default they keep their own."""
 
 
 class OffloadOptimizer(Section):

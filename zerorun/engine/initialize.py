@@ -39,7 +39,7 @@ from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer, split_state
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
-from ..plan.make import make_plan, planned_topology, wire_dtype
+from ..plan.make import buffer_dtype, make_plan, planned_topology, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
 from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
@@ -145,7 +145,7 @@ def initialize(
         raise
     if topology.pipe * topology.tensor > 1:
         settle(unsettled, model, parallelized.part)
-    _move_buffers(model, device, comm)
+    _move_buffers(model, device, comm, partial(buffer_dtype, wanted))
     if on_host(device):
         keep_freed()
     disk = open_disk(plan.disk, wanted, _agree)
@@ -324,16 +324,22 @@ def _check_memory(
     _agree(lambda: fitting.require(shared))
 
 
-def _move_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:
-    """Move buffers to the device with rank 0's values. They keep their dtype, so that a rotary table is not rounded."""
+def _move_buffers(
+    model: nn.Module, device: torch.device, comm: Communicator, dtype_of: Callable[[torch.Tensor], torch.dtype]
+) -> None:
+    """Move buffers to the device, in the dtype that ``dtype_of`` gives, with rank 0's values. Shared ones stay shared."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         for name, buffer in sorted(module._buffers.items()):  # sorted: ranks may have registered them in any order
-            if buffer is not None:
-                moved = buffer.to(device)
+            if buffer is None:
+                continue
+            if id(buffer) not in made:
+                moved = buffer.to(device, dtype_of(buffer))
                 if moved.numel() and not moved.is_meta:
                     moved = moved.contiguous()
                     comm.control.data_broadcast(moved, 0, "initial buffers")
-                module._buffers[name] = moved
+                made[id(buffer)] = buffer, moved
+            module._buffers[name] = made[id(buffer)][1]
 
 
 def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> None:

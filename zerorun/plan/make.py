@@ -77,6 +77,12 @@ def compute_dtype(config: Config) -> torch.dtype | None:
     return torch.bfloat16 if config.bf16.enabled else None
 
 
+def buffer_dtype(config: Config, buffer: torch.Tensor) -> torch.dtype:
+    """The dtype in which ``buffer`` is kept: its own, unless the configuration has one for floating-point buffers."""
+    wanted = config.data_types.buffer_dtype
+    return DTYPES[wanted] if wanted is not None and buffer.dtype in DTYPES.values() else buffer.dtype
+
+
 def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
     """Return the topology that ``config`` asks for, without process groups.
 
@@ -245,7 +251,7 @@ class _Planner:
             staging=self._staging(units, disk),
             disk=disk,
             kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())),
-            buffers=sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+            buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in self.model.buffers()),
         )
 
     # -- flat groups ---------------------------------------------------------------------------------------------
