@@ -104,6 +104,8 @@ def folder_of(name: str) -> str:
     if kind != "mobilevit":
         known = {key: value for key, value in SIZES.items() if hasattr(config, key)}
         config = transformers.AutoConfig.for_model(kind, **known)
+    if kind == "t5":
+        config.decoder_start_token_id = 0  # a hub's models have it
     folder.mkdir()
     config.to_json_file(folder / "config.json", use_diff=False)  # save_pretrained() writes on one rank only
     if kind in ARCHITECTURES:
