@@ -58,7 +58,7 @@ _AS: dict[str, Callable[[Any], Any]] = {
     "span": _span,
     "label": str,
     "gives_stacks": bool,
-    **dict.fromkeys(("events", "pid", "step", "batches", "number"), int),
+    **dict.fromkeys(("events", "pid", "rank", "step", "batches", "number"), int),
 }
 
 
@@ -100,6 +100,21 @@ class Boards:
         if files:
             self._pages[rank].session, self._pages[rank].moved_at = pid, now
             os.close(files[0])
+
+    def adopt(self, pid: int, page: int, stacks: int, now: float) -> int:
+        """Take the open files of a rank that has made its board by itself, and return its number.
+
+        Raises OSError, or ValueError for files of another process.
+        """
+        memory = mmap.mmap(page, PAGE)
+        os.close(page)
+        sight = read(memory)
+        if sight is None or sight.pid != pid:
+            memory.close()
+            os.close(stacks)
+            raise ValueError("the board is another process's")
+        self._pages[sight.rank] = _Page(sight.rank, memory, stacks, os.getsid(pid), moved_at=now)
+        return sight.rank
 
     def look(self, now: float) -> list[tuple[int, Seen | None]]:
         """Return the workers of which there is something new; with None, those that move again."""

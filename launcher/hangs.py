@@ -61,6 +61,11 @@ class Hangs:
         waiting = [rank for rank in self._shown(verdict) if rank not in self._stacks and rank not in ended]
         return not waiting or now - self._asked > _ANSWER_SECONDS
 
+    @property
+    def guilty(self) -> tuple[int, ...]:
+        """The ranks that are guilty of the hang that there is now."""
+        return () if self._verdict is None else self._verdict.guilty
+
     def report(self) -> str:
         """The report of a job that has ended because it hung."""
         verdict = self._verdict

@@ -50,7 +50,7 @@ for step in range(12):
         for _ in range(30):
             time.sleep(0.1 + 0.1 * (os.environ["RANK"] == "1"))
             with torch.no_grad():
-                engine.module[4](torch.ones(2, 16)) if stage < 3 else engine(torch.ones(2, 16))
+                engine(torch.ones(2, 16))
     engine.backward(engine(torch.ones(2, 16)).square().mean())
     engine.step()
 print("finished")
@@ -59,10 +59,15 @@ BUSY, ORDER = "rank 1 does not move: it has been in the script", "ranks have bee
 night = pytest.mark.nightly
 
 
-def run(folder: Path, kind: str, stage: int, transport: str) -> subprocess.CompletedProcess[str]:
+ZERORUN, TORCHRUN = ["zerorun.launcher.cli"], ["torch.distributed.run"]
+
+
+def run(
+    folder: Path, kind: str, stage: int, transport: str, launcher: list[str] = ZERORUN
+) -> subprocess.CompletedProcess[str]:
     """A job of three ranks. ``transport``: through sockets, as between hosts, or memory that ranks read."""
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "3", "train.py", kind, str(stage), "saved"]
+    command = [sys.executable, "-m", *launcher, "--nproc-per-node", "3", "train.py", kind, str(stage), "saved"]
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**kept, "ZERORUN_DEVICE": "cpu", "ZERORUN_PEER_MEMORY": "0" if transport == "sockets" else "1"}
     return subprocess.run(
@@ -98,6 +103,18 @@ def test_who_is_guilty(tmp_path: Path, kind: str, stage: int, transport: str, wo
     if function is not None:
         main = report.split("rank 1:\n")[1].split("\n\n")[0]  # the main thread comes first
         assert "Current thread" in main and f"in {function}" in main
+
+
+@night
+@pytest.mark.parametrize(
+    ("kind", "words"), [("endless loop", BUSY), ("stopped", "rank 1 is stopped"), ("whole weights alone", ORDER)]
+)
+def test_ranks_of_torchrun_see_to_it_themselves(tmp_path: Path, kind: str, words: str) -> None:
+    found = run(tmp_path, kind, 3, "sockets", TORCHRUN)
+    assert found.returncode == 1
+    report = found.stderr.split("=" * 80)[1]
+    assert "zerorun: the job hangs: " in report and words in report
+    assert "in planted_bug" in report or kind == "stopped"
 
 
 @night

@@ -12,8 +12,9 @@ from zerorun.watch.verdict import Ended, Hang, Standing, judge
 
 def rank(of: int, *, stopped: bool = False, quiet_s: float = 40.0, host: str | None = None, **seen: Any) -> Standing:
     """A rank that stands still in the script, after 10 steps."""
-    told = {"events": 9, "pid": 1, "gives_stacks": True, "limit_s": None, "step": 10, "batches": 20, "phase": Phase.SCRIPT}
-    told |= {"phase_s": quiet_s, "wait_s": None, "span": NOBODY, "number": 0, "longest_s": 1.0, "label": ""}
+    told = {"events": 9, "pid": 1, "rank": of, "gives_stacks": True, "limit_s": None, "step": 10, "batches": 20}
+    told |= {"phase": Phase.SCRIPT, "phase_s": quiet_s, "wait_s": None, "span": NOBODY, "number": 0}
+    told |= {"longest_s": 1.0, "label": ""}
     return Standing(of, host, quiet_s, Sight(**{**told, **seen}), stopped)
 
 

@@ -16,6 +16,8 @@ import faulthandler
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -79,6 +81,7 @@ class Word(IntEnum):
     NUMBER = auto()  # of the collective, among those with its label
     LONGEST = auto()  # ns that a wait with this label has taken so far, at most
     LABEL = auto()  # bytes of the label
+    RANK = auto()
 
 
 Span = tuple[int, int, int]
@@ -214,18 +217,38 @@ def stay_off_the_board() -> None:
 
 
 def show_board() -> None:
-    """Go on at the page that the supervisor of this host has handed over, if it has."""
+    """Go on at a page that a supervisor of this host reads, if there is one. Called again, do nothing."""
     files = os.environ.pop(VARIABLE, None)  # not for programs that this one starts, which do not have the files
-    if files is None:
-        return
-    with contextlib.suppress(OSError, ValueError):  # a wrapper of the script has closed them
-        page, stacks = map(int, files.split(","))
-        if not (_is(page, FILE_NAME) and _is(stacks, STACKS_NAME)):
-            return
-        board.go_on_at(mmap.mmap(page, PAGE))
-        os.close(page)
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
-        board.write(GIVES_STACKS=1)
+    board.write(RANK=int(os.environ.get("RANK", 0)))
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a wrapper of the script may have closed them
+        if files is not None:
+            page, stacks = map(int, files.split(","))
+            if _is(page, FILE_NAME) and _is(stacks, STACKS_NAME):
+                _go_on_at(page, stacks)
+                os.close(page)
+        elif not _supervised and _started_by_another():
+            page, stacks = os.memfd_create(FILE_NAME), os.memfd_create(STACKS_NAME)
+            os.ftruncate(page, PAGE)
+            _go_on_at(page, stacks)
+            if os.environ["LOCAL_RANK"] == "0":
+                command = [sys.executable, "-m", "zerorun.launcher.sidecar", str(os.getppid()), os.environ["WORLD_SIZE"]]
+                null = subprocess.DEVNULL
+                _supervised.append(subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True))
+
+
+def _go_on_at(page: int, stacks: int) -> None:
+    board.go_on_at(mmap.mmap(page, PAGE))
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+    board.write(GIVES_STACKS=1)
+    _supervised.append(stacks)
+
+
+def _started_by_another() -> bool:
+    """True in ranks of torchrun that are all on this host: nobody reads their boards, unless they see to it."""
+    told = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")}
+    if None in told.values() or os.environ.get(LIMIT_VARIABLE) == "0":
+        return False
+    return told["WORLD_SIZE"] == told["LOCAL_WORLD_SIZE"] != "1"
 
 
 def _is(file: int, name: str) -> bool:
@@ -241,6 +264,7 @@ def _begin_anew() -> None:
 
 
 _beside: set[int] = set()
+_supervised: list[Any] = []  # the file of the stacks, and the supervisor that this process has started
 board = Board()
 os.register_at_fork(after_in_child=_begin_anew)
 
@@ -254,6 +278,7 @@ class Sight:
 
     events: int
     pid: int
+    rank: int
     gives_stacks: bool
     limit_s: float | None  # None: not given
     step: int
@@ -287,6 +312,7 @@ def _sight(words: memoryview, copy: bytes) -> Sight:
     return Sight(
         events=words[Word.EVENTS],
         pid=words[Word.PID],
+        rank=words[Word.RANK],
         gives_stacks=words[Word.GIVES_STACKS] == 1,
         limit_s=None if limit < 0 or words[Word.MAGIC] != _MAGIC else limit / 1e3,
         step=words[Word.STEP],
