@@ -14,11 +14,12 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass
 class LossScaler:
-    """The loss scale and its state machine (Micikevicius et al. 2018, arXiv:1710.03740; keys and order as DeepSpeed's).
+    """The loss scale and its state machine (Micikevicius et al. 2018, arXiv:1710.03740; keys as DeepSpeed's).
 
     The scale is static unless ``dynamic``. A dynamic scale: an overflow uses up one of ``hysteresis``, and when only one is
     left, every overflow halves the scale, down to ``minimum``. ``window`` clean steps, counted from the last overflow,
-    double the scale and restore the hysteresis; with ``consecutive``, each clean step restores the hysteresis.
+    double the scale and restore the hysteresis; with ``consecutive``, each clean step restores the hysteresis. The last step
+    of a window doubles it, as in PyTorch's GradScaler; in DeepSpeed 0.19.8 it is the step after that.
     """
 
     scale: float = 1.0
