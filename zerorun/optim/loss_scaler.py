@@ -18,7 +18,7 @@ class LossScaler:
 
     The scale is static unless ``dynamic``. A dynamic scale: an overflow uses up one of ``hysteresis``, and when only one is
     left, every overflow halves the scale, down to ``minimum``. ``window`` clean steps, counted from the last overflow,
-    double the scale and restore the hysteresis; with ``consecutive``, each clean step restores the hysteresis. The last step
+    double the scale and restore the hysteresis; with ``consecutive``, each clean step restores it. The last step
     of a window doubles it, as in PyTorch's GradScaler; in DeepSpeed 0.19.8 it is the step after that.
     """
 
