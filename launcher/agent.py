@@ -51,11 +51,24 @@ HURRY_SECONDS = 0.005  # between two attempts to write what the other end has no
 LOST_STATUS = 70  # the line to the launcher was cut
 
 
+class _BoardsOnLine:
+    """Tells the launcher what boards say."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
+        self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        self._line.send({"is": "stacks", "rank": rank, "text": text})
+
+
 class Agent:
     """Serves one launcher. ``run`` returns the exit status."""
 
     def __init__(self, line: Line) -> None:
-        self._line = line
+        self._line, self.hangs = line, _BoardsOnLine(line)
         self._selector = selectors.DefaultSelector()
         self._selector.register(line.reader, selectors.EVENT_READ, self._read)
         self._node: LocalNode | None = None
@@ -200,12 +213,6 @@ class Agent:
 
     def on_note(self, text: str) -> None:
         self._line.send({"is": "note", "text": text})
-
-    def on_seen(self, rank: int, seen: Seen | None) -> None:
-        self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
-
-    def on_stacks(self, rank: int, text: str) -> None:
-        self._line.send({"is": "stacks", "rank": rank, "text": text})
 
     def on_signal(self, number: int) -> None:
         """Report the signal to the launcher, which passes it on to all nodes. Without one, interrupt these workers."""

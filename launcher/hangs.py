@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -29,14 +30,14 @@ class Hangs:
     _verdict: Hang | None = None
     _asked: float = 0.0
 
-    def take(self, rank: int, seen: Seen | None, now: float) -> None:
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
         """Note what a worker's board says; None: it moves again."""
         if seen is None:
             self._seen.pop(rank, None)
         else:
-            self._seen[rank] = now, seen
+            self._seen[rank] = time.monotonic(), seen
 
-    def take_stacks(self, rank: int, text: str) -> None:
+    def on_stacks(self, rank: int, text: str) -> None:
         """Note the stacks of a worker."""
         self._stacks[rank] = text
 

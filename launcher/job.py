@@ -28,7 +28,6 @@ from typing import Any
 import zerorun
 from zerorun.errors import LaunchError
 
-from .boards import Seen
 from .failures import HostEnd, WorkerEnd
 from .hangs import Hangs
 from .hosts import Host
@@ -65,6 +64,7 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._nodes: list[Node] = []
         self._round: Round | None = None
+        self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None)
         self._meeting = Meeting(options.master_addr, options.master_port, self._await)
         self._stopped = False  # a signal has asked for the end: no restart follows
 
@@ -222,7 +222,11 @@ class Job:
         plan = build_plan(self._request, rendezvous, cores=cores, restart=restart, hosts=hosts)
         self._outputs.expect(plan.workers)
         self._round = current = Round(plan, time.monotonic())
-        self._hangs = Hangs(len(plan.workers), self._host_of, self.say, self._ask_stacks)
+        node_of = {
+            worker.rank: node for node, share in zip(self._nodes, plan.nodes, strict=True) for worker in share.workers
+        }
+        names = {rank: node.name for rank, node in node_of.items()} if self._several else {}
+        self.hangs = Hangs(len(node_of), names.get, self.say, lambda rank: node_of[rank].ask_stacks(rank))
         for node, share in zip(self._nodes, plan.nodes, strict=True):
             try:
                 node.start(share.workers)
@@ -253,8 +257,8 @@ class Job:
                 current.lost.append(HostEnd(node.name, reason, now - current.start, ranks, seen - current.start))
                 if current.settle_until is None:
                     current.settle_until = now + SETTLE_SECONDS
-        if not current.stopping and self._hangs.must_end(current.ends, now):
-            current.hang, current.settle_until = self._hangs.report(), now
+        if not current.stopping and self.hangs.must_end(current.ends, now):
+            current.hang, current.settle_until = self.hangs.report(), now
         if current.settle_until is not None and now >= current.settle_until and not current.terminated:
             current.terminated = True
             for node in self._nodes:
@@ -289,22 +293,6 @@ class Job:
 
     def on_note(self, text: str) -> None:
         self.say(f"[zerorun] {text}")
-
-    def on_seen(self, rank: int, seen: Seen | None) -> None:
-        if self._round is not None:
-            self._hangs.take(rank, seen, time.monotonic())
-
-    def on_stacks(self, rank: int, text: str) -> None:
-        if self._round is not None:
-            self._hangs.take_stacks(rank, text)
-
-    def _host_of(self, rank: int) -> str | None:
-        return self._round.host_of(rank) if self._round is not None and self._several else None
-
-    def _ask_stacks(self, rank: int) -> None:
-        assert self._round is not None
-        host = self._round.host_of(rank)
-        next(node for node in self._nodes if node.name == host).ask_stacks(rank)
 
     # -- signals -----------------------------------------------------------------------------------------------------
 

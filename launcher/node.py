@@ -42,8 +42,22 @@ _STACK_SECONDS = 0.5  # for a worker to write its stacks
 STREAMS = ("stdout", "stderr")
 
 
+class BoardListener(Protocol):
+    """Hears what the boards of a node's workers say."""
+
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
+        """A worker has not moved for a while, or has ended: what its board says. None: it moves again."""
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        """The stacks that ``ask_stacks`` has asked for; empty if the worker cannot tell."""
+
+
 class Listener(Protocol):
     """Hears what happens on a node."""
+
+    @property
+    def hangs(self) -> BoardListener:
+        """Who hears of boards in this round of workers."""
 
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         """``chunk`` is empty at the end of the stream."""
@@ -56,12 +70,6 @@ class Listener(Protocol):
 
     def on_note(self, text: str) -> None:
         """Something that the user should know."""
-
-    def on_seen(self, rank: int, seen: Seen | None) -> None:
-        """A worker has not moved for a while, or has ended: what its board says. None: it moves again."""
-
-    def on_stacks(self, rank: int, text: str) -> None:
-        """The stacks that ``ask_stacks`` has asked for; empty if the worker cannot tell."""
 
     def on_signal(self, number: int) -> None:
         """A signal has come to another launcher of this job."""
@@ -263,10 +271,10 @@ class LocalNode:
             self._next_look = now + _LOOK_SECONDS
             self._orphans()
             for rank, seen in self._boards.look(now):
-                self._listener.on_seen(rank, seen)
+                self._listener.hangs.on_seen(rank, seen)
         for rank in [rank for rank, ready in self._stacks.items() if now >= ready]:
             del self._stacks[rank]
-            self._listener.on_stacks(rank, self._boards.stacks(rank))
+            self._listener.hangs.on_stacks(rank, self._boards.stacks(rank))
         given_up = self._kill_at is not None and now >= self._kill_at + GIVE_UP_SECONDS
         if given_up or (not self._running() and not self._leftovers()):
             self._finish(now, [*self._living_groups(), *self._orphans()] if given_up else [])
@@ -311,7 +319,7 @@ class LocalNode:
         worker.returncode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         rank, last = worker.command.rank, self._boards.take_last(worker.command.rank)
         if last is not None:
-            self._listener.on_seen(rank, last)
+            self._listener.hangs.on_seen(rank, last)
         self._listener.on_end(rank, worker.returncode, time.monotonic(), worker.asked)
 
     # -- ending ------------------------------------------------------------------------------------------------------

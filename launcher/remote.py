@@ -61,6 +61,24 @@ _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
 }
 
 
+class HostClock:
+    """The monotonic clock of another host. ``ahead``: that clock minus ours, in seconds."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+        self._best_trip = math.inf
+
+    def learn(self, asked: float, answered: float) -> None:
+        """Take the difference from the shortest round trip so far, as if the answer was made half-way.
+
+        ``asked``: by our clock. ``answered``: by the other.
+        """
+        now = time.monotonic()
+        if now - asked < self._best_trip:
+            self._best_trip = now - asked
+            self.ahead = answered - (now + asked) / 2
+
+
 class RemoteNode:
     """An agent reached through a carrier. After ``lost`` is set nothing more comes from it.
 
@@ -77,8 +95,7 @@ class RemoteNode:
         self.since = 0.0  # once it is lost: when it was last known to be alive
         self.busy = False
         self._paused = False
-        self.clock = 0.0  # its monotonic clock minus ours
-        self._best_trip = float("inf")
+        self.clock = HostClock()
         self._heard = self._pinged = time.monotonic()
         self._ranks: frozenset[int] = frozenset()  # of its workers
         self._cleaners: dict[tuple[int, str], Cleaner] = {}  # of their streams
@@ -171,19 +188,19 @@ class RemoteNode:
                 if not chunk:
                     self._listener.on_output(rank, stream, b"")
             case "end":
-                at = message["at"] - self.clock
+                at = message["at"] - self.clock.ahead
                 self._listener.on_end(message["rank"], message["code"], at, message["asked"])
             case "empty":
                 self.busy = False
                 self._listener.on_empty(message["unkillable"], message["oom_kills"])
             case "seen":
-                self._listener.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
+                self._listener.hangs.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
             case "stacks":
-                self._listener.on_stacks(message["rank"], message["text"])
+                self._listener.hangs.on_stacks(message["rank"], message["text"])
             case "note":
                 self._listener.on_note(f"{self.name}: {message['text']}")
             case "pong":
-                self._set_clock(message)
+                self.clock.learn(message["t"], message["now"])
             case "trouble":
                 self.busy = False
                 self.trouble = message["text"]
@@ -198,14 +215,6 @@ class RemoteNode:
         self.facts = message
         self.send("ping", t=time.monotonic())  # the clocks tell which failure was the first
         self.on_hello()
-
-    def _set_clock(self, message: Message) -> None:
-        """Take the difference of the clocks from the shortest round trip so far, as if the answer was made half-way."""
-        now = time.monotonic()
-        trip = now - message["t"]
-        if trip < self._best_trip:
-            self._best_trip = trip
-            self.clock = message["now"] - (now + message["t"]) / 2
 
     def tick(self, now: float) -> None:
         """Keep the line alive, and lose the node when the other end is silent or gone."""

@@ -43,9 +43,9 @@ class Sidecar:
             self._find()
             now = time.monotonic()
             for rank, seen in self._boards.look(now):
-                self._hangs.take(rank, seen, now)
+                self._hangs.on_seen(rank, seen)
             for rank in self._asked:
-                self._hangs.take_stacks(rank, self._boards.stacks(rank))
+                self._hangs.on_stacks(rank, self._boards.stacks(rank))
             self._asked.clear()
             self._note_ends(now - begun)
             if self._hangs.must_end(self._ends, now):
@@ -69,7 +69,7 @@ class Sidecar:
         for rank, process in self._processes.items():
             if rank not in self._ends and _is_gone(process):
                 last = self._boards.take_last(rank)
-                self._hangs.take(rank, last, time.monotonic())
+                self._hangs.on_seen(rank, last)
                 self._ends[rank] = WorkerEnd(rank, 0, seconds, (), asked_to_stop=False)
 
     def _ask_stacks(self, rank: int) -> None:

@@ -585,8 +585,8 @@ MUTANTS = (
         "clock-of-a-host",
         "sign",
         "launcher/remote.py",
-        '                at = message["at"] - self.clock',
-        '                at = message["at"] + self.clock',
+        '                at = message["at"] - self.clock.ahead',
+        '                at = message["at"] + self.clock.ahead',
         ("tests/unit/test_launcher_strangers.py::test_ends_are_told_by_the_clock_of_this_host",),
     ),
     Mutant(

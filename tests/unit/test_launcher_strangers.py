@@ -378,7 +378,7 @@ def test_ends_are_told_by_the_clock_of_this_host() -> None:
     node, theirs, _ = greeted()
     heard: list[float] = []
     node._listener.on_end = lambda rank, code, at, asked: heard.append(at)  # type: ignore[method-assign]
-    node.clock = 1000.0
+    node.clock.ahead = 1000.0
     say(theirs, **{"is": "end", "rank": 1, "code": 1, "at": 1005.0, "asked": False})
     node._read()
     assert heard == [5.0]
@@ -391,7 +391,7 @@ def test_the_shortest_round_trip_tells_the_clock_best(monkeypatch: pytest.Monkey
         monkeypatch.setattr("zerorun.launcher.remote.time.monotonic", lambda here=here: here)
         say(theirs, **{"is": "pong", "t": sent, "now": there})
         node._read()
-    assert node.clock == 500.0
+    assert node.clock.ahead == 500.0
     theirs.close()
 
 
