@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
-from ...watch.board import Span, span_of
+from ...watch.board import ALL, Span, span_of
 from ..layout import Piece
 from ..waits import waiting
 from .mapped_shards import MappedShards
@@ -70,7 +70,7 @@ class Transport(ABC):
     @cached_property
     def span(self) -> Span:
         """``names``, for waits."""
-        return span_of(self.names)
+        return ALL if self.group is None else span_of(self.names)
 
     @property
     def joined(self) -> dist.ProcessGroup:
