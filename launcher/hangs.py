@@ -14,6 +14,7 @@ from .failures import RULE, WorkerEnd
 HANG_STATUS = 124  # as of timeout(1)
 _MOST_STACKS = 4
 _MAIN = "Current thread"  # the one that the signal has interrupted
+_JUDGE_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0  # for stacks from other hosts
 
 
@@ -29,6 +30,7 @@ class Hangs:
     _stacks: dict[int, str] = field(default_factory=dict)
     _verdict: Hang | None = None
     _asked: float = 0.0
+    _next: float = 0.0  # when to judge again
 
     def on_seen(self, rank: int, seen: Seen | None) -> None:
         """Note what a worker's board says; None: it moves again."""
@@ -43,8 +45,9 @@ class Hangs:
 
     def must_end(self, ends: Mapping[int, WorkerEnd], now: float) -> bool:
         """Tell the user once of each hang that begins. True if the job must end because of it."""
-        if not self._seen:
+        if not self._seen or now < self._next:
             return False
+        self._next = now + _JUDGE_SECONDS
         standing, ended = self._standing(ends, now), self._ended(ends)
         verdict = judge(standing, ended, self.world_size)
         before, self._verdict = self._verdict, verdict

@@ -258,7 +258,9 @@ def _is(file: int, name: str) -> bool:
 def _begin_anew() -> None:
     """A forked process is no rank: it has a page of its own, which nobody reads."""
     board.go_on_at(bytearray(PAGE))
+    board.write(PID=os.getpid(), GIVES_STACKS=0)
     _beside.clear()
+    _supervised.clear()
     if STACK_SIGNAL:
         faulthandler.unregister(STACK_SIGNAL)
 

@@ -23,6 +23,7 @@ _LONGER = 5  # times the longest wait of this kind so far
 _SLOW = 20  # times as long, for what may take its time
 _SLOW_PHASES = (Phase.START, Phase.INITIALIZE, Phase.SAVE, Phase.LOAD, Phase.WHOLE_WEIGHTS, Phase.COMPILE)
 _FIRST_STEPS = 2
+_MOST_FOLLOWED = 16  # of those who wait: each way takes as long as the collective has ranks
 _NUMBERS = 1024  # of collectives with one label; then they begin anew
 _END_AFTER_S = 600.0  # that a rank may compute while others wait, unless "hang_timeout_s" is given
 _END_AFTER = 2  # times "hang_timeout_s"
@@ -108,7 +109,7 @@ def judge(standing: Mapping[int, Standing], ended: Mapping[int, Ended], world_si
     """Return the verdict; None while it may be that all is well."""
     late = [one for one in standing.values() if one.waits and one.limit_s and _waited(one) > _patience(one)]
     late.sort(key=_waited, reverse=True)
-    for one in late:
+    for one in late[:_MOST_FOLLOWED]:
         found = _follow(one, standing, ended, world_size)
         if found is not None:
             return found

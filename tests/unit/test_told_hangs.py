@@ -1,0 +1,69 @@
+"""What the launcher tells of a hang: once, with the stacks of the guilty, and when it ends the job."""
+
+from __future__ import annotations
+
+from zerorun.launcher.boards import Seen
+from zerorun.launcher.failures import WorkerEnd
+from zerorun.launcher.hangs import Hangs
+from zerorun.watch.board import ALL, NOBODY, Phase, Sight
+
+
+def seen(rank: int, wait_s: float | None, limit_s: float | None = 1.0) -> Seen:
+    span, label = (NOBODY, "") if wait_s is None else (ALL, "gather")
+    numbers = {"events": 9, "pid": 1, "step": 10, "batches": 20, "number": 0, "longest_s": 0.1, "phase_s": 5.0}
+    sight = Sight(
+        rank=rank, gives_stacks=True, limit_s=limit_s, phase=Phase.SCRIPT, wait_s=wait_s, span=span, label=label, **numbers
+    )
+    return Seen(sight, 5.0, False)
+
+
+class Told:
+    """The launcher's part of two ranks, of which rank 1 computes while rank 0 waits."""
+
+    def __init__(self, limit_s: float | None = 1.0) -> None:
+        self.said: list[str] = []
+        self.asked: list[int] = []
+        self.hangs = Hangs(2, lambda rank: None, self.said.append, self.asked.append)
+        self.hangs.on_seen(0, seen(0, 50.0, limit_s))
+        self.hangs.on_seen(1, seen(1, None, limit_s))
+        self.now = max(at for at, _ in self.hangs._seen.values())
+
+    def later(self, seconds: float, ends: dict[int, WorkerEnd] | None = None) -> bool:
+        self.now += seconds
+        return self.hangs.must_end(ends or {}, self.now)
+
+
+def test_a_hang_is_told_once_and_ends_the_job_when_the_stacks_are_there() -> None:
+    told = Told()
+    assert not told.later(0.1)
+    assert not told.later(0.1), "it does not judge at every turn"
+    assert not told.later(1.0)
+    assert (len(told.said), told.asked) == (1, [1])
+    told.hangs.on_stacks(1, "Thread 7:\n  File beside\n\nCurrent thread 8:\n  File train.py\n")
+    assert told.later(1.0)
+    report = told.hangs.report()
+    assert report.index("Current thread") < report.index("Thread 7")
+    assert "zerorun: the job hangs: rank 1 does not move" in report and told.hangs.guilty == (1,)
+
+
+def test_stacks_that_do_not_come_are_not_waited_for() -> None:
+    told = Told()
+    told.later(0.1)
+    assert [told.later(1.0), told.later(1.0), told.later(1.5)] == [False, False, True]
+
+
+def test_a_rank_that_comes_after_all() -> None:
+    told = Told(limit_s=None)
+    told.later(40.0)
+    assert "does not move" in told.said[0]
+    told.hangs.on_seen(1, None)
+    assert not told.later(1.0)
+    assert told.said[1:] == ["[zerorun] the job goes on"]
+    assert not told.later(1.0) and len(told.said) == 2
+
+
+def test_an_ended_rank_is_known_with_its_batches() -> None:
+    told = Told()
+    told.later(2.0, {1: WorkerEnd(1, 0, 3.0, (), asked_to_stop=False)})
+    assert "rank 1 has ended with exit code 0 after 20 micro-batches" in told.said[0]
+    assert told.later(1.0, {1: WorkerEnd(1, 0, 3.0, (), asked_to_stop=False)})
