@@ -77,6 +77,7 @@ class Accumulation:
     def __init__(self, config: Config, comm: Communicator, scaler: LossScaler) -> None:
         self.micro_steps = 0  # step() calls so far
         self._config, self._comm, self._scaler = config, comm, scaler
+        self._observes = config.observes_loss
         sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         self.batch = Batch(*sizes, comm.topology.data_parallel_size, derived=())
         self._resized_at = 0  # micro_steps when steps got the size that they have now
@@ -240,7 +241,7 @@ class Accumulation:
 
     def observe(self, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
         """Remember ``loss`` for who writes or prints that of the step, if anybody does. Waits for nothing."""
-        if not self._config.observes_loss:
+        if not self._observes:
             return
         value, counts = loss.detach().to(torch.float64).reshape(()), self._one
         if self.is_weighted:
@@ -258,7 +259,7 @@ class Accumulation:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""
         unread = UnreadLosses(self.notes.marks, self.notes.weights)
         observed = None
-        if self._config.observes_loss:
+        if self._observes:
             observed = sum(self._losses, torch.zeros(2, dtype=torch.float64, device=self._device))
         return Told(len(self.notes.bad_losses), self._weight, self._compared, wishes, unread, must_know, observed)
 

@@ -146,7 +146,7 @@ class Engine(WholeWeights):
         finally:
             self._in_engine_backward = False
         result = loss.detach()
-        return result / self.gradient_accumulation_steps() if mode == "mean" else result
+        return result / self.accumulation.batch.accumulation if mode == "mean" else result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
@@ -258,7 +258,7 @@ class Engine(WholeWeights):
         step = UnsettledStep(
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
-        self.history.progress.count(samples=self.train_batch_size())
+        self.history.progress.count(samples=self.accumulation.batch.train)
         if summary.deferred:
             self._apply(decision, summary)
             step.take_back.append(self.sharded.take_back)

@@ -206,7 +206,7 @@ class RunObserver:
             speed and f"{speed.samples:,.1f} samples/s",
             speed and speed.tokens and f"{speed.tokens:,.0f} tokens/s",
             f"at most {in_bytes(most_used_bytes(self._device))}",
-            left is not None and left and f"{left} left",
+            isinstance(left, timedelta) and f"{left} left",
         )
         return ", ".join(part for part in parts if part)
 

@@ -82,7 +82,7 @@ class States:
     param_slots: SlotPool
     grad_slots: SlotPool
     device: torch.device
-    _away: dict[str, list[_Absent]] = field(default_factory=dict)
+    away: dict[str, list[_Absent]] = field(default_factory=dict)  # what has left, by kind
     _copies: CopyStream | None = None
     _loading: RemovableHandle | None = None  # of a hook on the optimizer, as long as something is away
     _pinned: dict[int, torch.Tensor] = field(default_factory=dict)  # host memory by storage, kept for the next time
@@ -98,7 +98,7 @@ class States:
         this returns. Slots that units share must be empty, and no reduction may be going on.
         """
         for kind in kinds if queues(self.device) else ():  # the memory of a CPU is the host's
-            if kind in self._away:
+            if kind in self.away:
                 continue
             if kind == WEIGHTS:
                 self.empty_slots()
@@ -108,15 +108,15 @@ class States:
             if optimizer is not None and self._loading is None:
                 hook = optimizer.optimizer.register_load_state_dict_pre_hook
                 self._loading = hook(lambda *_: self.bring_back())
-            self._away[kind] = [self._absent(flat, read, pinned) if kept else _Absent(flat) for flat, read, kept in found]
-            self._copy_out(self._away[kind], wait)
+            self.away[kind] = [self._absent(flat, read, pinned) if kept else _Absent(flat) for flat, read, kept in found]
+            self._copy_out(self.away[kind], wait)
         give_back_unused(self.device)
 
     def empty_slots(self) -> None:
         """Give back the memory of the slots that units share for parameters. They must be empty."""
-        if queues(self.device) and SLOTS not in self._away:
-            self._away[SLOTS] = [_Absent(flat) for flat in _storages(self.param_slots.buffers)]
-            self._copy_out(self._away[SLOTS], wait=True)
+        if queues(self.device) and SLOTS not in self.away:
+            self.away[SLOTS] = [_Absent(flat) for flat in _storages(self.param_slots.buffers)]
+            self._copy_out(self.away[SLOTS], wait=True)
             give_back_unused(self.device)
 
     def _found(
@@ -177,15 +177,15 @@ class States:
 
         The device waits for the copies, and with ``wait`` the program, too. ``asked``: the script knows.
         """
-        for kind in kinds or tuple(self._away) if self._away else ():
-            returning = self._away.pop(kind, [])
+        for kind in kinds or tuple(self.away) if self.away else ():
+            returning = self.away.pop(kind, [])
             if not asked and any(absent.host is not None for absent in returning):
                 info_once("states that offload_states() has moved come back because they are needed.")
             self._copy_in(returning, wait)
             for unit in self.units if kind == WEIGHTS and returning else ():
                 if unit.resident:
                     unit.unshard()
-        if self._loading is not None and not self._away:
+        if self._loading is not None and not self.away:
             self._loading.remove()
             self._loading = None
 
@@ -210,18 +210,18 @@ class States:
     @property
     def bytes_kept(self) -> int:
         """Bytes of pinned host memory that is kept for the next time, and holds nothing now."""
-        used = {id(absent.host) for absents in self._away.values() for absent in absents}
+        used = {id(absent.host) for absents in self.away.values() for absent in absents}
         return sum(host.numel() for host in self._pinned.values() if id(host) not in used)
 
     def is_away(self, kind: StateKind) -> bool:
         """True if ``kind`` is away."""
-        return kind in self._away
+        return kind in self.away
 
     def places(self) -> dict[int, str | None]:
         """Return where the memory is that is away, by its storage: HOST, or None if it is nowhere."""
         return {
             storage_number(absent.flat): None if absent.host is None else HOST
-            for absents in self._away.values()
+            for absents in self.away.values()
             for absent in absents
         }
 

@@ -296,7 +296,8 @@ class Runtime:
     def _begin_forward(self, entry: Unit, *, watched: bool = True) -> ExecutionTrace:
         if not self.reads.is_watching:
             self.guard.look()
-        self.made.states.bring_back(WEIGHTS, SLOTS)
+        if self.made.states.away:
+            self.made.states.bring_back(WEIGHTS, SLOTS)
         self._forward = self.gathers.begin_forward(("forward", entry.index, torch.is_grad_enabled(), self._part.name))
         if watched:
             self.reads.begin(self._forward.key)
@@ -316,7 +317,8 @@ class Runtime:
         interrupted = self._forward
         if interrupted is not None:
             self._end_forward(interrupted)
-        self.made.states.bring_back(WEIGHTS, SLOTS, *GRADIENTS)
+        if self.made.states.away:
+            self.made.states.bring_back(WEIGHTS, SLOTS, *GRADIENTS)
         self.reducer.begin()
         self._backward = self.gathers.begin_backward(self.take_passes())
         Variable._execution_engine.queue_callback(partial(self._post_backward, self._backward, interrupted))

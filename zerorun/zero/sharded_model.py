@@ -230,7 +230,8 @@ class ShardedModel:
 
     def bring_back(self, *kinds: StateKind) -> None:
         """Bring back what is away of ``kinds``, or everything: somebody reads it, or writes to it."""
-        self.runtime.made.states.bring_back(*kinds)
+        if self.runtime.made.states.away:
+            self.runtime.made.states.bring_back(*kinds)
 
     def make_ready(self) -> None:
         """Finish updates, and bring back everything that is away."""
