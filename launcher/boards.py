@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from zerorun.watch.board import FILE_NAME, PAGE, STACK_SIGNAL, STACKS_NAME, VARIABLE, Phase, Sight, read
@@ -116,6 +118,10 @@ class Boards:
         self._pages[sight.rank] = _Page(sight.rank, memory, stacks, os.getsid(pid), moved_at=now)
         return sight.rank
 
+    def sight(self, rank: int) -> Sight | None:
+        """Return what is on a worker's board now."""
+        return read(self._pages[rank].page)
+
     def look(self, now: float) -> list[tuple[int, Seen | None]]:
         """Return the workers of which there is something new; with None, those that move again."""
         found: list[tuple[int, Seen | None]] = []
@@ -131,7 +137,7 @@ class Boards:
                     page.told = None
                     found.append((page.rank, None))
                 continue
-            stopped = _is_stopped(sight.pid)
+            stopped = is_stopped(sight.pid)
             if page.told != (page.events, stopped):
                 page.told = page.events, stopped
                 found.append((page.rank, Seen(sight, quiet, stopped)))
@@ -160,9 +166,13 @@ class Boards:
                 os.kill(sight.pid, STACK_SIGNAL)
 
     def stacks(self, rank: int) -> str:
-        """Return what has been written since ``ask_stacks``."""
+        """Return what has been written since ``ask_stacks``, and where the kernel has the threads."""
         page = self._pages.get(rank)
-        return "" if page is None else os.pread(page.stacks, _MOST_STACKS, 0).decode(errors="replace")
+        if page is None:
+            return ""
+        written = os.pread(page.stacks, _MOST_STACKS, 0).decode(errors="replace")
+        sight = read(page.page)
+        return "\n\n".join(filter(None, (written.rstrip(), "" if sight is None else _in_the_kernel(sight.pid))))
 
     def close(self) -> None:
         """Give everything back."""
@@ -170,9 +180,55 @@ class Boards:
             self.take_last(rank)
 
 
-def _is_stopped(pid: int) -> bool:
+def training_first(stacks: str) -> str:
+    """Return what ``Boards.stacks`` gives with the thread that trains in front: the signal has interrupted that one."""
+    threads = stacks.strip().split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda thread: not thread.startswith("Current thread")))
+
+
+def open_board(process: int) -> tuple[int, int]:
+    """Open the page and the file for stacks of a rank, for ``adopt``. Raises OSError, or ValueError if it has none."""
+    folder, found = f"/proc/{process}/fd", []
+    names = {os.readlink(f"{folder}/{entry}"): entry for entry in os.listdir(folder)}
+    for wanted in (FILE_NAME, STACKS_NAME):
+        entries = [entry for name, entry in names.items() if name.startswith(f"/memfd:{wanted}")]
+        if not entries:
+            raise ValueError(f"process {process} has no board")
+        found.append(f"{folder}/{entries[0]}")
+    page = os.open(found[0], os.O_RDWR)
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return page, os.open(found[1], os.O_RDWR)
+    except OSError:
+        os.close(page)
+        raise
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a process is stopped, by a signal or a debugger."""
+    return _state(f"/proc/{pid}") in ("T", "t")
+
+
+def _state(folder: str) -> str:
+    """The letter of a process or thread in /proc, such as S; empty if it is gone."""
+    try:
+        with open(f"{folder}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0].decode()
     except (OSError, IndexError):
-        return False
+        return ""
+
+
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped", "t": "stopped by a debugger"}
+
+
+def _in_the_kernel(pid: int) -> str:
+    """What /proc tells of all threads, which is all there is of those that run no Python."""
+    found: Counter[str] = Counter()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            folder = f"/proc/{pid}/task/{thread}"
+            with contextlib.suppress(OSError):
+                state, where = _state(folder), Path(f"{folder}/wchan").read_text()
+                name = Path(f"{folder}/comm").read_text().strip()
+                found[f"{name} {_STATES.get(state, state)}{f' in {where}' if where.strip('0') else ''}"] += 1
+    lines = [f"  {count} x {what}" for what, count in found.most_common()]
+    return "\n".join(["Threads by the kernel:", *lines]) if lines else ""

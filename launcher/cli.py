@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zerorun.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
+    from .carriers import CarrierOptions
     from .hosts import Host
     from .job_plan import JobOptions, LaunchRequest
 
@@ -41,30 +42,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _launch(args)
     except (LaunchError, ConfigError) as error:
-        print(f"zerorun: error: {error}\nNo worker is running.", file=sys.stderr)
+        after = "" if args.dump is not None else "\nNo worker is running."
+        print(f"zerorun: error: {error}{after}", file=sys.stderr)
         return USAGE_STATUS
     except KeyboardInterrupt:  # before a worker was started
         return 130
 
 
 def _launch(args: argparse.Namespace) -> int:
+    if args.dump is not None:
+        return _dump(args)
     if not args.no_config_check:
         check_config(args.target_args)
     if args.sbatch:
         return _submit(args)
-    from .carriers import CARRIERS, CarrierOptions  # here, so that --help does not pay for it
+    from .carriers import CARRIERS  # here, so that --help does not pay for it
     from .job import Job
     from .job_plan import JobOptions
     from .sbatch import REQUEUE_STATUS, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)
     request = make_request(args, launcher, hosts, os.environ)
-    options = CarrierOptions(
-        args.python or sys.executable,
-        pythonpath=os.environ.get("PYTHONPATH"),
-        extra=tuple(shlex.split(args.launcher_args)),
-        ssh_port=args.ssh_port,
-    )
+    options = _carrier_options(args)
 
     def carrier(host: Host) -> Sequence[str] | None:
         return None if host.name in request.local_names else CARRIERS[launcher](host, options)
@@ -93,6 +92,36 @@ def _launch(args: argparse.Namespace) -> int:
         if problem is not None:
             print(f"[zerorun] not requeued: {problem}", file=sys.stderr)
     return status
+
+
+def _carrier_options(args: argparse.Namespace, **module: str) -> CarrierOptions:
+    from .carriers import CarrierOptions
+
+    return CarrierOptions(
+        args.python or sys.executable,
+        pythonpath=os.environ.get("PYTHONPATH"),
+        extra=tuple(shlex.split(args.launcher_args)),
+        ssh_port=args.ssh_port,
+        **module,
+    )
+
+
+def _dump(args: argparse.Namespace) -> int:
+    """Print what the ranks of running jobs are doing."""
+    from zerorun.log import print_lines
+
+    from .carriers import CARRIERS
+    from .dump import gather, nodes_of, page
+
+    if args.launcher == "slurm" and args.dump:
+        os.environ.update(SLURM_JOB_ID=args.dump, SLURM_JOB_NODELIST=nodes_of(args.dump))  # also for srun
+    launcher, hosts = choose_hosts(args, os.environ)
+    own = own_names() if launcher in ("local", "ssh") else set()
+    options = _carrier_options(args, module="zerorun.launcher.dump")
+    carriers = {host.name: CARRIERS[launcher](host, options) for host in hosts if host.name.lower() not in own}
+    found, silent = gather(carriers, here=len(carriers) < len(hosts))
+    print_lines(page(found, silent, args.dump, asked=[host.name for host in hosts]))
+    return 1 if silent else 0
 
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
@@ -354,6 +383,15 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not check the .json file that the script gets by --config or --deepspeed_config",
     )
+    _add(
+        parser,
+        "--dump",
+        nargs="?",
+        const="",
+        metavar="JOB",
+        help="start nothing: print what all ranks of the jobs on the hosts are doing, with their stacks. JOB: only that "
+        "one, by its number in SLURM, its --rdzv-id of torchrun, or MASTER_ADDR:MASTER_PORT",
+    )
     _add(parser, "--dry-run", dest="dry_run", action="store_const", const="text", help="print the plan; start nothing")
     _add(parser, "--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
 
@@ -374,14 +412,18 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     if unknown:
         parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    args.words = argv
+    args.target, *args.target_args = command or [""]
+    least, args.num_nodes = args.num_nodes
+    args.min_nodes = args.min_nodes or least
+    if args.dump is not None:
+        if command:
+            parser.error(f"--dump starts nothing: what is {command[0]!r} for?")
+        return args
     if not command:
         parser.error("no script given")
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
-    args.words = argv
-    args.target, *args.target_args = command
-    least, args.num_nodes = args.num_nodes
-    args.min_nodes = args.min_nodes or least
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
     return args

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from zerorun.watch.verdict import Ended, Hang, Standing, judge
 
-from .boards import Seen
+from .boards import Seen, training_first
 from .failures import RULE, WorkerEnd
 
 HANG_STATUS = 124  # as of timeout(1)
 _MOST_STACKS = 4
-_MAIN = "Current thread"  # the one that the signal has interrupted
 _JUDGE_SECONDS = 0.5
 _ANSWER_SECONDS = 3.0  # for stacks from other hosts
 
@@ -76,8 +75,7 @@ class Hangs:
         lines = [RULE, f"zerorun: the job hangs: {verdict.text}" if verdict is not None else "zerorun: the job hangs"]
         for rank, text in sorted(self._stacks.items()):
             if text.strip():
-                threads = sorted(text.strip().split("\n\n"), key=lambda thread: not thread.startswith(_MAIN))
-                lines += ["", f"rank {rank}:", *(f"  {line}" for line in "\n\n".join(threads).splitlines())]
+                lines += ["", f"rank {rank}:", *(f"  {line}" for line in training_first(text).splitlines())]
         return "\n".join([*lines, RULE])
 
     def _shown(self, verdict: Hang) -> tuple[int, ...]:

@@ -15,9 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from zerorun.watch.board import FILE_NAME, STACKS_NAME
-
-from .boards import Boards
+from .boards import Boards, open_board
 from .failures import WorkerEnd
 from .hangs import Hangs
 
@@ -60,10 +58,8 @@ class Sidecar:
         for process in _children(self._parent):
             if process in self._processes.values():
                 continue
-            with contextlib.suppress(OSError, StopIteration, ValueError):
-                page = next(_open_files(process, FILE_NAME))
-                rank = self._boards.adopt(process, page, next(_open_files(process, STACKS_NAME)), time.monotonic())
-                self._processes[rank] = process
+            with contextlib.suppress(OSError, ValueError):
+                self._processes[self._boards.adopt(process, *open_board(process), time.monotonic())] = process
 
     def _note_ends(self, seconds: float) -> None:
         for rank, process in self._processes.items():
@@ -109,14 +105,6 @@ def _fields(process: int) -> list[bytes]:
     """Return the fields of /proc/PID/stat after the name: state, parent, ..."""
     with open(f"/proc/{process}/stat", "rb") as stat:
         return stat.read().rpartition(b")")[2].split()
-
-
-def _open_files(process: int, name: str) -> Iterator[int]:
-    """Open the files in memory called ``name`` that a process has open."""
-    folder = f"/proc/{process}/fd"
-    for entry in os.listdir(folder):
-        if os.readlink(f"{folder}/{entry}").startswith(f"/memfd:{name}"):
-            yield os.open(f"{folder}/{entry}", os.O_RDWR)
 
 
 if __name__ == "__main__":

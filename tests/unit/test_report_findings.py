@@ -45,6 +45,7 @@ FACTS: dict[str, Any] = {
     "cuda": {"devices": [], "peer_access": [], "trouble": "this torch is built without CUDA"},
     "native_ops": [{"name": "native optimizer", "in_force": True, "why": "tried"}],
     "software_trouble": None,
+    "ranks": [],
 }  # fmt: skip
 MEASURED: dict[str, Any] = {
     "hosts": ["a", "b", "c"],

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
+from zerorun.launcher.dump import RankState, by_job, verdict_of
+
 from .finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, gibibytes, listed, majority
 from .findings_live import live_findings
 
@@ -38,7 +40,7 @@ def find(hosts: Sequence[Host], live: Mapping[str, Any] | None) -> list[Finding]
     for host in asked:
         for look in _LOOKS:
             found += look(host["name"], host["facts"])
-    found += _loopback_names(asked)
+    found += [*_loopback_names(asked), *_hangs(asked)]
     if live is not None:
         found += live_findings(live)
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
@@ -153,6 +155,20 @@ def _loopback_names(hosts: Sequence[Host]) -> Iterator[Finding]:
         what = "their own names lead to a loopback address: gloo would listen where no other host can reach it"
         remedy = "zerorun tells gloo the interface; for other launchers set GLOO_SOCKET_IFNAME or mend /etc/hosts."
         yield Finding(NOTE, listed(names), what, remedy)
+
+
+def jobs_of(hosts: Sequence[Host]) -> list[list[RankState]]:
+    """The ranks of each zerorun job that runs on the hosts."""
+    return by_job([RankState.of(told) for host in hosts for told in host["facts"]["ranks"]])
+
+
+def _hangs(hosts: Sequence[Host]) -> Iterator[Finding]:
+    for ranks in jobs_of(hosts):
+        verdict = verdict_of(ranks)
+        if verdict is not None:
+            where = listed(list(dict.fromkeys(rank.host for rank in ranks)))
+            what = f"job {ranks[0].job} stands still: {verdict.text}"
+            yield Finding(WARNING, where, what, "zerorun --dump shows the stacks of its ranks.")
 
 
 def _is_loopback(address: str) -> bool:

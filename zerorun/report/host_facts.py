@@ -6,7 +6,7 @@ started on each host, prints its facts as one marked line, then answers each lin
 and ends with stdin.
 
 Facts: those of machine.py, with ``versions``, ``cuda`` and ``native_ops`` of software.py, and ``software_trouble`` if torch
-could not be asked.
+could not be asked; ``ranks``: those of jobs that run here, as launcher/dump.py tells them, without stacks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from typing import Any
+
+from zerorun.launcher.dump import on_this_host
 
 from .lines import mark, unmark
 from .machine import describe_machine
@@ -33,6 +35,7 @@ def describe_host() -> dict[str, Any]:
     )
     deadline = time.monotonic() + SOFTWARE_SECONDS
     facts = describe_machine(os.environ)
+    facts["ranks"] = [rank.told() for rank in on_this_host(stacks=False)]
     found, trouble = _finish(child, deadline)
     facts["versions"] = {**(facts["versions"] or {}), **found.pop("versions", {})}
     return {**facts, "cuda": None, "native_ops": [], **found, "software_trouble": trouble}

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
+from zerorun.launcher.dump import headline
 from zerorun.log import counted
 
 from .finding import ERROR, NOTE, WARNING, Finding, gibibytes, listed
-from .findings import versions_of
+from .findings import jobs_of, versions_of
 
 WIDTH = 80  # columns
 _MOST_HOSTS = 16  # in the table, besides those with findings
@@ -61,6 +62,7 @@ def render(report: Report, findings: Sequence[Finding]) -> str:
         ("Native operations", _native_ops(hosts)),
         ("GPUs", _gpus(hosts)),
         ("Network", _network(hosts)),
+        ("Running jobs", _jobs(hosts)),
         ("Live check", _live(report["live"])),
     ):
         body = list(section)
@@ -198,6 +200,11 @@ def _network(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 # -- the live check ----------------------------------------------------------------------------------------------------
+
+
+def _jobs(hosts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for ranks in jobs_of(hosts):
+        yield from _wrapped("  ", headline(ranks))
 
 
 def _live(live: Mapping[str, Any] | None) -> Iterator[str]:

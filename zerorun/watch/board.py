@@ -224,8 +224,9 @@ def show_board() -> None:
         if files is not None:
             page, stacks = map(int, files.split(","))
             if _is(page, FILE_NAME) and _is(stacks, STACKS_NAME):
+                for file in (page, stacks):  # they stay open for whoever looks at them from outside, and are not inherited
+                    os.set_inheritable(file, False)
                 _go_on_at(page, stacks)
-                os.close(page)
         elif not _supervised and _started_by_another():
             page, stacks = os.memfd_create(FILE_NAME), os.memfd_create(STACKS_NAME)
             os.ftruncate(page, PAGE)
@@ -240,7 +241,7 @@ def _go_on_at(page: int, stacks: int) -> None:
     board.go_on_at(mmap.mmap(page, PAGE))
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     board.write(GIVES_STACKS=1)
-    _supervised.append(stacks)
+    _supervised.extend((page, stacks))
 
 
 def _started_by_another() -> bool:
@@ -266,7 +267,7 @@ def _begin_anew() -> None:
 
 
 _beside: set[int] = set()
-_supervised: list[Any] = []  # the file of the stacks, and the supervisor that this process has started
+_supervised: list[Any] = []  # the two files, and the supervisor that this process has started
 board = Board()
 os.register_at_fork(after_in_child=_begin_anew)
 
@@ -292,6 +293,11 @@ class Sight:
     number: int
     longest_s: float
     label: str
+
+    @property
+    def waits(self) -> bool:
+        """True if it waits for ranks, and not, say, for a disk."""
+        return self.wait_s is not None and self.span[2] != 0
 
     def ranks(self, world_size: int) -> range:
         """The ranks of the collective that it waits in."""

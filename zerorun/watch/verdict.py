@@ -62,7 +62,7 @@ class Standing:
     @property
     def waits(self) -> bool:
         """True if it waits for ranks."""
-        return self.sight.wait_s is not None and self.sight.span[2] != 0
+        return self.sight.waits
 
     @property
     def limit_s(self) -> float:
@@ -71,8 +71,7 @@ class Standing:
     @property
     def doing(self) -> str:
         """What it is at, in words."""
-        at = "" if self.sight.wait_s is None else f", at '{self.sight.label}'"
-        return f"{_WORDS[self.sight.phase]}{at}"
+        return in_words(self.sight)
 
 
 @dataclass(frozen=True)
@@ -155,6 +154,12 @@ def _patience(one: Standing) -> float:
 
 def _slowness(one: Standing) -> int:
     return _SLOW if one.sight.phase in _SLOW_PHASES or one.sight.step < _FIRST_STEPS else 1
+
+
+def in_words(sight: Sight) -> str:
+    """What a rank is at: ``in forward, at '3: all-gather'``."""
+    at = "" if sight.wait_s is None else f", at '{sight.label}'"
+    return f"{_WORDS[sight.phase]}{at}"
 
 
 # -- words -----------------------------------------------------------------------------------------------------------
