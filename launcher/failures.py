@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerorun.log import ranks_in_words
+from zerorun.log import counted, ranks_in_words
 
 _TRACEBACK = "Traceback (most recent call last):"
 RULE = "=" * 80
@@ -45,6 +45,7 @@ class WorkerEnd:
     asked_to_stop: bool
     log: Path | None = None
     host: str | None = None  # None: the launcher's own
+    batches: int | None = None  # micro-batches that it had given to backward, if its board told
 
     @property
     def where(self) -> str:
@@ -121,12 +122,12 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
     early = ended_early(first, others)
     lines = [RULE]
     if early is not None:
-        when = f"{early.seconds:.1f} s after the start"
+        when = f"{early.seconds:.1f} s after the start{_after(early)}"
         lines.append(f"zerorun: {early.where} ended with exit code 0, {when}; others were waiting for it")
         lines += [
             f"  {SAME_BATCHES}",
             "",
-            f"{first.where} failed first because of it, {first.seconds:.1f} s after the start",
+            f"{first.where} failed first because of it, {first.seconds:.1f} s after the start{_after(first)}",
         ]
     else:
         lines.append(f"zerorun: {first.where} failed first, {first.seconds:.1f} s after the start")
@@ -145,6 +146,10 @@ def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: 
         lines.append(f"log: {first.log}" + ("" if first.host is None else f" (on {first.host})"))
     lines.append(RULE)
     return "\n".join(lines)
+
+
+def _after(end: WorkerEnd) -> str:
+    return f", after {counted(end.batches, 'micro-batch', 'es')}" if end.batches else ""
 
 
 def ended_early(first: WorkerEnd, others: Sequence[WorkerEnd]) -> WorkerEnd | None:

@@ -38,6 +38,10 @@ class Hangs:
         else:
             self._seen[rank] = time.monotonic(), seen
 
+    def batches(self, rank: int) -> int | None:
+        """Return the micro-batches on the last board of a worker that has ended; None if it had none."""
+        return self._seen[rank][1].sight.batches if rank in self._seen else None
+
     def on_stacks(self, rank: int, text: str) -> None:
         """Note the stacks of a worker."""
         self._stacks[rank] = text
@@ -47,7 +51,8 @@ class Hangs:
         if not self._seen or now < self._next:
             return False
         self._next = now + _JUDGE_SECONDS
-        standing, ended = self._standing(ends, now), self._ended(ends)
+        standing = self._standing(ends, now)
+        ended = {rank: Ended(rank, end.returncode, end.batches) for rank, end in ends.items()}
         verdict = judge(standing, ended, self.world_size)
         before, self._verdict = self._verdict, verdict
         if verdict is None:
@@ -88,7 +93,3 @@ class Hangs:
                 old = seen.older(now - at)
                 found[rank] = Standing(rank, self.host_of(rank), old.quiet_s, old.sight, old.stopped)
         return found
-
-    def _ended(self, ends: Mapping[int, WorkerEnd]) -> dict[int, Ended]:
-        batches = {rank: seen.sight.batches for rank, (_, seen) in self._seen.items()}
-        return {rank: Ended(rank, end.returncode, batches.get(rank)) for rank, end in ends.items()}

@@ -278,7 +278,8 @@ class Job:
         log_dir = self._options.log_dir
         host = current.host_of(rank) if self._several else None
         log = None if log_dir is None else log_file(log_dir, rank, STREAMS[1])
-        current.ends[rank] = WorkerEnd(rank, returncode, at - current.start, (), asked, log, host)
+        batches = self.hangs.batches(rank)
+        current.ends[rank] = WorkerEnd(rank, returncode, at - current.start, (), asked, log, host, batches)
         if returncode != 0 and not asked and current.by_signal is None:
             current.failed.append(rank)
             # All ranks save at the same step, but do not all finish at the same time.

@@ -66,7 +66,8 @@ class Sidecar:
             if rank not in self._ends and _is_gone(process):
                 last = self._boards.take_last(rank)
                 self._hangs.on_seen(rank, last)
-                self._ends[rank] = WorkerEnd(rank, 0, seconds, (), asked_to_stop=False)
+                batches = None if last is None else last.sight.batches
+                self._ends[rank] = WorkerEnd(rank, 0, seconds, (), asked_to_stop=False, batches=batches)
 
     def _ask_stacks(self, rank: int) -> None:
         self._boards.ask_stacks(rank)

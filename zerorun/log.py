@@ -104,9 +104,9 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: ``1 host``, ``3,000 hosts``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return a number with its noun: ``1 host``, ``3,000 hosts``. ``plural``: the ending, such as ``es`` of batches."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def in_bytes(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import slurmbed
 from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from slurmbed import Slurm
+from test_standing_still import BUSY, ORDER
+from test_standing_still import SCRIPT as STANDING_STILL
 from testbed import Cluster, wait_for, write
 
 ZERORUN = (sys.executable, "-m", "zerorun.launcher.cli")
@@ -111,3 +114,40 @@ def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path
     text = log.read_text()
     assert "the workers ask to be started again (exit code 75)" in text and "[zerorun] requeueing this job" in text
     wait_for(lambda: not slurm.ask("squeue", "-h", "-o", "%i"), 20, "the job ends")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "words"), [("endless loop", BUSY), ("whole weights alone", ORDER), ("stopped", "is stopped")]
+)
+def test_a_job_that_stands_still(slurm: Slurm, tmp_path: Path, kind: str, words: str) -> None:
+    script(tmp_path, textwrap.dedent(STANDING_STILL))
+    job = allocate(slurm, tmp_path, *ZERORUN, "--export=OMP_NUM_THREADS=1", "train.py", kind)
+    wait_for(lambda: len(list(tmp_path.glob("ten.0.*"))) == NODES, 120, "ten steps")
+    begun = time.monotonic()
+    _, err = job.communicate(timeout=60 * patience())
+    assert job.returncode == 124 and time.monotonic() - begun < 15 * patience()
+    report = err.rstrip().split("=" * 80)[-2]
+    assert words in report and ("in planted_bug" in report or kind == "stopped")
+    assert_nothing_left(slurm.cluster, 5)
+
+
+@pytest.mark.nightly
+def test_a_dump_by_the_job_s_number(slurm: Slurm, tmp_path: Path) -> None:
+    """From outside the allocation."""
+    script(tmp_path, textwrap.dedent(STANDING_STILL))
+    options = ["--export=OMP_NUM_THREADS=1", "--export=ZERORUN_HANG_TIMEOUT_S=0"]
+    job = allocate(slurm, tmp_path, *ZERORUN, *options, "train.py", "endless loop")
+    wait_for(lambda: len(list(tmp_path.glob("ten.0.*"))) == NODES, 120, "ten steps")
+    number = slurm.ask("squeue", "-h", "-o", "%i").strip()
+    command = slurm.command([*ZERORUN, "--launcher=slurm", "--dump", number], tmp_path)
+    dump = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert dump.returncode == 0, dump.stderr
+    assert f", {number}: 3 of 3 ranks on 3 hosts, " in dump.stdout and "in planted_bug" in dump.stdout
+    none = subprocess.run(
+        slurm.command([*ZERORUN, "--launcher=slurm", "--dump", "999"], tmp_path), capture_output=True, text=True
+    )
+    assert none.returncode == 2 and "SLURM knows no such running job" in none.stderr
+    slurm.ask("scancel", number)
+    job.communicate(timeout=60 * patience())
+    assert_nothing_left(slurm.cluster, 10)

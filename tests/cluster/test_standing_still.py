@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -12,10 +15,14 @@ from jobs import Job, assert_nothing_left
 from testbed import Cluster
 
 SCRIPT = textwrap.dedent("""
-    import torch, zerorun
+    import re, torch, zerorun
     kind = sys.argv[1]
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(4)))
+    class Block(torch.nn.Sequential):
+        skipped = False
+        def forward(self, batch):
+            return batch if self.skipped else super().forward(batch)
+    model = torch.nn.Sequential(*(Block(torch.nn.Linear(16, 16)) for _ in range(4)))
     config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "hang_timeout_s": 5,
               "zero_optimization": {"stage": 3}}
     engine = zerorun.initialize(model, config)
@@ -31,22 +38,51 @@ SCRIPT = textwrap.dedent("""
             engine.state_dict()
         if kind == "own collective":
             torch.distributed.all_reduce(torch.ones(3))
+        if kind == "sleep":
+            time.sleep(1000)
+        if kind == "loop in C":
+            re.match("(a*)*b", "a" * 60)
+        if kind == "skips a block":
+            model[2].skipped = True
+            engine.backward(engine(torch.ones(2, 16)).square().mean())
+        if kind == "evaluates alone":
+            with torch.no_grad():
+                engine(torch.ones(2, 16))
+        if kind == "fewer batches":
+            sys.exit()
+    class Texts(torch.utils.data.Dataset):
+        def __len__(self):
+            return 1000
+        def __getitem__(self, index):
+            while kind == "loader runs dry" and rank == 1 and index > 40:
+                time.sleep(1)
+            return torch.ones(16)
+    loader = iter(torch.utils.data.DataLoader(Texts(), batch_size=2, num_workers=1))
     for step in range(10**6):
+        batch = next(loader) if kind == "loader runs dry" else torch.ones(2, 16)
         if step == 10:
             meet("ten")
             while kind == "link" and not os.path.exists(f"{here}/cut"):
                 time.sleep(0.05)
         if step == 10 and rank == 1:
             planted_bug()
-        engine.backward(engine(torch.ones(2, 16)).square().mean())
+        engine.backward(engine(batch).square().mean())
         engine.step()
 """)
+IN_PLANTED_BUG = ("endless loop", "own collective", "saves alone", "whole weights alone", "sleep", "loop in C")
 BUSY, ORDER = "rank 1 on node1 does not move", "ranks have been waiting for each other"
 
 
-def report_of(job: Job, begun: float) -> str:
+def wait_for_step_ten(folder: Path, job: Job) -> None:
+    deadline = time.monotonic() + 120 * patience()
+    while len(list(folder.glob("ten.0.*"))) < job.hosts:
+        assert job.process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def report_of(job: Job, begun: float, status: int = 124) -> str:
     code, _, err = job.finish(60)
-    assert code == 124, err
+    assert code == status, err
     assert time.monotonic() - begun < 15 * patience(), err
     return err.rstrip().split("=" * 80)[-2]
 
@@ -61,19 +97,72 @@ def report_of(job: Job, begun: float) -> str:
         ("stopped", "rank 1 on node1 is stopped"),
         ("saves alone", ORDER),
         ("whole weights alone", ORDER),
+        ("sleep", BUSY),
+        ("loop in C", BUSY),
+        ("loader runs dry", BUSY),
+        ("skips a block", ORDER),
+        ("evaluates alone", ORDER),
     ],
 )
 def test_the_guilty_rank_is_named(cluster: Cluster, tmp_path: Path, hosts: int, kind: str, words: str) -> None:
     job = Job(cluster, tmp_path, SCRIPT, hosts=hosts, args=[kind], environment=["OMP_NUM_THREADS=1"])
-    deadline = time.monotonic() + 120 * patience()
-    while len(list(tmp_path.glob("ten.0.*"))) < hosts:
-        assert job.process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_step_ten(tmp_path, job)
     report = report_of(job, time.monotonic())
     assert words in report
-    assert "in planted_bug" in report or kind == "stopped"
+    assert "in planted_bug" in report or kind not in IN_PLANTED_BUG
     if words == ORDER:
         assert "rank 1 is " in report and "in forward" in report
+    assert_nothing_left(cluster, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("hosts", [2, 12])
+def test_a_rank_that_has_fewer_batches(cluster: Cluster, tmp_path: Path, hosts: int) -> None:
+    """The others lose the connection to it at once."""
+    job = Job(cluster, tmp_path, SCRIPT, hosts=hosts, args=["fewer batches"], environment=["OMP_NUM_THREADS=1"])
+    wait_for_step_ten(tmp_path, job)
+    report = report_of(job, time.monotonic(), status=1)
+    assert "zerorun: rank 1 on node1 ended with exit code 0" in report and "after 10 micro-batches; others were" in report
+    assert "give all ranks the same number of batches" in report
+    assert_nothing_left(cluster, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("hosts", [2, 12])
+def test_a_host_that_is_frozen(cluster: Cluster, tmp_path: Path, hosts: int) -> None:
+    job = Job(cluster, tmp_path, SCRIPT, hosts=hosts, args=["none"], environment=["OMP_NUM_THREADS=1"])
+    wait_for_step_ten(tmp_path, job)
+    frozen = cluster[1]
+    frozen.shell("kill -STOP $(pgrep -f '[l]auncher.agent|[t]rain.py')")
+    try:
+        report = report_of(job, time.monotonic(), status=69)
+    finally:
+        frozen.shell("kill -KILL $(pgrep -f '[l]auncher.agent|[t]rain.py')", check=False)
+    assert "host node1 failed first" in report and "rank 1 of the job ran there" in report
+    assert_nothing_left(cluster, 5)
+
+
+@pytest.mark.nightly
+def test_a_dump_of_all_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    """From a host that has nothing to do with the job."""
+    environment = ["OMP_NUM_THREADS=1", "ZERORUN_HANG_TIMEOUT_S=0"]
+    job = Job(cluster, tmp_path, SCRIPT, hosts=2, args=["endless loop"], environment=environment)
+    wait_for_step_ten(tmp_path, job)
+    command = cluster[2].command(
+        [sys.executable, "-m", "zerorun.launcher.cli", "--dump", "--hostfile", "hostfile"], tmp_path
+    )
+    deadline = time.monotonic() + 60 * patience()
+    while True:
+        dump = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert dump.returncode == 0, dump.stderr
+        if "in planted_bug" in dump.stdout and "none of them moving" in dump.stdout:
+            break
+        assert time.monotonic() < deadline, dump.stdout
+    assert "2 of 2 ranks on 2 hosts, 10 steps" in dump.stdout
+    assert "rank 1: 10 steps, micro-batch 10; in the script between calls of the engine, for " in dump.stdout
+    assert "rank 0: 10 steps, micro-batch 10; in forward, at '" in dump.stdout
+    job.signal(signal.SIGTERM)
+    job.finish(30)
     assert_nothing_left(cluster, 5)
 
 
@@ -82,10 +171,7 @@ def test_the_guilty_rank_is_named(cluster: Cluster, tmp_path: Path, hosts: int, 
 def test_a_link_that_lets_nothing_through(cluster: Cluster, tmp_path: Path, directions: tuple[str, ...]) -> None:
     """Both hosts hear the launcher, and nothing, or one of them nothing, of each other."""
     job = Job(cluster, tmp_path, SCRIPT, hosts=3, args=["link"], environment=["OMP_NUM_THREADS=1"])
-    deadline = time.monotonic() + 120 * patience()
-    while len(list(tmp_path.glob("ten.0.*"))) < 3:
-        assert job.process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for_step_ten(tmp_path, job)
     by_name = {host.name: host for host in cluster.hosts}
     for name in directions:
         other = by_name["node2" if name == "node1" else "node1"]

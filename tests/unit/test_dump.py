@@ -145,7 +145,9 @@ def test_ranks_with_equal_stacks_are_shown_once_and_the_odd_one_first() -> None:
     assert text.startswith("job node0:29500: 8 of 8 ranks on 2 hosts, 12 steps, none of them moving\n  python train.py\n")
     assert "  rank 5 on node1 does not move: it has been in the script between calls of the engine for 40 s" in text
     first, second = text.split("\n\n  rank")[1:]
-    assert first.startswith(" 5: 12 steps, micro-batch 24; in the script between calls of the engine, for 40 s (process 1005")
+    assert first.startswith(
+        " 5: 12 steps, micro-batch 24; in the script between calls of the engine, for 40 s (process 1005"
+    )
     assert second.startswith("s 0-4, 6-7: 12 steps, micro-batch 24; in forward, at '2: gather', for 40 s (process 1000 on")
     assert text.count("in wait") == 1 and text.count("in save") == 1
     assert first.index("in save") < first.index("in beside")
