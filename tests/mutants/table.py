@@ -1207,4 +1207,20 @@ MUTANTS = (
         "            if os.getsid(sight.pid) != page.session:",
         ("tests/unit/test_board.py::test_a_worker_tells_its_stacks_and_its_last_page",),
     ),
+    Mutant(
+        "the-odd-one-comes-last",
+        "order",
+        "launcher/dump.py",
+        "    return sorted(groups.values(), key=len)",
+        "    return list(groups.values())",
+        ("tests/unit/test_dump.py::test_ranks_with_equal_stacks_are_shown_once_and_the_odd_one_first",),
+    ),
+    Mutant(
+        "a-rank-that-moves-stands-still",
+        "sign",
+        "launcher/dump.py",
+        "        if not rank.moves:",
+        "        if rank.moves:",
+        ("tests/unit/test_dump.py::test_ranks_with_equal_stacks_are_shown_once_and_the_odd_one_first",),
+    ),
 )

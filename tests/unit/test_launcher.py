@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -295,6 +296,13 @@ def test_report_counts_those_who_failed_alike() -> None:
 
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer [10.0.0.2]:7582"
+
+
+def test_how_many_batches_a_rank_that_ended_with_0_had() -> None:
+    others = [replace(end(1, code=0), batches=998)]
+    lines = failures.failure_report(replace(end(0, tail=[GLOO]), batches=1000), others).splitlines()
+    assert lines[1].endswith(" s after the start, after 998 micro-batches; others were waiting for it")
+    assert lines[4].startswith("rank 0 failed first because of it, ") and lines[4].endswith(", after 1,000 micro-batches")
 
 
 def test_a_rank_that_ended_with_0_is_named_as_the_cause() -> None:
