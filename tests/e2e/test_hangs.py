@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -123,3 +124,72 @@ def test_a_long_evaluation_is_no_hang(tmp_path: Path, stage: int) -> None:
     found = run(tmp_path, "all evaluate for long", stage, "memory")
     assert (found.returncode, found.stdout.count("finished")) == (0, 3), found.stderr
     assert "does not move" not in found.stderr and "hangs" not in found.stderr
+
+
+LONG = """
+import os, sys, time, torch, zerorun
+kind, rank = sys.argv[1], int(os.environ["RANK"])
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(4)), torch.nn.Linear(16, 4))
+engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"},
+                                    "zero_optimization": {"stage": 3}})
+
+def takes_its_time():
+    if rank == 0:
+        time.sleep(65)
+
+def slow_disk(file, flush=os.fsync, slept=[]):
+    if not slept:
+        slept.append(takes_its_time())
+    flush(file)
+
+def slow_backend(graph, inputs, slept=[]):
+    if not slept:
+        slept.append(takes_its_time())
+    return graph.forward
+
+for step in range(8):
+    if (kind, step) in (("first batch", 0), ("evaluation", 6)):
+        takes_its_time()
+    if (kind, step) == ("save", 6):
+        os.fsync = slow_disk
+        engine.save_checkpoint(sys.argv[2])
+    if (kind, step) == ("compile", 6):
+        engine.compile(backend=slow_backend)
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+print("finished")
+"""
+
+
+@night
+@pytest.mark.parametrize("kind", ["first batch", "evaluation", "save", "compile"])
+def test_what_one_rank_takes_a_minute_for_is_no_hang(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "train.py").write_text(LONG)
+    command = [sys.executable, "-m", *ZERORUN, "--nproc-per-node", "3", "train.py", kind, "saved"]
+    begun = time.monotonic()
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200 * patience(), check=False)
+    assert (found.returncode, found.stdout.count("finished")) == (0, 3), found.stderr
+    assert time.monotonic() - begun > 60 and "hangs" not in found.stderr
+
+
+@night
+def test_a_rank_in_a_debugger_is_no_hang(tmp_path: Path) -> None:
+    """The user says so by a variable."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    environment = {**os.environ, "ZERORUN_HANG_TIMEOUT_S": "0"}
+    command = [sys.executable, "-m", *ZERORUN, "--nproc-per-node", "3", "train.py", "stopped", "3"]
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, stdout=-1, stderr=-1)
+    stopped: list[int] = []
+    deadline = time.monotonic() + 100 * patience()
+    while not stopped:
+        assert job.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+        for process in map(int, Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()):
+            if ") T " in Path(f"/proc/{process}/stat").read_text():
+                stopped.append(process)
+    time.sleep(65)
+    assert job.poll() is None
+    os.kill(stopped[0], signal.SIGCONT)
+    out, err = job.communicate(timeout=100 * patience())
+    assert (job.returncode, out.count("finished")) == (0, 3) and "hangs" not in err and "is stopped" not in err

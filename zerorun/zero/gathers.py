@@ -28,8 +28,10 @@ from ..errors import OrderError
 from ..log import warn_once
 from .unit import SlotPool, Unit
 
-# Seconds for which a rank that has left the agreed order waits for the others to ask as well.
-ORDER_TIMEOUT_S = float(os.environ.get("ZERORUN_ORDER_TIMEOUT_S", "60"))
+# Seconds for which a rank that has left the agreed order waits for the others to ask as well; None: as for any collective.
+# A shorter limit would end runs in which one rank takes a minute for its first batch.
+ORDER_TIMEOUT_S = float(os.environ["ZERORUN_ORDER_TIMEOUT_S"]) if "ZERORUN_ORDER_TIMEOUT_S" in os.environ else None
+IN_TIME = "in time" if ORDER_TIMEOUT_S is None else f"within {ORDER_TIMEOUT_S:.0f} s"
 _END = -1
 
 
@@ -286,7 +288,7 @@ class Gathers:
         name = unit.name if unit is not None else "the end of the pass"
         return (
             f"rank {self._comm.topology.rank} reached {name!r} outside the order agreed for this pass ({trace.key}), and "
-            f"other ranks did not within {ORDER_TIMEOUT_S:.0f} s: they run the model's units in another order or "
+            f"other ranks did not {IN_TIME}: they run the model's units in another order or "
             "another number of times. Remedy: call the model equally often on all ranks. If some ranks take a "
             "branch that none has taken before, let all take it in the first step, or define its modules in the order "
             "that they run in, or make the modules that differ one unit (zero_optimization.unit_policy with the class name "

@@ -17,7 +17,7 @@ from ..errors import ModelError, OrderError
 from .access import compare_request, entry_view, gathered, owned_part
 from .away import GRADIENTS
 from .flat_group import TrainedGroup, square_sum
-from .gathers import ORDER_TIMEOUT_S
+from .gathers import IN_TIME, ORDER_TIMEOUT_S
 from .pieces import owned_gradient
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
 from .unit import Unit
@@ -146,8 +146,8 @@ def reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
         answers = model.comm.control.data_gather(asked, ORDER_TIMEOUT_S)
     except OrderError as error:
         raise OrderError(
-            f"gradients were asked for on rank {model.comm.topology.rank}, and not on all other ranks within "
-            f"{ORDER_TIMEOUT_S:.0f} s. Remedy: call the functions of zerorun.zero on all ranks, and use the result on one."
+            f"gradients were asked for on rank {model.comm.topology.rank}, and not on all other ranks "
+            f"{IN_TIME}. Remedy: call the functions of zerorun.zero on all ranks, and use the result on one."
         ) from error
     if len({int(theirs) for _, theirs in answers}) > 1:
         compare_request(model, function, wanted)
