@@ -13,13 +13,14 @@ An order of the launcher has the key ``do``, a message of the agent the key ``is
 | interrupt, terminate, kill, pass | signal, grace | see node.py                                                      |
 | pause     | on                               | stops or goes on reading the workers' output                         |
 | stacks    | rank                             | sends ``stacks``, what the threads of a worker are doing             |
+| slow      | rank, thousandths                | tells rank 0 that this rank is slow, for the monitors                |
 | ping      | t                                | answers ``pong`` with t and its own clock                            |
 | leave     | status                           | ends what still runs, and exits with that status                     |
 | refuse    | text                             | prints the text and exits with status 2                              |
 
-Of workers that do not move it sends ``seen``, unasked. A failure before the workers run is reported as ``trouble``, with a
-text. A launcher from which nothing has been heard for SILENT_SECONDS is taken for dead: if its host has gone down, the
-kernel would notice only after many minutes.
+Unasked it sends ``seen`` of workers that do not move, and ``windows``: what all were busy in steps that are over. A failure
+before the workers run is reported as ``trouble``, with a text. A launcher from which nothing has been heard for
+SILENT_SECONDS is taken for dead: if its host has gone down, the kernel would notice only after many minutes.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from zerorun.errors import LaunchError
+from zerorun.watch.pace import Window
 
 from .boards import Seen
 from .escapes import plain
@@ -59,6 +61,9 @@ class _BoardsOnLine:
 
     def on_seen(self, rank: int, seen: Seen | None) -> None:
         self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
+
+    def on_windows(self, windows: list[Window]) -> None:
+        self._line.send({"is": "windows", "of": windows})  # some 45 bytes for a rank and 20 steps
 
     def on_stacks(self, rank: int, text: str) -> None:
         self._line.send({"is": "stacks", "rank": rank, "text": text})
@@ -159,6 +164,8 @@ class Agent:
                 node.pass_on(message["signal"])
             case "stacks":
                 node.ask_stacks(message["rank"])
+            case "slow":
+                node.show_slow(message["rank"], message["thousandths"])
 
     def _prepare(self, message: Message) -> None:
         try:

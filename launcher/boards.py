@@ -11,7 +11,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zerorun.watch.board import FILE_NAME, PAGE, STACK_SIGNAL, STACKS_NAME, VARIABLE, Phase, Sight, read
+from zerorun.watch.board import (
+    FILE_NAME,
+    PAGE,
+    STACK_SIGNAL,
+    STACKS_NAME,
+    VARIABLE,
+    Phase,
+    Sight,
+    read,
+    read_times,
+    show_slow,
+)
+from zerorun.watch.pace import Window
 
 _QUIET_S = 2.0  # after which a worker that has not moved is reported
 _MOST_STACKS = 1 << 16  # bytes
@@ -74,6 +86,7 @@ class _Page:
     session: int = 0  # of the worker's processes
     events: int = -1
     moved_at: float = 0.0
+    window: int = 0  # the last one that was told
     told: tuple[int, bool] | None = None  # what was reported: events, and whether it was stopped; None: that it moves
 
 
@@ -142,6 +155,21 @@ class Boards:
                 page.told = page.events, stopped
                 found.append((page.rank, Seen(sight, quiet, stopped)))
         return found
+
+    def new_windows(self) -> list[Window]:
+        """Return what workers were busy in windows of steps that have ended since the last call."""
+        found = []
+        for page in self._pages.values():
+            stage, times = read_times(page.page, page.window)
+            for number, (*busy, delay) in times.items():
+                page.window = number
+                found.append(Window(page.rank, stage, number, tuple(busy), delay))
+        return found
+
+    def show_slow(self, rank: int, thousandths: int) -> None:
+        """Tell rank 0, if it is here, which rank is slow: it writes that to the monitors. -1: none is."""
+        if 0 in self._pages:
+            show_slow(self._pages[0].page, rank, thousandths)
 
     def take_last(self, rank: int) -> Seen | None:
         """Return what the board of a worker that has ended says, and look at it no more."""

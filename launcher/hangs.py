@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from zerorun.watch.pace import Pace, Window
 from zerorun.watch.verdict import Ended, Hang, Standing, judge
 
 from .boards import Seen, training_first
@@ -25,11 +26,16 @@ class Hangs:
     host_of: Callable[[int], str | None]
     say: Callable[[str], None]
     ask_stacks: Callable[[int], None]
+    show_slow: Callable[[int, int], None]  # a rank and its slowness in thousandths, for rank 0
     _seen: dict[int, tuple[float, Seen]] = field(default_factory=dict)
     _stacks: dict[int, str] = field(default_factory=dict)
     _verdict: Hang | None = None
+    _pace: Pace = field(init=False)
     _asked: float = 0.0
     _next: float = 0.0  # when to judge again
+
+    def __post_init__(self) -> None:
+        self._pace = Pace(self.world_size)
 
     def on_seen(self, rank: int, seen: Seen | None) -> None:
         """Note what a worker's board says; None: it moves again."""
@@ -45,6 +51,16 @@ class Hangs:
     def on_stacks(self, rank: int, text: str) -> None:
         """Note the stacks of a worker."""
         self._stacks[rank] = text
+
+    def on_windows(self, windows: Iterable[Window]) -> None:
+        """Note what workers were busy, and tell the user of those that are slow."""
+        for window in windows:
+            before = self._pace.slowest
+            for slow in self._pace.add(window):
+                self.say(f"[zerorun] {slow.text(self.host_of(slow.rank))}")
+            now = self._pace.slowest
+            if now != before:
+                self.show_slow(*((-1, 0) if now is None else (now.rank, round(1e3 * now.ratio))))
 
     def must_end(self, ends: Mapping[int, WorkerEnd], now: float) -> bool:
         """Tell the user once of each hang that begins. True if the job must end because of it."""

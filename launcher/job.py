@@ -64,7 +64,7 @@ class Job:
         self._selector = selectors.DefaultSelector()
         self._nodes: list[Node] = []
         self._round: Round | None = None
-        self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None)
+        self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None, lambda *_: None)
         self._meeting = Meeting(options.master_addr, options.master_port, self._await)
         self._stopped = False  # a signal has asked for the end: no restart follows
 
@@ -226,7 +226,9 @@ class Job:
             worker.rank: node for node, share in zip(self._nodes, plan.nodes, strict=True) for worker in share.workers
         }
         names = {rank: node.name for rank, node in node_of.items()} if self._several else {}
-        self.hangs = Hangs(len(node_of), names.get, self.say, lambda rank: node_of[rank].ask_stacks(rank))
+        self.hangs = Hangs(
+            len(node_of), names.get, self.say, lambda rank: node_of[rank].ask_stacks(rank), node_of[0].show_slow
+        )
         for node, share in zip(self._nodes, plan.nodes, strict=True):
             try:
                 node.start(share.workers)

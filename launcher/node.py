@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from zerorun.errors import LaunchError
+from zerorun.watch.pace import Window
 
 from .boards import Boards, Seen
 from .bootstrap import Guard, adopt_orphans
@@ -47,6 +48,9 @@ class BoardListener(Protocol):
 
     def on_seen(self, rank: int, seen: Seen | None) -> None:
         """A worker has not moved for a while, or has ended: what its board says. None: it moves again."""
+
+    def on_windows(self, windows: list[Window]) -> None:
+        """What workers were busy in steps that have ended."""
 
     def on_stacks(self, rank: int, text: str) -> None:
         """The stacks that ``ask_stacks`` has asked for; empty if the worker cannot tell."""
@@ -272,6 +276,7 @@ class LocalNode:
             self._orphans()
             for rank, seen in self._boards.look(now):
                 self._listener.hangs.on_seen(rank, seen)
+            self._tell_windows()
         for rank in [rank for rank, ready in self._stacks.items() if now >= ready]:
             del self._stacks[rank]
             self._listener.hangs.on_stacks(rank, self._boards.stacks(rank))
@@ -317,10 +322,16 @@ class LocalNode:
         if info is None:
             return
         worker.returncode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        self._tell_windows()
         rank, last = worker.command.rank, self._boards.take_last(worker.command.rank)
         if last is not None:
             self._listener.hangs.on_seen(rank, last)
         self._listener.on_end(rank, worker.returncode, time.monotonic(), worker.asked)
+
+    def _tell_windows(self) -> None:
+        windows = self._boards.new_windows()
+        if windows:
+            self._listener.hangs.on_windows(windows)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -333,6 +344,10 @@ class LocalNode:
         """Have ``on_stacks`` hear of what each thread of a worker is doing."""
         self._boards.ask_stacks(rank)
         self._stacks[rank] = time.monotonic() + _STACK_SECONDS
+
+    def show_slow(self, rank: int, thousandths: int) -> None:
+        """Tell rank 0, if it is here, which rank of the job is slow."""
+        self._boards.show_slow(rank, thousandths)
 
     def interrupt(self, number: int, grace: float) -> None:
         """Pass signal ``number`` on as a request to end; SIGKILL follows ``grace`` seconds later."""

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from zerorun.watch.board import TIMED
+from zerorun.watch.pace import Window
+
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
 from .boards import Seen
 from .bootstrap import die_with_parent
@@ -43,6 +46,11 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_whole, value))
 
 
+def _is_window(value: Any) -> bool:
+    """A rank, its stage, the number, and the times."""
+    return isinstance(value, list) and len(value) == 5 and _numbers(value[3]) and all(map(_whole, (*value[:3], value[4])))
+
+
 # The messages that an agent may send, and a check for each field that they must have.
 _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "hello": {"version": _text, "machine": _text, "hostname": _text, "cores": _numbers},
@@ -54,6 +62,7 @@ _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "empty": {"unkillable": _numbers, "oom_kills": _whole},
     "note": {"text": _text},
     "seen": {"rank": _whole, "seen": lambda seen: seen is None or isinstance(seen, dict)},
+    "windows": {"of": lambda rows: isinstance(rows, list) and all(map(_is_window, rows))},
     "stacks": {"rank": _whole, "text": _text},
     "pong": {"t": _number, "now": _number},
     "trouble": {"text": _text},
@@ -195,6 +204,8 @@ class RemoteNode:
                 self._listener.on_empty(message["unkillable"], message["oom_kills"])
             case "seen":
                 self._listener.hangs.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
+            case "windows":
+                self._take_windows([Window._make([*row[:3], tuple(row[3]), row[4]]) for row in message["of"]])
             case "stacks":
                 self._listener.hangs.on_stacks(message["rank"], message["text"])
             case "note":
@@ -210,6 +221,11 @@ class RemoteNode:
                 self._greet(message)
             case _:
                 self.answers[str(kind)] = message
+
+    def _take_windows(self, windows: list[Window]) -> None:
+        if any(window.rank not in self._ranks or len(window.busy_us) != len(TIMED) for window in windows):
+            raise ValueError(windows)
+        self._listener.hangs.on_windows(windows)
 
     def _greet(self, message: Message) -> None:
         self.facts = message
@@ -315,6 +331,9 @@ class RemoteNode:
 
     def ask_stacks(self, rank: int) -> None:
         self.send("stacks", rank=rank)
+
+    def show_slow(self, rank: int, thousandths: int) -> None:
+        self.send("slow", rank=rank, thousandths=thousandths)
 
     def interrupt(self, number: int, grace: float) -> None:
         self.send("interrupt", signal=number, grace=grace)

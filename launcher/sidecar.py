@@ -29,7 +29,7 @@ class Sidecar:
     def __init__(self, parent: int, world_size: int) -> None:
         self._parent, self._world_size = parent, world_size
         self._boards = Boards()
-        self._hangs = Hangs(world_size, lambda rank: None, _say, self._ask_stacks)
+        self._hangs = Hangs(world_size, lambda rank: None, _say, self._ask_stacks, self._boards.show_slow)
         self._processes: dict[int, int] = {}  # rank -> process
         self._ends: dict[int, WorkerEnd] = {}
         self._asked: set[int] = set()
@@ -42,6 +42,7 @@ class Sidecar:
             now = time.monotonic()
             for rank, seen in self._boards.look(now):
                 self._hangs.on_seen(rank, seen)
+            self._hangs.on_windows(self._boards.new_windows())
             for rank in self._asked:
                 self._hangs.on_stacks(rank, self._boards.stacks(rank))
             self._asked.clear()

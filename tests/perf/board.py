@@ -12,7 +12,6 @@ import argparse
 import json
 import mmap
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -21,18 +20,18 @@ from pathlib import Path
 from zerorun.watch.board import ALL, PAGE, Board, Phase
 
 REPEATS, CALLS = 9, 20_000
-UNITS, STEP_NS, SHARE = 25, 10e6, 0.005
+UNITS, EXCHANGES, STEP_NS, SHARE = 25, 1, 10e6, 0.005
 
 
 def per_call(action: Callable[[], object]) -> float:
-    """Median nanoseconds of one call, of the time that this process has on a core."""
+    """Nanoseconds of one call, of the time that this process has on a core: the least found, as others only add to it."""
     found = []
     for _ in range(REPEATS):
         begun = time.process_time_ns()
         for _ in range(CALLS):
             action()
         found.append((time.process_time_ns() - begun) / CALLS)
-    return statistics.median(found)
+    return min(found)
 
 
 def main() -> int:
@@ -46,14 +45,20 @@ def main() -> int:
         board.wait_begins("3: all-gather for forward", ALL, 7)
         board.wait_ends("3: all-gather for forward")
 
+    def exchange() -> None:
+        board.end_transport(time.monotonic_ns())
+
+    def step() -> None:
+        board.end_batch(1, 2, over=True)
+
     nothing = per_call(lambda: None)
     costs = {"wait": per_call(wait), "phase": per_call(lambda: board.enter(Phase.FORWARD))}
-    costs["step and batches"] = per_call(lambda: board.write(STEP=1, BATCHES=2))
+    costs |= {"exchange": per_call(exchange), "step": per_call(step)}
     costs = {name: cost - nothing for name, cost in costs.items()}
-    step = UNITS * costs["wait"] + 6 * costs["phase"] + costs["step and batches"]
+    total = UNITS * (costs["wait"] + EXCHANGES * costs["exchange"]) + 6 * costs["phase"] + costs["step"]
     for name, cost in costs.items():
         print(f"{name:20} {cost:7.0f} ns")
-    print(f"a step of {UNITS} units {step / 1e3:7.1f} us, {step / STEP_NS:.2%} of 10 ms")
+    print(f"a step of {UNITS} units {total / 1e3:7.1f} us, {total / STEP_NS:.2%} of 10 ms")
     if args.json is not None:
         told = {name: round(cost) for name, cost in costs.items()}
         place = {
@@ -61,8 +66,8 @@ def main() -> int:
             "python": platform.python_version(),
             "command": "python tests/perf/board.py",
         }
-        args.json.write_text(json.dumps({"ns": told, "step_us": round(step / 1e3, 1), **place}, indent=2) + "\n")
-    return int(step >= SHARE * STEP_NS)
+        args.json.write_text(json.dumps({"ns": told, "step_us": round(total / 1e3, 1), **place}, indent=2) + "\n")
+    return int(total >= SHARE * STEP_NS)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import mmap
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from training import make_config, make_engine
 import zerorun
 from zerorun.log import setup_logging
 from zerorun.monitors import monitor
+from zerorun.watch.board import PAGE, board, show_slow
 
 CASE = CASES["plain"]
 DIVIDED = Case("divided", lambda: Gpt(2, lambda: Mlp(32)))
@@ -248,3 +250,20 @@ def test_a_missing_library_is_one_error() -> None:
         assert kind == "ConfigError"
         assert "2 problems" in text
         assert "tensorboard.enabled" in text and "pip install tensorboard" in text and "pip install comet-ml" in text
+
+
+def train_with_a_slow_rank(config: dict[str, Any]) -> None:
+    """The supervisor says that rank 3 takes 1.5 times as long."""
+    page = mmap.mmap(-1, PAGE)
+    board.go_on_at(page)
+    show_slow(page, 3, 1500)
+    try:
+        train(config, "mean", False)
+    finally:
+        board.go_on_at(bytearray(PAGE))
+
+
+def test_a_slow_rank_is_in_the_monitors(tmp_path: Path) -> None:
+    run_ranks(1, train_with_a_slow_rank, make_config(0, accumulation=ACCUMULATION, **written(tmp_path)))
+    found = values_of(tmp_path / "run")
+    assert [y for _, y in found["slow_rank"]] == [3] * STEPS and [y for _, y in found["slow_rank_ratio"]] == [1.5] * STEPS

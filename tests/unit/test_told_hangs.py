@@ -23,7 +23,7 @@ class Told:
     def __init__(self, limit_s: float | None = 1.0) -> None:
         self.said: list[str] = []
         self.asked: list[int] = []
-        self.hangs = Hangs(2, lambda rank: None, self.said.append, self.asked.append)
+        self.hangs = Hangs(2, lambda rank: None, self.said.append, self.asked.append, lambda *_: None)
         self.hangs.on_seen(0, seen(0, 50.0, limit_s))
         self.hangs.on_seen(1, seen(1, None, limit_s))
         self.now = max(at for at, _ in self.hangs._seen.values())

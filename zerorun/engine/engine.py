@@ -225,11 +225,12 @@ class Engine(WholeWeights):
         bf16), and LossScaleError if fp16 overflows at the minimum scale. An error leaves the weights as before the step.
         On a GPU, which decides by itself whether a step is applied, these come from the next call.
         """
-        if self.accumulation.count_step():
+        over = self.accumulation.count_step()
+        if over:
             self._step_now(lr_kwargs or {})
         else:
             self.history.progress.begin()
-        board.write(STEP=self.global_steps, BATCHES=self.micro_steps)
+        board.end_batch(self.global_steps, self.micro_steps, over=over)
 
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""

@@ -46,7 +46,7 @@ from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import cut, divide, is_part, plan_layers
 from ..startup.parallelized_model import ParallelizedModel
-from ..watch.board import Phase, during, limit_waits
+from ..watch.board import Phase, board, during, limit_waits
 from ..zero.access import adopt_loaded_weights, guard_state_dict
 from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
@@ -129,6 +129,7 @@ def initialize(
     if wanted.communication_timeout_s is not None:
         limit_time(planned, timedelta(seconds=wanted.communication_timeout_s))
     topology = planned.open(device.type) if owns_topology else planned
+    board.write(STAGE=topology.pipe_rank)
     parallelized = ParallelizedModel()
     try:
         parallelized = divide(model, layers, wanted, topology, device)

@@ -97,8 +97,9 @@ class PipelineEngine(Engine):
         self._executor.run(schedule, batches)
         self.accumulation.count_batch(count)
         loss = self._mean(self._executor.losses, count)
+        board.enter(Phase.UPDATE)
         self._step_now()
-        board.write(STEP=self.global_steps, BATCHES=self.micro_steps)
+        board.end_batch(self.global_steps, self.micro_steps, over=True)
         if schedule.kind == ZERO_BUBBLE and self._times is None:
             self._measure()
         return loss
@@ -231,11 +232,13 @@ class PipelineEngine(Engine):
             if not isinstance(source, Iterator):
                 lacks = "nothing" if source is None else f"a {type(source).__name__}, which is no iterator"
             try:
+                board.enter(Phase.DATA)
                 found = [next(source) for _ in range(count)] if isinstance(source, Iterator) else found
             except StopIteration:
                 ended = True
         if self._batch_fn is not None and found[0] is not None:
             found = [self._batch_fn(batch) for batch in found]
+        board.enter(Phase.PIPELINE)
         self._agree_on_data(lacks, ended, *self._checksums(found))
         return [_to(batch, self.device) for batch in found]
 

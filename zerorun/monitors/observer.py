@@ -18,6 +18,7 @@ from ..distributed.stopwatch import Stopwatch
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..log import counted, in_bytes, logger
+from ..watch.board import board
 from ..zero.reducer import Backwards
 from .breakdown import (
     BACKWARD,
@@ -191,6 +192,7 @@ class RunObserver:
             "samples_per_second": speed.samples if speed is not None else None,
             "tokens_per_second": speed.tokens if speed is not None else None,
             "peak_memory_gib": most_used_bytes(self._device) / 2**30,
+            **dict(zip(("slow_rank", "slow_rank_ratio"), board.slow or (), strict=False)),
         }
         return [(_PREFIX + name, value, record.samples) for name, value in values.items() if value is not None]
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
 from ..errors import PipelineError
+from ..watch.board import Phase, board
 from ..zero.gathers import ExecutionTrace
 from ..zero.runtime import ModelPart, Runtime
 from .p2p import ACTIVATIONS, GRADIENTS, PointToPoint, tensors_of
@@ -27,6 +28,8 @@ from .schedule.simulate import Span
 from .split_backward import WeightGradients
 
 Key = tuple[int, int]  # micro-batch, chunk
+_PHASES = dict.fromkeys((ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT), Phase.BACKWARD)
+_PHASES[ActionKind.FORWARD] = Phase.FORWARD
 _RECEIVES = {ActionKind.RECEIVE_ACTIVATION: ACTIVATIONS, ActionKind.RECEIVE_GRADIENT: GRADIENTS}
 
 
@@ -90,6 +93,7 @@ class Executor:
                 if action.kind.computes:
                     self.spans.append(Span(action, begun, time.perf_counter()))
             if self._p2p is not None:
+                board.enter(Phase.PIPELINE)
                 self._p2p.finish()
             self._failed = False
         finally:
@@ -111,6 +115,7 @@ class Executor:
 
     def _act(self, action: Action, batches: list[Any], stages: int, is_last: bool) -> None:
         kind, key = action.kind, (action.micro_batch, action.chunk)
+        board.enter(_PHASES.get(kind, Phase.PIPELINE))
         if kind is ActionKind.FORWARD:
             self._forward(key, batches[action.micro_batch])
         elif kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT):

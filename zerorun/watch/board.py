@@ -3,8 +3,10 @@
 [Note: how a board is written and read]
 The page belongs to the supervisor of the host, which makes it and hands it to the rank as an open file. So it can be read
 whatever state the rank is in, also after its death, and nothing runs in the rank for it: no thread, no collective, no
-system call. A change is a few stores of words of 8 bytes, and ends with one more event. A reader takes the page until two
-copies have the same number of events.
+system call but one in WINDOW steps. A change is a few stores of words of 8 bytes, and ends with one more event. A reader
+takes the page until two copies have the same number of events.
+
+The times that a rank was busy in its phases become those of a window of steps (pace.py); the page keeps some windows.
 
 The page is about the thread that trains. Threads that work beside it call ``stay_off_the_board``.
 """
@@ -19,11 +21,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import wraps
+from time import monotonic_ns
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import ConfigError
@@ -36,6 +39,7 @@ STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
 _MAGIC = 0x7A65726F_00000001  # "zero", and the version of the page
 _LABEL_AT, _LONGEST_LABEL = PAGE - 256, 240  # bytes
 _MOST_LABELS = 4096  # that are kept encoded
+_WINDOWS = 16  # that are on the page
 _FIRST_STEPS = 2  # whose waits say nothing about later ones: ranks compile, open files, find their memory
 _TRIES = 100
 _LONGEST_LIMIT_S = 1e8
@@ -59,6 +63,7 @@ class Phase(IntEnum):
     LOAD = auto()
     WHOLE_WEIGHTS = auto()
     COMPILE = auto()
+    TRANSPORT = auto()  # no phase of its own: the work of sending and taking what ranks exchange, in any other
 
 
 class Word(IntEnum):
@@ -82,7 +87,16 @@ class Word(IntEnum):
     LONGEST = auto()  # ns that a wait with this label has taken so far, at most
     LABEL = auto()  # bytes of the label
     RANK = auto()
+    STAGE = auto()  # of the pipeline
+    SLOW = auto()  # the supervisor's: 1 + the number of a slow rank, or 0
+    SLOWNESS = auto()  # thousandths of what others take in that phase
+    STEPS = auto()  # that were timed, of all engines
 
+
+WINDOW = 20  # steps, whose times become one
+TIMED = (Phase.SCRIPT, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.TRANSPORT)
+_WINDOWS_AT, _WINDOW_WORDS = 32, 2 + len(TIMED)  # in words: the number of a window, times, how long it waited for a core
+_WINDOWS_END = _WINDOWS_AT + _WINDOWS * _WINDOW_WORDS
 
 Span = tuple[int, int, int]
 """Ranks of the world, as (the first, the step between two, how many)."""
@@ -111,7 +125,12 @@ class Board:
         self._labels: dict[str, bytes] = {}
         self._longest: dict[str, int] = {}
         self._waits = 0  # one within the other, or on several threads
-        self.write(MAGIC=_MAGIC, PID=os.getpid(), LIMIT=-1, PHASE_SINCE=time.monotonic_ns())
+        self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
+        self._steps: list[list[int]] = []  # the same of the steps of this window
+        self._delay = 0  # ns that this thread has waited for a core, up to the last window
+        self._apart = 0  # ns of waits and transport so far
+        self._apart_at_phase = self._apart_at_wait = 0  # that when the phase, or the wait, began
+        self.write(MAGIC=_MAGIC, PID=os.getpid(), LIMIT=-1, PHASE_SINCE=monotonic_ns())
 
     def go_on_at(self, memory: Any) -> None:
         """Go on at ``memory``, PAGE bytes that others see."""
@@ -129,30 +148,74 @@ class Board:
 
     def enter(self, phase: int) -> int:
         """Begin ``phase``, and return the one before."""
-        words = self._words
+        words, now = self._words, monotonic_ns()
         before = words[7]
-        words[7], words[8] = phase, time.monotonic_ns()
+        self._busy[before] += now - words[8] - self._apart + self._apart_at_phase
+        self._apart_at_phase = self._apart
+        words[7], words[8] = phase, now
         words[1] += 1
         return before
 
+    def end_transport(self, begun: int) -> None:
+        """The work of an exchange is done, since ``begun`` of the monotonic clock. It has not waited for others."""
+        spent = monotonic_ns() - begun
+        self._busy[12] += spent
+        self._apart += spent
+
+    def end_batch(self, step: int, batches: int, *, over: bool) -> None:
+        """Show the counts after a micro-batch; with ``over``, after an optimizer step, whose times are kept."""
+        words = self._words
+        words[5], words[6] = step, batches
+        words[1] += 1
+        if over:
+            if not self._delay:
+                self._delay = _delay()
+            self._steps.append(self._busy)
+            self._busy = [0] * len(Phase)
+            if len(self._steps) == WINDOW:
+                self._end_window()
+
+    def _end_window(self) -> None:
+        """Show of each phase what it took at least in three steps of four: others may slow down a few."""
+        words, steps = self._words, self._steps
+        words[Word.STEPS] += WINDOW
+        number = words[Word.STEPS] // WINDOW
+        for step in steps:
+            step[Phase.TRANSPORT] += step[Phase.PIPELINE]  # messages between stages
+        lower = [sorted(step[phase] for step in steps)[WINDOW // 4] for phase in TIMED]
+        delay, before = _delay(), self._delay
+        self._delay = delay
+        at = _WINDOWS_AT + number % _WINDOWS * _WINDOW_WORDS
+        words[at + 1 : at + _WINDOW_WORDS] = memoryview(array("q", [*lower, (delay - before) // WINDOW]))
+        words[at] = number
+        words[1] += 1
+        self._steps = []
+
+    @property
+    def slow(self) -> tuple[int, float] | None:
+        """A slow rank of the job, and what it takes as a multiple of the others; None if the supervisor knows of none."""
+        rank = self._words[Word.SLOW]
+        return (rank - 1, self._words[Word.SLOWNESS] / 1e3) if rank else None
+
     def wait_begins(self, label: str, span: Span, number: int) -> None:
         """Show that the rank waits for those of ``span``. ``label`` says in what, ``number`` in which of that label."""
-        if threading.get_ident() in _beside:
+        if _beside and threading.get_ident() in _beside:
             return
         self._waits += 1
         if self._waits > 1:
             return
         words, written = self._words, self._labels.get(label) or self._encoded(label)
         self._bytes[_LABEL_AT : _LABEL_AT + len(written)] = written
-        words[16], words[10] = len(written), time.monotonic_ns()
+        words[16], words[10] = len(written), monotonic_ns()
         words[11], words[12], words[13] = span
         words[14], words[15] = number, self._longest.get(label, 0)
+        self._apart_at_wait = self._apart
         words[9] = 1
         words[1] += 1
 
     def wait_ends(self, label: str) -> None:
         """Show that the rank goes on."""
-        if threading.get_ident() in _beside:
+        if _beside and threading.get_ident() in _beside:
             return
         self._waits -= 1
         if self._waits:
@@ -160,10 +223,11 @@ class Board:
         words = self._words
         words[9] = 0
         words[1] += 1
-        if words[5] >= _FIRST_STEPS:
-            taken = time.monotonic_ns() - words[10]
-            if taken > self._longest.get(label, 0):
-                self._longest[label] = taken
+        taken = monotonic_ns() - words[10]
+        if words[13]:  # a disk for which nobody else waits is the rank's own matter
+            self._apart = self._apart_at_wait + taken
+        if words[5] >= _FIRST_STEPS and taken > self._longest.get(label, 0):
+            self._longest[label] = taken
 
     def _encoded(self, label: str) -> bytes:
         if len(self._labels) >= _MOST_LABELS:
@@ -307,16 +371,42 @@ class Sight:
 
 def read(page: mmap.mmap) -> Sight | None:
     """What is on ``page``, also before the rank has written on it; None if it is being written all the time."""
+    copy = _copied(page)
+    return None if copy is None else _sight(memoryview(copy).cast("q"), copy)
+
+
+def read_times(page: mmap.mmap, after: int) -> tuple[int, dict[int, list[int]]]:
+    """Return (the stage, number -> us of a step by TIMED, and waiting for a core) of windows that ended since ``after``."""
+    copy = _copied(page)
+    if copy is None:
+        return 0, {}
+    words = memoryview(copy).cast("q")
+    rows = [words[at : at + _WINDOW_WORDS].tolist() for at in range(_WINDOWS_AT, _WINDOWS_END, _WINDOW_WORDS)]
+    return words[Word.STAGE], {number: [ns // 1000 for ns in busy] for number, *busy in sorted(rows) if number > after}
+
+
+def show_slow(page: mmap.mmap, rank: int, thousandths: int) -> None:
+    """Tell the rank that ``rank`` of its job is slow; -1: none is. For the owner of the page."""
+    page[8 * Word.SLOW : 8 * Word.SLOWNESS + 8] = array("q", [rank + 1, thousandths]).tobytes()
+
+
+def _delay() -> int:
+    """Nanoseconds that the calling thread was ready to run and others had the cores; 0 where the kernel does not tell."""
+    with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/thread-self/schedstat", "rb") as file:
+        return int(file.read().split()[1])
+    return 0
+
+
+def _copied(page: mmap.mmap) -> bytes | None:
     for _ in range(_TRIES):
         copy = page[:]
-        words = memoryview(copy).cast("q")
-        if int.from_bytes(page[8:16], "little") == words[Word.EVENTS]:
-            return _sight(words, copy)
+        if page[8:16] == copy[8:16]:
+            return copy
     return None
 
 
 def _sight(words: memoryview, copy: bytes) -> Sight:
-    now, limit = time.monotonic_ns(), words[Word.LIMIT]
+    now, limit = monotonic_ns(), words[Word.LIMIT]
     return Sight(
         events=words[Word.EVENTS],
         pid=words[Word.PID],

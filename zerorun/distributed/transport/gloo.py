@@ -9,11 +9,13 @@ gives the same bits in every run and at every stage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 
+from ...watch.board import board
 from ..transports import GLOO
 from .statistics import Message, Pending, Started
 from .sums import sum_in_rank_order
@@ -95,7 +97,9 @@ class Gloo(Transport):
                 works.append(self._sending(outgoing[low:high], peer, tag, label))
 
         def finish() -> None:
+            begun = time.monotonic_ns()
             sum_in_rank_order(parts, out, accumulate)
+            board.end_transport(begun)
             for peer, part in enumerate(parts):
                 if peer != self.rank:
                     pool.give(part)

@@ -12,6 +12,7 @@ Ranks still make the same gathers, in the same order: other transports need it. 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -19,6 +20,7 @@ from itertools import pairwise
 import torch
 
 from ...errors import OrderError
+from ...watch.board import board
 from .peer_memory import PeerMemory, PeerMemoryError
 
 # Those that others may be reading, in the order of opening: they stay alive, also when their engine does not.
@@ -48,10 +50,11 @@ class OpenShards:
         self._gathers += 1
         if shard.numel() and full[bounds[self._memory.rank] :].data_ptr() == shard.data_ptr():  # empty ones are all at 0
             return
-        number = self._numbers[id(shard)]
+        number, begun = self._numbers[id(shard)], time.monotonic_ns()
         for peer, (low, high) in enumerate(pairwise(bounds)):
             if peer != self._memory.rank and high > low:
                 self._memory.read_tensor(peer, int(self._tables[peer][number]), full[low:high])
+        board.end_transport(begun)
 
     def close(self, timeout: timedelta | None = None) -> None:
         """Return when nobody reads any more: shards may change. All ranks must call it.

@@ -52,7 +52,7 @@ from typing import Any
 
 import torch
 
-from ...watch.board import span_of
+from ...watch.board import board, span_of
 from ..time_limit import time_limit
 from ..waits import waiting
 
@@ -108,7 +108,9 @@ class PeerCollective:
             tables = self._memory.offers(self._number, self._tag, self._table, self._label)
             if tables is None:
                 return False
+            begun = time.monotonic_ns()
             self._take(tables)
+            board.end_transport(begun)
             self._take = None
             self._memory.confirm(self._number)
         return True

@@ -1,0 +1,208 @@
+"""Which rank is slow, from what all were busy; and what a rank adds up for it, by a clock that the test sets."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import pytest
+
+from zerorun.launcher.boards import Boards
+from zerorun.launcher.hangs import Hangs
+from zerorun.watch import board as module
+from zerorun.watch.board import ALL, NOBODY, PAGE, TIMED, WINDOW, Board, Phase, read_times, show_slow
+from zerorun.watch.pace import SUCCESSION, Pace, Slow, Window, slow_in
+
+FAST = (4000, 3000, 10_000, 20_000, 5000, 3000)  # us by TIMED
+
+
+def with_more(phase: Phase, factor: float) -> tuple[int, ...]:
+    return tuple(round(us * (factor if at == phase else 1)) for at, us in zip(TIMED, FAST, strict=True))
+
+
+def windows(*busy: tuple[int, ...], number: int = 1, stages: int = 1, delay: int = 0) -> list[Window]:
+    return [Window(rank, rank % stages, number, times, delay) for rank, times in enumerate(busy)]
+
+
+@pytest.mark.parametrize("phase", TIMED)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_that_takes_half_as_much_again_is_slow_in_each_phase(phase: Phase, ranks: int) -> None:
+    slower, at = with_more(phase, 1.5), TIMED.index(phase)
+    assert slow_in(windows(slower, *[FAST] * (ranks - 1))) == {0: Slow(0, phase, slower[at], FAST[at])}
+
+
+@pytest.mark.parametrize(("factor", "slow"), [(1.09, False), (1.12, True)])
+def test_less_than_a_tenth_is_not_slow(factor: float, slow: bool) -> None:
+    assert bool(slow_in(windows(FAST, with_more(Phase.BACKWARD, factor)))) == slow
+
+
+def test_what_is_little_of_a_step_is_not_told() -> None:
+    assert slow_in(windows(FAST, with_more(Phase.SCRIPT, 1.3))) == {}
+    assert slow_in(windows((0, 0, 100, 0, 0, 0), (0, 0, 400, 0, 0, 0))) == {}
+
+
+def test_a_rank_that_does_not_get_a_core_is_not_slow() -> None:
+    slower = with_more(Phase.BACKWARD, 1.5)
+    assert slow_in(windows(slower, FAST, delay=9000)) == {}
+    assert slow_in(windows(slower, FAST, delay=1000))
+
+
+def test_stages_are_compared_each_with_itself() -> None:
+    double = tuple(2 * us for us in FAST)
+    assert slow_in(windows(FAST, double, FAST, double, stages=2)) == {}
+    found = slow_in(windows(FAST, double, FAST, double, FAST, with_more(Phase.FORWARD, 4), stages=2))
+    assert list(found) == [5] and found[5].phase == Phase.FORWARD
+
+
+def told(pace: Pace, number: int, *busy: tuple[int, ...]) -> list[int]:
+    return [slow.rank for window in windows(*busy, number=number) for slow in pace.add(window)]
+
+
+def test_three_windows_in_succession_and_once() -> None:
+    pace, slower = Pace(2), with_more(Phase.FORWARD, 1.5)
+    assert SUCCESSION == 3
+    assert [told(pace, number, FAST, slower) for number in (1, 2, 3, 4)] == [[], [], [1], []]
+    assert pace.slowest == Slow(1, Phase.FORWARD, 15_000, 10_000) and pace.slowest.ratio == 1.5
+    assert told(pace, 5, FAST, FAST) == [] and pace.slowest is None
+    assert [told(pace, number, FAST, with_more(Phase.UPDATE, 1.5)) for number in (6, 7, 8)] == [[], [], [1]]
+
+
+@pytest.mark.parametrize("numbers", [(1, 2, 4, 5), (1, 3, 5, 7)])
+def test_windows_between_which_some_are_missing_do_not_count(numbers: tuple[int, ...]) -> None:
+    pace = Pace(2)
+    assert [told(pace, number, FAST, with_more(Phase.FORWARD, 1.5)) for number in numbers] == [[], [], [], []]
+
+
+def test_neither_do_two_ranks_in_turns_or_two_phases() -> None:
+    pace, slower = Pace(2), with_more(Phase.FORWARD, 1.5)
+    turns = [(FAST, slower), (slower, FAST)] * 3 + [(FAST, slower), (FAST, with_more(Phase.UPDATE, 1.5))] * 3
+    assert [told(pace, number, *busy) for number, busy in enumerate(turns, 1)] == [[]] * 12
+
+
+def test_windows_of_a_rank_that_tells_no_times_are_not_kept_for_ever() -> None:
+    pace = Pace(3)
+    for number in range(1000):
+        assert told(pace, number, FAST, FAST) == []
+    assert len(pace._open) < 50
+
+
+# -- in the rank -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rank:
+    """A rank whose clock goes when the test says so."""
+
+    board: Board
+    page: mmap.mmap
+    ns: int = 10**9
+
+    def spends(self, ms: float) -> None:
+        self.ns += round(ms * 1e6)
+
+    def waits(self, ms: float, work: float = 0.0, *, nobody: bool = False) -> None:
+        self.board.wait_begins("gather", NOBODY if nobody else ALL, 0)
+        self.spends(ms)
+        if work:
+            self.moves(work)
+        self.board.wait_ends("gather")
+
+    def moves(self, ms: float) -> None:
+        begun = self.ns
+        self.spends(ms)
+        self.board.end_transport(begun)
+
+    def step(self, longer: float = 0.0) -> None:
+        board = self.board
+        board.enter(Phase.DATA)
+        self.spends(2)
+        board.enter(Phase.FORWARD)
+        self.spends(3 + longer)
+        self.waits(50, work=1)
+        board.enter(Phase.BACKWARD)
+        self.moves(0.5)
+        self.spends(4)
+        self.waits(0.25, nobody=True)
+        board.enter(Phase.PIPELINE)
+        self.spends(0.125)
+        board.enter(Phase.UPDATE)
+        self.spends(5)
+        board.end_batch(1, 1, over=False)
+        board.end_batch(1, 1, over=True)
+        board.enter(Phase.SCRIPT)
+        self.spends(6)
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    page = mmap.mmap(-1, PAGE)
+    found = Rank(Board(), page)
+    monkeypatch.setattr(module, "monotonic_ns", lambda: found.ns)
+    found.board.go_on_at(page)
+    found.board.enter(Phase.SCRIPT)
+    return found
+
+
+def test_a_rank_adds_up_what_it_is_busy_without_waits(rank: Rank) -> None:
+    rank.step()  # in a window, the first step and the last one have less of the script
+    for _ in range(WINDOW):
+        rank.step()
+    rank.board.write(STAGE=3)
+    stage, times = read_times(rank.page, 0)
+    assert (stage, list(times)) == (3, [1])
+    assert times[1][: len(TIMED)] == [6000, 2000, 3000, 4250, 5000, 1625]
+
+
+def test_steps_with_a_pause_do_not_matter_unless_they_are_most(rank: Rank) -> None:
+    for step in range(2 * WINDOW):
+        rank.step(longer=30 if step < 14 or step >= WINDOW + 4 else 0)
+    forward = TIMED.index(Phase.FORWARD)
+    assert [times[forward] for times in read_times(rank.page, 0)[1].values()] == [3000, 33_000]
+
+
+def test_a_reader_that_comes_seldom_finds_the_last_windows(rank: Rank) -> None:
+    for _ in range(40 * WINDOW):
+        rank.step()
+    assert list(read_times(rank.page, 0)[1]) == list(range(25, 41))
+    assert list(read_times(rank.page, 38)[1]) == [39, 40]
+
+
+def test_the_monitors_rank_learns_who_is_slow(rank: Rank) -> None:
+    assert rank.board.slow is None
+    show_slow(rank.page, 0, 1500)
+    assert rank.board.slow == (0, 1.5)
+    show_slow(rank.page, -1, 0)
+    assert rank.board.slow is None
+
+
+# -- in the launcher -------------------------------------------------------------------------------------------------
+
+
+def test_the_launcher_says_who_is_slow_and_tells_the_monitors() -> None:
+    said: list[str] = []
+    shown: list[tuple[int, int]] = []
+    hangs = Hangs(2, "node{}".format, said.append, lambda _: None, lambda *slow: shown.append(slow))
+    for number in (1, 2, 3, 4):
+        hangs.on_windows(windows(FAST, with_more(Phase.BACKWARD, 1.5), number=number))
+    hangs.on_windows(windows(FAST, FAST, number=5))
+    assert said == [
+        "[zerorun] rank 1 on node1 is slow: of each step it is in backward for 30.0 ms, the others of its stage for 20.0 "
+        "ms (the median). All ranks wait for it."
+    ]
+    assert shown == [(1, 1500), (-1, 0)]
+
+
+def test_boards_tell_each_window_once(rank: Rank) -> None:
+    boards = Boards()
+    files, _ = boards.make(0)
+    boards.started(0, 1, files, 0.0)
+    page = boards._pages[0].page
+    rank.board.go_on_at(page)
+    for _ in range(2 * WINDOW):
+        rank.step()
+    assert [window.number for window in boards.new_windows()] == [1, 2]
+    assert boards.new_windows() == []
+    boards.show_slow(0, 1200)
+    assert rank.board.slow == (0, 1.2)
+    rank.board.go_on_at(bytearray(PAGE))
+    boards.close()

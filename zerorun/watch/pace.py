@@ -1,0 +1,119 @@
+"""Slow ranks: who is busy for longer than the others of its pipeline stage, in which phase, so that all wait for it.
+
+[Note: what is compared]
+A rank adds up for each phase how long it was busy: waits for other ranks are not counted, since those who wait are the fast
+ones. Of WINDOW steps it tells what three of four took at least, so that a few steps with a pause are no matter. Whoever
+takes more than others do in SUCCESSION windows is slow. Not if that is because others had the cores of its host: that
+passes from rank to rank. The others are their median, the lower one of two: of two ranks
+the faster says what is possible.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import NamedTuple
+
+from .board import TIMED, Phase
+
+SUCCESSION = 3
+_RATIO = 1.1
+_OF_STEP = 0.03  # of what the others are busy in a step: less is not worth a line
+_LEAST_US = 500
+_KEPT = 32  # windows for which some rank has not told its times yet
+
+_WORDS = {
+    Phase.SCRIPT: "in the script between calls of the engine",
+    Phase.DATA: "loading data",
+    Phase.FORWARD: "in forward",
+    Phase.BACKWARD: "in backward",
+    Phase.UPDATE: "in step()",
+    Phase.TRANSPORT: "in transport, which is taking what others send",
+}
+
+
+class Window(NamedTuple):
+    """What a rank of ``stage`` was busy in the steps of window ``number``: microseconds of a step, by TIMED.
+
+    ``delay_us``: how long it was ready in a step and did not get a core.
+    """
+
+    rank: int
+    stage: int
+    number: int
+    busy_us: tuple[int, ...]
+    delay_us: int
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank that is busy for ``busy_us`` in each step, in which the others are for ``others_us``."""
+
+    rank: int
+    phase: Phase
+    busy_us: int
+    others_us: int
+
+    @property
+    def ratio(self) -> float:
+        return self.busy_us / max(self.others_us, 1)
+
+    def text(self, host: str | None) -> str:
+        """It, in words."""
+        place = "" if host is None else f" on {host}"
+        return (
+            f"rank {self.rank}{place} is slow: of each step it is {_WORDS[self.phase]} for {self.busy_us / 1e3:.1f} ms, "
+            f"the others of its stage for {self.others_us / 1e3:.1f} ms (the median). All ranks wait for it."
+        )
+
+
+def slow_in(windows: Iterable[Window]) -> dict[int, Slow]:
+    """The slow ranks of a window, each in the phase in which it loses most. ``windows``: those of all ranks."""
+    stages: dict[int, list[Window]] = defaultdict(list)
+    for window in windows:
+        stages[window.stage].append(window)
+    found: dict[int, Slow] = {}
+    for members in stages.values():
+        usual = [median_low(column) for column in zip(*(window.busy_us for window in members), strict=True)]
+        least = max(_LEAST_US, _OF_STEP * sum(usual))
+        for window in members:
+            lost = [max(busy - others, 0) for busy, others in zip(window.busy_us, usual, strict=True)]
+            at = lost.index(max(lost))
+            if lost[at] - window.delay_us > max(least, (_RATIO - 1) * usual[at]):
+                found[window.rank] = Slow(window.rank, TIMED[at], window.busy_us[at], usual[at])
+    return found
+
+
+@dataclass
+class Pace:
+    """The windows of a job of ``world_size`` ranks so far. ``slowest``: who loses most time now, if anybody is slow."""
+
+    world_size: int
+    slowest: Slow | None = None
+    _open: dict[int, dict[int, Window]] = field(default_factory=dict)  # by number and rank, until all have come
+    _in_a_row: dict[tuple[int, Phase], int] = field(default_factory=dict)
+    _last: int = 0  # the window that was judged last
+    _told: set[tuple[int, Phase]] = field(default_factory=set)
+
+    def add(self, window: Window) -> list[Slow]:
+        """Take a window of a rank, and return the ranks that prove slow by it; each is told once for each phase."""
+        ranks = self._open.setdefault(window.number, {})
+        ranks[window.rank] = window
+        if len(ranks) < self.world_size:
+            if len(self._open) > _KEPT:
+                del self._open[min(self._open)]
+            return []
+        del self._open[window.number]
+        return self._judge(window.number, slow_in(ranks.values()))
+
+    def _judge(self, number: int, found: dict[int, Slow]) -> list[Slow]:
+        before = self._in_a_row if number == self._last + 1 else {}
+        self._last = number
+        self._in_a_row = {(one.rank, one.phase): before.get((one.rank, one.phase), 0) + 1 for one in found.values()}
+        proven = [one for one in found.values() if self._in_a_row[one.rank, one.phase] >= SUCCESSION]
+        self.slowest = max(proven, key=lambda one: one.busy_us - one.others_us, default=None)
+        new = [one for one in proven if (one.rank, one.phase) not in self._told]
+        self._told.update((one.rank, one.phase) for one in new)
+        return new
