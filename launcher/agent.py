@@ -63,7 +63,7 @@ class _BoardsOnLine:
         self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
 
     def on_windows(self, windows: list[Window]) -> None:
-        self._line.send({"is": "windows", "of": windows})  # some 45 bytes for a rank and 20 steps
+        self._line.send({"is": "windows", "of": windows})  # some 80 bytes for a rank and 20 steps
 
     def on_stacks(self, rank: int, text: str) -> None:
         self._line.send({"is": "stacks", "rank": rank, "text": text})

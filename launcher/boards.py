@@ -161,9 +161,9 @@ class Boards:
         found = []
         for page in self._pages.values():
             stage, times = read_times(page.page, page.window)
-            for number, (*busy, delay) in times.items():
-                page.window = number
-                found.append(Window(page.rank, stage, number, tuple(busy), delay))
+            for number, busy in times.items():
+                page.window, half = number, len(busy) // 2
+                found.append(Window(page.rank, stage, number, tuple(busy[:half]), tuple(busy[half:])))
         return found
 
     def show_slow(self, rank: int, thousandths: int) -> None:

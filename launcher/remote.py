@@ -46,9 +46,14 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, list) and all(map(_whole, value))
 
 
-def _is_window(value: Any) -> bool:
-    """A rank, its stage, the number, and the times."""
-    return isinstance(value, list) and len(value) == 5 and _numbers(value[3]) and all(map(_whole, (*value[:3], value[4])))
+def _window(rank: int, stage: int, number: int, least: list[int], most: list[int]) -> Window:
+    return Window(rank, stage, number, tuple(least), tuple(most))
+
+
+def _is_window(row: Any) -> bool:
+    if not isinstance(row, list) or len(row) != len(Window._fields) or not all(map(_whole, row[:3])):
+        return False
+    return all(_numbers(times) and len(times) == len(TIMED) for times in row[3:])
 
 
 # The messages that an agent may send, and a check for each field that they must have.
@@ -205,7 +210,7 @@ class RemoteNode:
             case "seen":
                 self._listener.hangs.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
             case "windows":
-                self._take_windows([Window._make([*row[:3], tuple(row[3]), row[4]]) for row in message["of"]])
+                self._listener.hangs.on_windows([_window(*row) for row in message["of"] if row[0] in self._ranks])
             case "stacks":
                 self._listener.hangs.on_stacks(message["rank"], message["text"])
             case "note":
@@ -218,19 +223,11 @@ class RemoteNode:
             case "signal":
                 self._listener.on_signal(int(message["number"]))
             case "hello":
-                self._greet(message)
+                self.facts = message
+                self.send("ping", t=time.monotonic())  # the clocks tell which failure was the first
+                self.on_hello()
             case _:
                 self.answers[str(kind)] = message
-
-    def _take_windows(self, windows: list[Window]) -> None:
-        if any(window.rank not in self._ranks or len(window.busy_us) != len(TIMED) for window in windows):
-            raise ValueError(windows)
-        self._listener.hangs.on_windows(windows)
-
-    def _greet(self, message: Message) -> None:
-        self.facts = message
-        self.send("ping", t=time.monotonic())  # the clocks tell which failure was the first
-        self.on_hello()
 
     def tick(self, now: float) -> None:
         """Keep the line alive, and lose the node when the other end is silent or gone."""

@@ -3,8 +3,8 @@
 [Note: how a board is written and read]
 The page belongs to the supervisor of the host, which makes it and hands it to the rank as an open file. So it can be read
 whatever state the rank is in, also after its death, and nothing runs in the rank for it: no thread, no collective, no
-system call but one in WINDOW steps. A change is a few stores of words of 8 bytes, and ends with one more event. A reader
-takes the page until two copies have the same number of events.
+system call. A change is a few stores of words of 8 bytes, and ends with one more event. A reader takes the page until two
+copies have the same number of events.
 
 The times that a rank was busy in its phases become those of a window of steps (pace.py); the page keeps some windows.
 
@@ -95,7 +95,7 @@ class Word(IntEnum):
 
 WINDOW = 20  # steps, whose times become one
 TIMED = (Phase.SCRIPT, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.TRANSPORT)
-_WINDOWS_AT, _WINDOW_WORDS = 32, 2 + len(TIMED)  # in words: the number of a window, times, how long it waited for a core
+_WINDOWS_AT, _WINDOW_WORDS = 32, 1 + 2 * len(TIMED)  # in words; the number of a window comes first
 _WINDOWS_END = _WINDOWS_AT + _WINDOWS * _WINDOW_WORDS
 
 Span = tuple[int, int, int]
@@ -127,7 +127,6 @@ class Board:
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
         self._steps: list[list[int]] = []  # the same of the steps of this window
-        self._delay = 0  # ns that this thread has waited for a core, up to the last window
         self._apart = 0  # ns of waits and transport so far
         self._apart_at_phase = self._apart_at_wait = 0  # that when the phase, or the wait, began
         self.write(MAGIC=_MAGIC, PID=os.getpid(), LIMIT=-1, PHASE_SINCE=monotonic_ns())
@@ -168,25 +167,22 @@ class Board:
         words[5], words[6] = step, batches
         words[1] += 1
         if over:
-            if not self._delay:
-                self._delay = _delay()
             self._steps.append(self._busy)
             self._busy = [0] * len(Phase)
             if len(self._steps) == WINDOW:
                 self._end_window()
 
     def _end_window(self) -> None:
-        """Show of each phase what it took at least in three steps of four: others may slow down a few."""
+        """Show of each phase what it took at least, and at most, in nine steps of ten."""
         words, steps = self._words, self._steps
         words[Word.STEPS] += WINDOW
         number = words[Word.STEPS] // WINDOW
         for step in steps:
             step[Phase.TRANSPORT] += step[Phase.PIPELINE]  # messages between stages
-        lower = [sorted(step[phase] for step in steps)[WINDOW // 4] for phase in TIMED]
-        delay, before = _delay(), self._delay
-        self._delay = delay
+        times = [sorted(step[phase] for step in steps) for phase in TIMED]
+        ends = [found[rank] for rank in (WINDOW // 10, -1 - WINDOW // 10) for found in times]
         at = _WINDOWS_AT + number % _WINDOWS * _WINDOW_WORDS
-        words[at + 1 : at + _WINDOW_WORDS] = memoryview(array("q", [*lower, (delay - before) // WINDOW]))
+        words[at + 1 : at + _WINDOW_WORDS] = memoryview(array("q", ends))
         words[at] = number
         words[1] += 1
         self._steps = []
@@ -376,7 +372,7 @@ def read(page: mmap.mmap) -> Sight | None:
 
 
 def read_times(page: mmap.mmap, after: int) -> tuple[int, dict[int, list[int]]]:
-    """Return (the stage, number -> us of a step by TIMED, and waiting for a core) of windows that ended since ``after``."""
+    """Return (the stage, number -> us of a step, at least and at most, by TIMED) of windows that ended since ``after``."""
     copy = _copied(page)
     if copy is None:
         return 0, {}
@@ -388,13 +384,6 @@ def read_times(page: mmap.mmap, after: int) -> tuple[int, dict[int, list[int]]]:
 def show_slow(page: mmap.mmap, rank: int, thousandths: int) -> None:
     """Tell the rank that ``rank`` of its job is slow; -1: none is. For the owner of the page."""
     page[8 * Word.SLOW : 8 * Word.SLOWNESS + 8] = array("q", [rank + 1, thousandths]).tobytes()
-
-
-def _delay() -> int:
-    """Nanoseconds that the calling thread was ready to run and others had the cores; 0 where the kernel does not tell."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/thread-self/schedstat", "rb") as file:
-        return int(file.read().split()[1])
-    return 0
 
 
 def _copied(page: mmap.mmap) -> bytes | None:

@@ -2,9 +2,9 @@
 
 [Note: what is compared]
 A rank adds up for each phase how long it was busy: waits for other ranks are not counted, since those who wait are the fast
-ones. Of WINDOW steps it tells what three of four took at least, so that a few steps with a pause are no matter. Whoever
-takes more than others do in SUCCESSION windows is slow. Not if that is because others had the cores of its host: that
-passes from rank to rank. The others are their median, the lower one of two: of two ranks
+ones. Of WINDOW steps it tells what nine of ten took at least, and at most. A rank is slow if it takes at least more than
+the others take at most, in SUCCESSION windows. So steps with a pause do not make a rank slow, and on a host with more to do
+than it has cores, where each rank has such steps, none is. The others are their median, the lower one of two: of two ranks
 the faster says what is possible.
 """
 
@@ -35,21 +35,18 @@ _WORDS = {
 
 
 class Window(NamedTuple):
-    """What a rank of ``stage`` was busy in the steps of window ``number``: microseconds of a step, by TIMED.
-
-    ``delay_us``: how long it was ready in a step and did not get a core.
-    """
+    """What a rank of ``stage`` was busy in the steps of window ``number``: microseconds of a step by TIMED."""
 
     rank: int
     stage: int
     number: int
-    busy_us: tuple[int, ...]
-    delay_us: int
+    least_us: tuple[int, ...]
+    most_us: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that is busy for ``busy_us`` in each step, in which the others are for ``others_us``."""
+    """A rank that is busy for ``busy_us`` of a step at least, the others for ``others_us`` at most."""
 
     rank: int
     phase: Phase
@@ -63,9 +60,10 @@ class Slow:
     def text(self, host: str | None) -> str:
         """It, in words."""
         place = "" if host is None else f" on {host}"
+        own, others = self.busy_us / 1e3, self.others_us / 1e3
         return (
-            f"rank {self.rank}{place} is slow: of each step it is {_WORDS[self.phase]} for {self.busy_us / 1e3:.1f} ms, "
-            f"the others of its stage for {self.others_us / 1e3:.1f} ms (the median). All ranks wait for it."
+            f"rank {self.rank}{place} is slow: of each step it is {_WORDS[self.phase]} for at least {own:.1f} ms, "
+            f"the others of its stage for at most {others:.1f} ms (the median). All ranks wait for it."
         )
 
 
@@ -76,13 +74,13 @@ def slow_in(windows: Iterable[Window]) -> dict[int, Slow]:
         stages[window.stage].append(window)
     found: dict[int, Slow] = {}
     for members in stages.values():
-        usual = [median_low(column) for column in zip(*(window.busy_us for window in members), strict=True)]
+        usual = [median_low(column) for column in zip(*(window.most_us for window in members), strict=True)]
         least = max(_LEAST_US, _OF_STEP * sum(usual))
         for window in members:
-            lost = [max(busy - others, 0) for busy, others in zip(window.busy_us, usual, strict=True)]
+            lost = [max(busy - others, 0) for busy, others in zip(window.least_us, usual, strict=True)]
             at = lost.index(max(lost))
-            if lost[at] - window.delay_us > max(least, (_RATIO - 1) * usual[at]):
-                found[window.rank] = Slow(window.rank, TIMED[at], window.busy_us[at], usual[at])
+            if lost[at] > max(least, (_RATIO - 1) * usual[at]):
+                found[window.rank] = Slow(window.rank, TIMED[at], window.least_us[at], usual[at])
     return found
 
 
