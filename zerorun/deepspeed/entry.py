@@ -18,6 +18,7 @@ from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, TopologyError
 from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
+from .param_grad import show_gradients
 from .parameters import show_placeholders
 from .tensor_ranks import with_tensor_ranks
 
@@ -63,6 +64,7 @@ def initialize(
         collate_fn=collate_fn,
     )
     show_placeholders(engine)
+    show_gradients(engine)
     if engine.sharded is not None:
         engine.sharded.give_methods(offload_states=engine.offload_states, reload_states=engine.reload_states)
     _engines.append(weakref.ref(engine))

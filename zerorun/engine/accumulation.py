@@ -30,6 +30,7 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
 from ..optim.loss_scaler import LossScaler
+from ..zero.flat_group import fresh_gradient
 from ..zero.norm import Told, UnreadLosses
 from ..zero.unit import Unit
 
@@ -181,7 +182,7 @@ class Accumulation:
         """Note the parameters with non-finite gradients in one backward, if this step ``inspects``."""
         for flat_group in unit.trainable if self._inspects() else ():
             for index, (name, param) in enumerate(zip(flat_group.names, flat_group.params, strict=True)):
-                for gradient in (param.grad, flat_group.late.get(index)):
+                for gradient in (fresh_gradient(param), flat_group.late.get(index)):
                     if gradient is not None and not bool(torch.isfinite(gradient).all()):
                         self.notes.culprits.append((self.backwards, name))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from .placeholders import placeholders
 
 # Elements summed in fp32 before the sum goes on in fp64: keeps the relative error near 1e-7 for shards of any size.
 _ROW = 4096
+# ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
+fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
 
 
@@ -135,7 +137,7 @@ class TrainedGroup(FlatGroup):
         if self.late:
             return True
         for param in self.params:  # noqa: SIM110  a generator would cost a Python call for each parameter
-            if param.grad is not None:
+            if fresh_gradient(param) is not None:
                 return True
         return False
 
@@ -143,7 +145,7 @@ class TrainedGroup(FlatGroup):
         """Keep every ``parameter.grad`` where it is, if all exist, nothing was accumulated before, and layouts allow it."""
         if self.accumulated or self.late or not self.plan.unpacked:
             return False
-        grads = [param.grad for param in self.params]
+        grads = [fresh_gradient(param) for param in self.params]
         if not all(grad is not None and grad.layout == torch.strided and grad.is_contiguous() for grad in grads):
             return False
         self._set_reduced_aside()
@@ -158,7 +160,7 @@ class TrainedGroup(FlatGroup):
         """Move ``parameter.grad`` into the gradient slot: copied if the slot is fresh, else added."""
         present, grads, missing = [], [], []
         for index, param in enumerate(self.params):
-            grad, late = param.grad, self.late.pop(index, None)
+            grad, late = fresh_gradient(param), self.late.pop(index, None)
             if late is not None:
                 grad = late if grad is None else late.add_(grad)
             if grad is None:
@@ -181,8 +183,9 @@ class TrainedGroup(FlatGroup):
     def set_late_aside(self) -> None:
         """Keep gradients that came after the unit's turn in fp32, where autograd would add to them in their dtype."""
         for index, param in enumerate(self.params):
-            if param.grad is not None:
-                grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
+            grad = fresh_gradient(param)
+            if grad is not None:
+                grad = grad.to_dense() if grad.is_sparse else grad
                 kept = self.late.get(index)
                 self.late[index] = grad.to(torch.float32, copy=True) if kept is None else kept.add_(grad)
                 param.grad = None

@@ -256,16 +256,23 @@ class ShardedModel:
                 flat_group.gradient_changed()
 
 
-def find(param: torch.Tensor, *kinds: StateKind) -> tuple[ShardedModel, ParameterHome] | None:
-    """Where ``param`` lies, with updates finished and ``kinds`` brought back; None if no engine has it."""
+def home_of(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
+    """Where ``param`` lies; None if no engine has it."""
     for model in _models:
         home = model.homes.get(id(param))
         if home is not None and home.flat_group.params[home.entry] is param:
-            model.finish_updates()
-            if kinds:
-                model.bring_back(*kinds)
             return model, home
     return None
+
+
+def find(param: torch.Tensor, *kinds: StateKind) -> tuple[ShardedModel, ParameterHome] | None:
+    """``home_of``, with updates finished and ``kinds`` brought back."""
+    found = home_of(param)
+    if found is not None:
+        found[0].finish_updates()
+        if kinds:
+            found[0].bring_back(*kinds)
+    return found
 
 
 def model_of(module: nn.Module) -> ShardedModel | None:

@@ -39,7 +39,7 @@ from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
 from ..distributed.transport.statistics import Pending
 from ..plan.sharding_plan import SlotPlan, UnitPlan
-from .flat_group import FlatGroup, TrainedGroup
+from .flat_group import FlatGroup, TrainedGroup, fresh_gradient
 from .offload.host_link import HostLink
 from .placeholders import is_loud
 
@@ -195,7 +195,7 @@ class Unit:
 
     def names_with_gradient(self) -> list[str]:
         """Names of the parameters whose gradient is still where autograd left it, for error messages."""
-        return [n for s in self.trainable for n, p in zip(s.names, s.params, strict=True) if p.grad is not None]
+        return [n for g in self.trainable for n, p in zip(g.names, g.params, strict=True) if fresh_gradient(p) is not None]
 
     def take_loose(self) -> bool:
         """Leave the gradients where they are if possible. True if the unit does not need the gradient slot."""

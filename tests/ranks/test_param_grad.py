@@ -1,0 +1,104 @@
+"""``param.grad`` between backward and step in the DeepSpeed mode: what DeepSpeed has there, and nothing that is not so."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from models import CASES, Place
+from torch import nn
+from training import make_config, make_engine
+
+from zerorun.deepspeed.param_grad import show_gradients
+from zerorun.errors import StepError
+from zerorun.zero import safe_get_full_grad
+
+Gradients = dict[str, "torch.Tensor | None"]
+
+
+def grads(module: nn.Module) -> Gradients:
+    return {
+        name: None if param.grad is None else param.grad.detach().clone().as_subclass(torch.Tensor)
+        for name, param in module.named_parameters()
+    }
+
+
+def look(model: str, config: dict[str, Any]) -> list[Gradients]:
+    """After each of two micro-batches of two steps, and after the steps. Only the first rank looks in the first one."""
+    engine = make_engine(CASES[model], config)
+    before = "grad" in vars(nn.Parameter)
+    show_gradients(engine)
+    found = []
+    for step in range(2):
+        for micro in range(2):
+            engine.backward(CASES[model].loss(engine, Place(dist.get_rank(), step, micro)))
+            if step or dist.get_rank() == 0:
+                found.append(grads(engine.module))
+            if micro == 1 and step:
+                found.append({name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()})
+            engine.step()
+        found.append(grads(engine.module))
+    engine.destroy()
+    assert ("grad" in vars(nn.Parameter)) == before
+    return found[-4:] if dist.get_rank() else found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("precision", ("fp32", "fp16", "bf16"))
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("model", ("plain", "tied"))
+def test_it_is_what_deepspeed_has(model: str, stage: int, precision: str) -> None:
+    """At stage 0 the average, at stage 1 this rank's own before the last micro-batch, else None. After a step: None."""
+    first, second = run_ranks(2, look, model, make_config(stage, accumulation=2, precision=precision))
+    assert all(value is None for gradients in (first[2], first[-1], second[-1]) for value in gradients.values())
+    own, last, full = (
+        dict(zip(("first", "second"), pair, strict=True)) for pair in zip(first[3:6], second[:3], strict=True)
+    )
+    close = partial(torch.testing.assert_close, rtol=0.0 if precision == "fp32" else 1e-2, atol=1e-6)
+    for name, whole in full["first"].items():
+        values = own["first"][name], own["second"][name]
+        if stage > 1:
+            assert values == (None, None)
+        else:
+            assert not torch.equal(*values) and values[0].dtype == getattr(torch, DTYPES[precision])
+        for rank in ("first", "second"):
+            assert (last[rank][name] is None) == (stage > 0)
+            if stage == 0:
+                close(last[rank][name].float(), whole)
+
+
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def write(stage: int) -> list[str]:
+    engine = make_engine(CASES["plain"], make_config(stage))
+    show_gradients(engine)
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    param = next(engine.module.parameters())
+    written = (
+        lambda: nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3),
+        lambda: param.grad.mul_(2),
+        lambda: param.grad.data.mul_(2),
+        lambda: param.grad.view(-1).__setitem__(0, 1.0),
+        lambda: setattr(param, "grad", torch.zeros_like(param)),
+    )
+    total = 0.0
+    for other in engine.module.parameters():
+        total += other.grad.norm() ** 2  # type: ignore[union-attr]
+    assert type(total) is torch.Tensor and float(total) > 0 and bool(torch.isfinite(param.grad).all())
+    said = []
+    for action in written:
+        with pytest.raises(StepError) as caught:
+            action()
+        said.append(str(caught.value))
+    engine.zero_grad()
+    engine.destroy()
+    return said
+
+
+def test_what_the_step_would_not_see_is_refused() -> None:
+    assert all("Remedy: safe_set_full_grad" in text for text in run_ranks(1, write, 0)[0])

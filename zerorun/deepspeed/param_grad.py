@@ -1,0 +1,106 @@
+"""``param.grad`` between backward and step, where DeepSpeed leaves something there: made when it is read.
+
+Gradients lie in flat buffers, as sums over ranks and micro-batches. At stage 0 every rank has them whole after the last
+backward of a step, and at stages 0 and 1 its own ones before. ``param.grad`` is made of these, averaged and without the
+loss scale, as ``safe_get_full_grad`` has them; before the last backward it is this rank's average over micro-batches, in
+which those to come are missing. It is a copy, which refuses to be written to. A rank may read it alone. Elsewhere it is
+None, as in DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.engine import Engine
+from ..errors import StepError
+from ..zero.away import GRADIENTS
+from ..zero.flat_group import TrainedGroup, fresh_gradient
+from ..zero.sharded_model import ParameterHome, ShardedModel, home_of
+
+_GRAD: Any = torch.Tensor.grad
+_REMEDY = 'Remedy: safe_set_full_grad(param, value) on all ranks; "gradient_clipping" in the file clips.'
+_READS = ("__index__", "__int__", "__invert__", "__iter__")  # and no operators in place
+_engines = weakref.WeakKeyDictionary[ShardedModel, "weakref.ref[Engine]"]()
+
+
+class ReadGradient(torch.Tensor):
+    """A gradient that is a copy. To change it in place raises StepError: the step would not see it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _READS)
+        changed = args[0] if name.startswith("_foreach_") else args[:1]
+        if (in_place or name == "__setitem__") and any(isinstance(tensor, cls) for tensor in changed):
+            raise StepError(f"{name} of param.grad, which is a copy here: the step would not see it. {_REMEDY}")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            views = isinstance(result, torch.Tensor) and isinstance(args[0], cls)
+            if views and result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr():
+                return result.as_subclass(cls)
+        return result
+
+
+class ShownGradients:
+    """The property ``grad`` of this process' parameters, as long as there is an engine at stage 0 or 1."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._model = engine.sharded_model
+        _engines[self._model] = weakref.ref(engine)
+        nn.Parameter.grad = property(_read, _write, _GRAD.__delete__)  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        _engines.pop(self._model, None)
+        if not _engines and "grad" in vars(nn.Parameter):
+            del nn.Parameter.grad
+
+
+def show_gradients(engine: Engine) -> None:
+    """Let ``param.grad`` of the engine's parameters be what its stage has, if that is 0 or 1."""
+    if engine.config.zero_optimization.stage <= 1 and engine.sharded is not None:
+        engine.runtime.keep([ShownGradients(engine)])
+
+
+def _engine_of(param: torch.Tensor) -> tuple[Engine, ParameterHome] | None:
+    found = home_of(param)
+    engine = _engines[found[0]]() if found is not None and found[0] in _engines else None
+    return (engine, found[1]) if found is not None and engine is not None else None
+
+
+def _read(param: torch.Tensor) -> torch.Tensor | None:
+    fresh = fresh_gradient(param)
+    if fresh is not None or torch._C._current_graph_task_id() != -1:  # while a backward runs, there is autograd's own
+        return fresh
+    found = _engine_of(param)
+    return _kept(*found) if found is not None else None
+
+
+def _write(param: torch.Tensor, value: torch.Tensor | None) -> None:
+    found = _engine_of(param) if value is not None else None
+    if found is not None:
+        raise StepError(f"param.grad of {found[1].name!r} was set by hand: the step would not see it. {_REMEDY}")
+    _GRAD.__set__(param, value)
+
+
+def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:
+    """The copy of what this rank has of the gradient; None if it has none, or a part of a reduced one."""
+    group = home.flat_group
+    if not isinstance(group, TrainedGroup) or not (group.reduced or group.used[home.entry] or home.entry in group.late):
+        return None
+    if group.reduced and not (group.plan.owns_everything or engine.topology.shard == 1):
+        return None
+    if home.entry in group.late or group.plan.replication.sums or engine.accumulation.is_weighted:
+        raise StepError(
+            f"the gradient of {home.name!r} is not complete on this rank: losses have weights, it came after its turn in "
+            "the backward, or other ranks have summands of it. Remedy: safe_get_full_grad(param) on all ranks."
+        )
+    engine.sharded_model.bring_back(*GRADIENTS)
+    engine.runtime.reducer.finish()
+    factor = float(engine.accumulation.unscale(0.0))
+    if not group.reduced and engine.config.gradient_allreduce_op == "mean":
+        factor *= engine.topology.data_parallel_size
+    return (group.grad_views[home.entry] * factor).to(group.dtype).as_subclass(ReadGradient)
