@@ -295,6 +295,7 @@ def test_deepspeed_facts(deepspeed_runs: Path, name: str) -> None:
     assert found.group_of == GROUP_OF
     assert found.scalars == {"step": dict.fromkeys(GROUP_OF, float(STEPS + wrapped))}
     counters = {"global_steps": STEPS, "skipped_steps": 0, "micro_steps": STEPS * ACCUMULATION}
+    counters["global_samples"] = STEPS * ACCUMULATION * 2 * 2
     assert found.counters == counters
     assert found.scheduler == {"last_batch_iteration": STEPS - 1}
     assert list(found.client_state) == ["epoch", "args", "rng", "path", "numpy"]
@@ -326,7 +327,7 @@ def go_on(folder: str, stage: int, dtype: str) -> list[float]:
     path, client_state = engine.load_checkpoint(folder, allow_missing=["rng"])
     assert path is not None
     assert client_state["epoch"] == 3
-    assert engine.global_steps == STEPS
+    assert engine.global_steps == STEPS and engine.global_samples == STEPS * ACCUMULATION * 2 * 2
     losses = []
     for step in range(STEPS * ACCUMULATION, (STEPS + 5) * ACCUMULATION):
         loss = train(engine, dist.get_rank(), step)

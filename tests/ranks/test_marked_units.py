@@ -139,6 +139,7 @@ def train_mixture(how: str, stage: int) -> tuple[Result, list[str], list[str]]:
     found = train(mixture(make), config, STEPS)
     engine, without = make_engine(mixture(make), config), make_engine(mixture(Mixture), make_config(stage))
     assert sum(len(flat_group.params) for flat_group in engine.units[-1].flat_groups) == 2 + 5 * 4
+    assert zero.get_z3_leaf_modules(engine.module) == [engine.module.layer]
     names = [unit.name for unit in engine.units]
     others = [unit.name for unit in without.units]
     if how != "marked" and stage == 3:

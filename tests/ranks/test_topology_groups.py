@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from zerorun.deepspeed.mpu import Grid
+from zerorun.deepspeed.mpu import Grid, PipelineParallelGrid
 from zerorun.distributed.process_topology import PipeDataParallelTopology
 from zerorun.distributed.topology import AXES, Topology
 from zerorun.distributed.transport.communicator import Communicator
@@ -44,6 +44,19 @@ def check_groups(options: dict[str, int]) -> tuple[int, int]:
         assert dist.get_world_size(group) == getattr(grid, f"get_{name}_parallel_world_size")()
     made.close()
     return before, alive()
+
+
+def look_at_their_grid() -> None:
+    grid, rank = PipelineParallelGrid(PipeDataParallelTopology(2, 4)), dist.get_rank()
+    assert (grid.stage_id, grid.data_parallel_id, grid.get_stage_id()) == (rank // 4, rank % 4, rank // 4)
+    assert grid.dp_group == [*range(rank // 4 * 4, rank // 4 * 4 + 4)] and grid.pp_group == [rank % 4, rank % 4 + 4]
+    assert grid.pp_group in grid.pipe_groups and grid.dp_group in grid.dp_groups and grid.slice_group == [rank]
+    assert gathered(grid.get_data_parallel_group()) == tuple(grid.dp_group)
+    assert gathered(grid.get_pipe_parallel_group()) == tuple(grid.pp_group)
+
+
+def test_a_grid_of_a_process_topology() -> None:
+    run_ranks(8, look_at_their_grid)
 
 
 CASES = [{"pipe": 2, "tensor": 2}, {"pipe": 2, "shard_degree": 2}, {"tensor": 2, "shard_degree": 2}, {"tensor": 8}, {}]

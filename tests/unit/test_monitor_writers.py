@@ -49,6 +49,25 @@ def test_files_of_commas(tmp_path: Path) -> None:
     }
 
 
+def test_single_monitors_by_deepspeeds_names(tmp_path: Path) -> None:
+    made = target_of("deepspeed.monitor.csv_monitor", "csvMonitor")(
+        load_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}).csv_monitor
+    )
+    assert made.enabled and made.output_path == str(tmp_path) and made.job_name == "job" and not hasattr(made, "team")
+    made.write_events(EVENTS[:1])
+    made.close()
+    assert (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text() == "step,train_loss\n8,2.5\n"
+    for module, name, key in (
+        ("tensorboard", "TensorBoardMonitor", "tensorboard"),
+        ("wandb", "WandbMonitor", "wandb"),
+        ("comet", "CometMonitor", "comet"),
+    ):
+        section = getattr(load_config({}), key)
+        made = target_of(f"deepspeed.monitor.{module}", name)(section)
+        assert not made.enabled and all(getattr(made, field) == value for field, value in section)
+        made.write_events(EVENTS)
+
+
 @NEEDS["tensorboard"]
 def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     made = monitor(tensorboard={"output_path": str(tmp_path), "job_name": "job"})

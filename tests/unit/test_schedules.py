@@ -120,14 +120,14 @@ def test_one_cycle_goes_up_down_and_decays() -> None:
     up_down = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1]
     assert trace(formula, -1, 5) == pytest.approx(up_down)
     assert trace(formula, 6, 8) == pytest.approx([0.1 / 1.5, 0.1 / 2, 0.1 / 2.5])
-    momenta = [formula.momentum_at(i) for i in range(-1, 8)]
+    momenta = [formula.momentum_at(i, 0) for i in range(-1, 8)]
     assert momenta == pytest.approx([0.8, 0.875, 0.85, 0.825, 0.8, 0.85, 0.9, 0.9 * 1.05, 0.9 * 1.1])
 
 
 def test_one_cycle_without_decay_stays_at_the_ends() -> None:
     formula = OneCycle(cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_first_step_size=2, decay_lr_rate=1.0)
     assert trace(formula, 3, 9) == pytest.approx([0.1] * 7)
-    assert formula.momentum_at(9) == 0.9
+    assert formula.momentum_at(9, 0) == 0.9
 
 
 def test_one_cycle_stairs() -> None:
@@ -214,6 +214,18 @@ def test_one_cycle_momentum_of_adam_and_of_sgd() -> None:
     sgd = make_sgd(momentum=0.5)
     build_schedule("OneCycle", PARAMS["OneCycle"], sgd).step()
     assert sgd.param_groups[0]["momentum"] == pytest.approx(0.9 - 0.1 / 3)
+
+
+def test_one_cycle_has_a_momentum_for_each_group() -> None:
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    adam = torch.optim.AdamW([{"params": [param]} for param in params], lr=1.0)
+    momenta = {"cycle_min_mom": [0.8, 0.5], "cycle_max_mom": [0.9, 0.8]}
+    schedule = build_schedule("OneCycle", {**PARAMS["OneCycle"], **momenta}, adam)
+    assert [group["betas"][0] for group in adam.param_groups] == [0.8, 0.5]
+    schedule.step()
+    assert [group["betas"][0] for group in adam.param_groups] == pytest.approx([0.9 - 0.1 / 3, 0.8 - 0.3 / 3])
+    with pytest.raises(ConfigError, match="has 3 entries but the optimizer has 2 parameter groups"):
+        build_schedule("OneCycle", {**PARAMS["OneCycle"], "cycle_max_mom": [0.9, 0.9, 0.9]}, adam)
 
 
 def test_one_cycle_leaves_momentum_alone_when_told_to_or_when_there_is_none() -> None:

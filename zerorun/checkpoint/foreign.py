@@ -45,7 +45,8 @@ class ForeignCheckpoint:
     ``trainable``: the name of every parameter, without aliases and buffers -> its ``requires_grad``. ``aliases``: the other
     name of a tied parameter -> the name under which it is stored. ``optimizer_type``: such as ``AdamW``, empty if unknown.
     ``group_of``: a parameter's name -> the index in ``groups`` of its optimizer group. ``groups``: their hyperparameters.
-    ``scalars``: a key such as ``step`` -> name -> value. ``counters``: global_steps, micro_steps, skipped_steps, if known.
+    ``scalars``: a key such as ``step`` -> name -> value. ``counters``: global_steps, micro_steps, skipped_steps,
+    global_samples, if known.
     ``loss_scale``, for fp16 only: the fields of :class:`zerorun.optim.loss_scaler.LossScaler` except ``hysteresis``.
     ``scheduler``: the state of the learning rate scheduler. ``client_state``: what the user had stored with it.
     ``notes``: what could not be carried over, and why.

@@ -198,7 +198,8 @@ def _contradictions(found: ForeignCheckpoint) -> Iterator[str]:
 def _manifest(found: ForeignCheckpoint, tag: str, tensors: dict[str, torch.Tensor]) -> Manifest:
     """The manifest without files and sets. Tensors in plain values are added to ``tensors``."""
     weights = {tensor.name: tensor for tensor in found.tensors if tensor.set == MODEL}
-    manifest = Manifest(tag, now(), {name: int(found.counters.get(name, 0)) for name in _COUNTERS}, versions())
+    counters = {**dict.fromkeys(_COUNTERS, 0), **{name: int(number) for name, number in found.counters.items()}}
+    manifest = Manifest(tag, now(), counters, versions())
     manifest.parameters = {
         name: {
             "shape": list(weights[name].shape),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
+from ..distributed.device import default_device
 from ..distributed.process_topology import ProcessTopology
 from ..distributed.topology import Topology
 
@@ -117,6 +120,25 @@ class Grid:
     get_tensor_model_parallel_world_size = get_slice_parallel_world_size
     get_tensor_model_parallel_group = get_slice_parallel_group
     get_tensor_model_parallel_src_rank = get_slice_parallel_src_rank
+
+
+class PipelineParallelGrid(Grid):
+    """The Grid of a ProcessTopology over pipe, data and model, whose process groups it makes: all ranks must call it.
+
+    It has DeepSpeed's attributes besides. ``process_group`` has no effect, as in DeepSpeed. Raises TopologyError for axes,
+    an order of axes or a number of ranks that zerorun has not.
+    """
+
+    def __init__(self, topology: ProcessTopology, process_group: Any = None) -> None:
+        made = Topology.from_process_topology(topology, dist.get_rank(), device_type=default_device().type)
+        super().__init__(made)
+        self.global_rank, self.world_size = made.rank, made.world_size
+        self.stage_id, self.data_parallel_id = made.pipe_rank, made.data_parallel_rank
+        self.data_parallel_size, self.pipe_parallel_size = made.data_parallel_size, made.pipe
+        self.model_parallel_size = self.slice_parallel_size = made.tensor
+        self.dp_group, self.pp_group = list(made.ranks_along("data")), list(made.ranks_along("pipe"))
+        self.dp_groups, self.pipe_groups = (list(map(list, made.groups(axis))) for axis in ("data", "pipe"))
+        self.slice_group = list(made.ranks_along("tensor"))
 
 
 def _group(topology: Topology, axis: str) -> dist.ProcessGroup:

@@ -26,6 +26,7 @@ _OF_SCALER = {
     "dynamic_loss_scale": "dynamic",
     "last_overflow_iter": "last_overflow",
     "loss_scale": "scale",
+    "min_loss_scale": "minimum",
     "min_scale": "minimum",
     "scale_window": "window",
 }

@@ -32,7 +32,7 @@ _CHECKPOINTING = _names(activations__checkpointing="checkpoint non_reentrant_che
 _ENGINE = _names(engine__engine="DeepSpeedEngine=Engine")
 _TOPOLOGY = _names(
     distributed__process_topology="ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
-    deepspeed__mpu="PipelineParallelGrid=Grid",
+    deepspeed__mpu="PipelineParallelGrid",
 )
 _VALUES = _names(
     zero__access="safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
@@ -40,7 +40,10 @@ _VALUES = _names(
     zero__gradients="safe_get_full_grad safe_get_local_grad",
     zero__edits="safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
-    zero__leaf_modules="get_z3_leaf_modules set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
+)
+_LEAVES = _names(
+    zero__leaf_modules="get_z3_leaf_modules set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
 )
 _CONFIG = _names(deepspeed__entry="DeepSpeedConfig=parse_config", errors="DeepSpeedConfigError=ConfigError")
 _COMM = _names(
@@ -116,7 +119,14 @@ SURFACE: dict[str, dict[str, str]] = {
         deepspeed__parameters="is_moe_param split_params_into_different_moe_groups_for_optimizer"
     ),
     "deepspeed.monitor": {},
-    "deepspeed.monitor.monitor": _names(monitors__monitor="Monitor MonitorMaster=Monitor"),
+    "deepspeed.monitor.comet": _names(deepspeed__single_monitors="CometMonitor"),
+    "deepspeed.monitor.csv_monitor": _names(deepspeed__single_monitors="csvMonitor"),
+    "deepspeed.monitor.monitor": {
+        **_names(monitors__monitor="Monitor MonitorMaster=Monitor"),
+        **_names(deepspeed__single_monitors="CometMonitor TensorBoardMonitor WandbMonitor csvMonitor"),
+    },
+    "deepspeed.monitor.tensorboard": _names(deepspeed__single_monitors="TensorBoardMonitor"),
+    "deepspeed.monitor.wandb": _names(deepspeed__single_monitors="WandbMonitor"),
     "deepspeed.ops": _names(deepspeed__helpers="__compatible_ops__=COMPATIBLE_OPS"),
     "deepspeed.ops.adagrad": _names(deepspeed__kernel_names="DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _names(deepspeed__kernel_names="DeepSpeedCPUAdam FusedAdam"),
@@ -146,9 +156,10 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.partition_parameters": {**_INIT, **_STATUS, **_EXTERNAL},
     "deepspeed.runtime.zero.tiling": _names(zero__tiling="TiledLinear"),
     "deepspeed.runtime.zero.utils": _names(deepspeed__parameters="is_zero_param"),
-    "deepspeed.utils": {**_LOG, **_VALUES, **_LOADER, **_names(deepspeed__helpers="OnDevice instrument_w_nvtx")},
+    "deepspeed.utils": {**_LOG, **_VALUES, **_LEAVES, **_LOADER, **_names(deepspeed__helpers="OnDevice instrument_w_nvtx")},
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.logging": _LOG,
+    "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.zero_to_fp32": _TO_FP32,
     "deepspeed.zero": {**_INIT, **_STATUS, **_EXTERNAL, **_names(zero__tiling="TiledLinear")},
 }

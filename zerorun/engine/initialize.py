@@ -51,6 +51,7 @@ from ..zero.access import adopt_loaded_weights, guard_state_dict
 from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
+from ..zero.leaf_modules import mark_chosen
 from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
 from ..zero.pieces import OptimizerPiece, build_pieces
@@ -134,6 +135,7 @@ def initialize(
     try:
         parallelized = divide(model, layers, wanted, topology, device)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes)
+        mark_chosen(model, settings.leaf_module)
         planned_for = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
         planned_for = partial(planned_for, replication_of=parallelized.replication_of)
         plan = _agree(planned_for)

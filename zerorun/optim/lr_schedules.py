@@ -26,6 +26,7 @@ from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
 from zerorun.log import warn_once
 
 Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
 PerGroup = Number | tuple[Number, ...]  # one value for all parameter groups, or one for each
 Steps = Annotated[int, Field(ge=0)]
 SomeSteps = Annotated[int, Field(ge=1)]
@@ -144,8 +145,8 @@ class OneCycle:
     cycle_second_stair_count: Steps | None = None
     decay_step_size: Steps = 0
     cycle_momentum: bool = True
-    cycle_min_mom: Annotated[float, Field(ge=0, lt=1)] = 0.8
-    cycle_max_mom: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    cycle_min_mom: Momentum | tuple[Momentum, ...] = 0.8
+    cycle_max_mom: Momentum | tuple[Momentum, ...] = 0.9
     decay_mom_rate: Number = 0.0
 
     def lr_at(self, i: int, base_lr: float, group: int) -> float:
@@ -154,13 +155,14 @@ class OneCycle:
             return low + (high - low) * self._height(i + 1)
         return low / (1 + self.decay_lr_rate * self._decay_intervals(i))
 
-    def momentum_at(self, i: int) -> float:
-        """Return the momentum (``betas[0]`` of Adam-like optimizers) after ``i + 1`` completed steps."""
+    def momentum_at(self, i: int, group: int) -> float:
+        """Return the momentum (``betas[0]`` of Adam-like optimizers) of ``group`` after ``i + 1`` completed steps."""
+        low, high = _of_group(self.cycle_min_mom, group), _of_group(self.cycle_max_mom, group)
         if i < 0:
-            return self.cycle_min_mom  # DeepSpeed starts there, although the cycle itself starts at the maximum
+            return low  # DeepSpeed starts there, although the cycle itself starts at the maximum
         if i < self._length():
-            return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * self._height(i + 1)
-        return self.cycle_max_mom * (1 + self.decay_mom_rate * self._decay_intervals(i))
+            return high - (high - low) * self._height(i + 1)
+        return high * (1 + self.decay_mom_rate * self._decay_intervals(i))
 
     def _second(self) -> int:
         return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
@@ -264,10 +266,11 @@ class LRSchedule:
         for group, lr in zip(groups, self._last_lr, strict=True):
             _assign(group, "lr", lr)
         if isinstance(self.formula, OneCycle) and self.formula.cycle_momentum:
-            self._apply_momentum(self.formula.momentum_at(self.last_batch_iteration))
+            self._apply_momentum(self.formula)
 
-    def _apply_momentum(self, momentum: float) -> None:
-        for group, key in zip(self.optimizer.param_groups, self._momentum_keys, strict=True):
+    def _apply_momentum(self, formula: OneCycle) -> None:
+        for number, (group, key) in enumerate(zip(self.optimizer.param_groups, self._momentum_keys, strict=True)):
+            momentum = formula.momentum_at(self.last_batch_iteration, number)
             if key == "betas":
                 group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second beta at 0.99
             elif key == "momentum":

@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .init import Init as Init
     from .leaf_modules import get_z3_leaf_modules as get_z3_leaf_modules
     from .leaf_modules import set_z3_leaf_modules as set_z3_leaf_modules
+    from .leaf_modules import set_z3_leaf_modules_by_name as set_z3_leaf_modules_by_name
+    from .leaf_modules import set_z3_leaf_modules_by_suffix as set_z3_leaf_modules_by_suffix
     from .leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
     from .leaf_modules import z3_leaf_module as z3_leaf_module
     from .tiling import TiledLinear as TiledLinear
@@ -34,6 +36,8 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
 _EXPORTS = {
     "get_z3_leaf_modules": "leaf_modules",
     "set_z3_leaf_modules": "leaf_modules",
+    "set_z3_leaf_modules_by_name": "leaf_modules",
+    "set_z3_leaf_modules_by_suffix": "leaf_modules",
     "unset_z3_leaf_modules": "leaf_modules",
     "z3_leaf_module": "leaf_modules",
     "GatheredParameters": "access",

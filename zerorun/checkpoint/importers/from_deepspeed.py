@@ -478,7 +478,8 @@ def _counters(main: dict[str, Any], notes: list[str]) -> dict[str, int]:
         else:
             accumulation = 1
             notes.append("gradient_accumulation_steps is not stored; micro_steps assumes 1")
-    counters = {key: int(main[key]) for key in ("global_steps", "skipped_steps")}
+    kept = ("global_steps", "skipped_steps", "global_samples")
+    counters: dict[str, int] = {key: int(main[key]) for key in kept if key in main}
     return {**counters, "micro_steps": counters["global_steps"] * accumulation}
 
 
