@@ -1,7 +1,7 @@
 """Rows of a matrix that are enough: each value, or each pair of values of two settings, comes at least once.
 
 ``@pytest.mark.each_value`` or ``@pytest.mark.each_pair`` on a parametrized test makes all its other rows nightly. A row
-that is asked for by name runs.
+that is asked for by name runs. ``by_day`` says of the values of one parameter which are not nightly.
 
 A defect that needs three settings at once is rare (Kuhn, Wallace, Gallo: Software Fault Interactions, IEEE Transactions on
 Software Engineering 30(6), 2004). The whole product costs many times as much as its pairs.
@@ -9,7 +9,7 @@ Software Engineering 30(6), 2004). The whole product costs many times as much as
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -45,10 +45,21 @@ def covering(values: Mapping[str, Sequence[Any]], strength: int = 2) -> list[Row
     return [{key: values[key][place] for key, place in places[row].items()} for row in enough(places, strength)]
 
 
+def by_day(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """``values`` for ``pytest.mark.parametrize``, a tuple for several parameters: those not in ``kept`` are nightly."""
+    rows = list(values)
+    if missing := [value for value in kept if value not in rows]:
+        raise ValueError(f"{missing} are not among {rows}")
+    marks = {True: (), False: pytest.mark.nightly}
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=marks[row in kept]) for row in rows]
+
+
 def mark_nightly(items: Sequence[pytest.Item]) -> None:
-    """Mark the rows of matrices among ``items`` that the others cover."""
+    """Mark the rows of matrices among ``items`` that others cover, which are not nightly themselves."""
     matrices: dict[tuple[str, int], list[pytest.Function]] = {}
     for item in items:
+        if item.get_closest_marker("nightly") is not None:
+            continue
         for name, strength in STRENGTHS.items():
             if isinstance(item, pytest.Function) and item.get_closest_marker(name) is not None:
                 matrices.setdefault((item.nodeid.partition("[")[0], strength), []).append(item)

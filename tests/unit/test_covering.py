@@ -6,7 +6,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from covering import covering, enough
+from covering import by_day, covering, enough
 
 VALUES: dict[str, Any] = {"a": (1, 2, 3), "b": "xyz", "c": (True, False), "d": range(4)}
 
@@ -39,8 +39,17 @@ def test_marked_tests_have_the_other_rows_at_night(request: pytest.FixtureReques
     assert len(items) in (4, 1)  # 1 where it was asked for by name
 
 
+def test_values_that_are_not_kept_are_nightly() -> None:
+    rows = by_day("abc", "b")
+    assert [row.values for row in rows] == [("a",), ("b",), ("c",)]
+    assert [[mark.name for mark in row.marks] for row in rows] == [["nightly"], [], ["nightly"]]
+    assert by_day([(1, "a"), (2, "b")], (2, "b"))[1].values == (2, "b")
+    with pytest.raises(ValueError, match="x"):
+        by_day("abc", "x")
+
+
 @pytest.mark.each_value
-@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("first", by_day(range(5), *range(4)))
 @pytest.mark.parametrize("second", range(3))
 def test_a_matrix(first: int, second: int) -> None:
     assert first in range(4)
