@@ -23,15 +23,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkedScripts:
-    """The process that forks. ``modules`` are imported in it, by their names, with ``variables`` in the environment."""
+    """The process that forks. ``modules`` are imported in it, by their names."""
 
-    def __init__(self, *modules: str, variables: Mapping[str, str] = {}) -> None:
+    def __init__(self, *modules: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zerorun-scripts-")
         self._control, theirs = Pipe()
         command = [sys.executable, __file__, str(theirs.fileno()), *modules]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "ZERORUN_"))}
-        environment = {**kept, **one_thread, **variables}
+        environment = {**kept, **one_thread}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         self._started = 0

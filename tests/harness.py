@@ -292,15 +292,18 @@ atexit.register(close_pool)
 
 # -- scripts without a launcher --------------------------------------------------------------------------------------
 
-_scripts: dict[tuple[tuple[str, str], ...], ForkedScripts] = {}  # by the variables that their modules saw
+_scripts: dict[bool, ForkedScripts] = {}  # by whether they have imported zerorun
 
 
 def start_script(text: str, *arguments: str, **variables: str) -> RunningScript:
-    """A program on one rank, which may import zerorun. ``variables``: of its environment, from the first import on."""
-    known = tuple(sorted((name, value) for name, value in variables.items() if name.startswith("ZERORUN_")))
-    if known not in _scripts:
-        _scripts[known] = ForkedScripts("torch", "torch._dynamo", "zerorun.engine.initialize", variables=dict(known))
-    return _scripts[known].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
+    """A program on one rank, which may import zerorun. ``variables``: of its environment.
+
+    With variables that zerorun may look at when it is imported, the program imports it by itself.
+    """
+    ours = not any(name.startswith("ZERORUN_") for name in variables)
+    if ours not in _scripts:
+        _scripts[ours] = ForkedScripts("torch", "torch._dynamo", *(["zerorun.engine.initialize"] if ours else []))
+    return _scripts[ours].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import patience
+from harness import patience, start_ranks
 
 from zerorun.checkpoint.automatic import EXIT_RESUME
 from zerorun.checkpoint.directory import in_order_of_trust, newest_first
@@ -42,6 +42,13 @@ class Job:
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
 
+    def run_alone(self) -> None:
+        """To the end, without a launcher."""
+        with start_ranks(RANKS, JOB.read_text(), str(self.folder / "ds.json"), str(self.folder)) as ranks:
+            for rank in ranks:
+                code, _, errors = rank.finish(90 * patience())
+                assert code == 0, errors
+
     def finish(self) -> tuple[int, str]:
         """(exit code, what it said)."""
         assert self.process is not None
@@ -68,10 +75,9 @@ class Job:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, str]]:
+    """The losses of each rank."""
     job = Job(tmp_path_factory.mktemp("whole"))
-    job.start()
-    code, said = job.finish()
-    assert code == 0, said
+    job.run_alone()
     return job.all_losses()
 
 
@@ -105,9 +111,7 @@ def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]
     code, said = job.finish()
     assert code == EXIT_RESUME, said
     assert newest_first(job.checkpoints) == ["global_step4"]
-    job.start()
-    code, said = job.finish()
-    assert code == 0, said
+    job.run_alone()
     assert all((folder / f"run-{rank}-1").read_text().endswith(" 4") for rank in range(RANKS))
     expected = [{step: loss for step, loss in losses.items() if step != 4} for losses in uninterrupted]
     assert job.all_losses() == expected  # the step that saves ends the process before the script can write of it

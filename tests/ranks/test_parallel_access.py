@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import patience, run_ranks
+from harness import patience, run_ranks, start_ranks
 from test_parallel_matrix import batch_of, build
 from torch import nn
 from training import make_config, merged
@@ -51,6 +49,7 @@ def change_divided(stage: int, modifier: int) -> tuple[float, dict[str, torch.Te
     return loss, weights
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize("modifier", (0, 3))
 def test_one_rank_changes_parameters_of_a_divided_model(stage: int, modifier: int) -> None:
@@ -208,10 +207,9 @@ finally:
 """
 
 
-def test_destroy_after_a_failure_does_not_wait(tmp_path: Path) -> None:
+def test_destroy_after_a_failure_does_not_wait() -> None:
     """The other stage waits for a gradient, and would never come to an agreement about the end."""
-    (tmp_path / "train.py").write_text(FAILING)
-    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(tmp_path / "train.py")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120 * patience())
-    assert found.returncode != 0
-    assert "ValueError: a mistake in the loss" in found.stderr + found.stdout
+    with start_ranks(2, FAILING) as (_, last):
+        code, _, errors = last.finish(60 * patience())
+    assert code == 1
+    assert "ValueError: a mistake in the loss" in errors

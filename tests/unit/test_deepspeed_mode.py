@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import patience
+from harness import patience, start_script
 
 from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
 
 BEGIN = "import zerorun.deepspeed; zerorun.deepspeed.activate()\n"
 
 
-def run(text: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own, in an empty folder."""
+def run(text: str, folder: Path, *, fresh: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process of its own, in an empty folder; ``fresh``: in which nothing has been imported."""
+    if not fresh:
+        script = start_script(f"import os; os.chdir({str(folder)!r})\n{text}", **variables)
+        return subprocess.CompletedProcess([], *script.finish(60 * patience()))
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", text]
     return subprocess.run(
@@ -24,8 +27,8 @@ def run(text: str, folder: Path, **variables: str) -> subprocess.CompletedProces
     )
 
 
-def printed(text: str, folder: Path, **variables: str) -> list[str]:
-    done = run(text, folder, **variables)
+def printed(text: str, folder: Path, *, fresh: bool = False, **variables: str) -> list[str]:
+    done = run(text, folder, fresh=fresh, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -80,13 +83,13 @@ import zerorun, sys, importlib.util
 spec = importlib.util.find_spec("deepspeed")
 print(spec is None or spec.origin != "zerorun", any("deepspeed" in name for name in sys.modules))
 """
-    assert printed(text, tmp_path, ZERORUN_AS_DEEPSPEED="0") == ["True False"]
+    assert printed(text, tmp_path, fresh=True, ZERORUN_AS_DEEPSPEED="0") == ["True False"]
 
 
 def test_the_environment_asks_for_it(tmp_path: Path) -> None:
     """An installation has a .pth file, which Python reads at start."""
     text = "import importlib.util; print(importlib.util.find_spec('deepspeed').origin)"
-    assert printed(text, tmp_path, ZERORUN_AS_DEEPSPEED="1") == ["zerorun"]
+    assert printed(text, tmp_path, fresh=True, ZERORUN_AS_DEEPSPEED="1") == ["zerorun"]
 
 
 def test_whether_disks_can_be_offloaded_to(tmp_path: Path) -> None:
@@ -163,14 +166,14 @@ def test_it_costs_little(tmp_path: Path) -> None:
     base = "import zerorun.engine.initialize, zerorun.zero.access, zerorun.zero.gradients, zerorun.zero.init, psutil, sys\n"
     base += "before = set(sys.modules)\n"
     more = "import deepspeed; deepspeed.initialize; print(*sorted(set(sys.modules) - before))"
-    loaded = printed(base + BEGIN + more, tmp_path)[-1].split()
+    loaded = printed(base + BEGIN + more, tmp_path, fresh=True)[-1].split()
     assert all(name.split(".")[0] in ("deepspeed", "zerorun") or "importlib" in name for name in loaded), loaded
 
 
 @pytest.mark.parametrize("module", ("deepspeed.activation", "deepspeed.surface"))
 def test_what_runs_at_each_start_needs_no_torch(tmp_path: Path, module: str) -> None:
     text = f"import sys, zerorun.{module}; print('torch' in sys.modules)"
-    assert printed(text, tmp_path) == ["False"]
+    assert printed(text, tmp_path, fresh=True) == ["False"]
 
 
 def test_the_loss_scale_by_deepspeeds_names(tmp_path: Path) -> None:

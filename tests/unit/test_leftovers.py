@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from covering import by_day
 from harness import patience
 
 TESTS = Path(__file__).parents[1]
@@ -58,7 +59,7 @@ def test_what_is_left_fails_the_run(what: str, workers: str, tmp_path: Path) -> 
     assert said in out
 
 
-@pytest.mark.parametrize("workers", ("0", "2"))
+@pytest.mark.parametrize("workers", by_day(("0", "2"), "2"))
 def test_sigterm_ends_a_run(workers: str, tmp_path: Path) -> None:
     what = "Path('begun').write_text(str(subprocess.Popen(['sleep', '600']).pid)); time.sleep(600)"
     process = start(tmp_path, what, "-n", workers)

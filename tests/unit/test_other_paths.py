@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from harness import patience, start_script
 
 import zerorun
 from zerorun.other_paths import PATHS
@@ -25,8 +26,8 @@ def test_it_is_the_same_module(name: str) -> None:
 def test_names_come_from_it() -> None:
     code = "from zerorun.checkpointing import checkpoint; import zerorun.dataloader as data; "
     code += "print(checkpoint.__module__, data.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["zerorun.activations.checkpointing", "zerorun.data"]
+    _, said, _ = start_script(code).finish(60 * patience())
+    assert said.split() == ["zerorun.activations.checkpointing", "zerorun.data"]
 
 
 def test_it_runs_as_a_program() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from harness import patience, start_script
 from torch import nn
 from torch.nn import functional
 
@@ -393,12 +392,17 @@ def test_dry_run(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2] / 'examples')!r})\n"
         "from train_gpt import GPT\ndef make():\n    return GPT(2, 32, 4, 16)\n"
     )
-    command = [sys.executable, "-m", "zerorun.tensor_parallel", "--size", "2", "--dry-run", "--model"]
-    done = subprocess.run([*command, "mine:make"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "blocks.*.qkv: fused_colwise, 2 x [96, 32] -> [48, 32]" in done.stdout
-    assert "bytes of parameters: " in done.stdout
-    failed = subprocess.run([*command, "mine:other"], cwd=tmp_path, capture_output=True, text=True)
-    assert failed.returncode == 1 and "has no attribute 'other'. Remedy:" in failed.stderr
+    program = f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.path[0] = ''\n"
+    program += "runpy.run_module('zerorun.tensor_parallel', run_name='__main__', alter_sys=True)"
+    ended = [
+        start_script(program, "--size", "2", "--dry-run", "--model", model).finish(60 * patience())
+        for model in ("mine:make", "mine:other")
+    ]
+    (code, said, _), (failed, _, errors) = ended
+    assert code == 0
+    assert "blocks.*.qkv: fused_colwise, 2 x [96, 32] -> [48, 32]" in said
+    assert "bytes of parameters: " in said
+    assert failed == 1 and "has no attribute 'other'. Remedy:" in errors
 
 
 # -- given plans are tried out -------------------------------------------------------------------------------------
