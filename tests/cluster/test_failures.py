@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from covering import by_day
 from harness import patience
 from jobs import Job, assert_nothing_left
 from testbed import Cluster
@@ -34,8 +35,13 @@ def last_report(err: str) -> str:
     [
         ("raise ValueError('bad weights')", 1, "exit code 1"),
         ("sys.exit(3)", 3, "exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)"),
-        ("ctypes.string_at(0)", 139, "killed by SIGSEGV (signal 11)"),
+        # By day on one host: unit/test_launcher_processes.py.
+        *by_day(
+            (
+                ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)"),
+                ("ctypes.string_at(0)", 139, "killed by SIGSEGV (signal 11)"),
+            )
+        ),
     ],
 )
 def test_worker_fails(cluster: Cluster, tmp_path: Path, hosts: int, action: str, status: int, words: str) -> None:
@@ -288,7 +294,7 @@ def test_worker_that_failed_before_a_host_was_lost_is_the_cause(cluster: Cluster
     assert code == 3 and "rank 1 on node1 failed first" in last_report(err)
 
 
-@pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGTERM))
+@pytest.mark.parametrize("number", by_day((signal.SIGINT, signal.SIGTERM), signal.SIGTERM))
 def test_no_restart_after_a_signal(cluster: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     script = STUBBORN + "meet()\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n"
     job = Job(cluster, tmp_path, script, "--grace=3", "--max-restarts=5", hosts=2)

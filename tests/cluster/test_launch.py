@@ -193,6 +193,7 @@ def test_a_stranger_on_the_network_gets_nothing(
     assert [json.loads(line)["do"] for line in heard.splitlines()] == ["challenge"]
 
 
+@pytest.mark.nightly  # by day: e2e/test_listening.py
 def test_one_host_with_a_network_listens_on_loopback_only(cluster: Cluster, tmp_path: Path) -> None:
     """Its name leads to an address that others reach, where gloo would listen by itself."""
     (tmp_path / "train.py").write_text(

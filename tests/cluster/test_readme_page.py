@@ -49,6 +49,7 @@ def test_the_page_has_the_commands_that_are_tried_here() -> None:
     assert len(kinds) == 6
 
 
+@pytest.mark.nightly  # by day with fewer workers: test_launch.py
 def test_over_ssh(cluster: Cluster, place: Path) -> None:
     planned, started = (command for command in COMMANDS if "hostfile" in command)
     out, err = run(cluster, place, planned).communicate(timeout=30 * patience())
@@ -66,6 +67,7 @@ def test_by_hand(cluster: Cluster, place: Path) -> None:
     assert [job.returncode for job in jobs] == [0, 0]
 
 
+@pytest.mark.nightly  # by day: test_slurm.py
 def test_in_slurm(cluster: Cluster, place: Path) -> None:
     reason = slurmbed.missing()
     if reason is not None:

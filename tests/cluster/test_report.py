@@ -42,6 +42,7 @@ def test_healthy_hosts(cluster: Cluster, tmp_path: Path) -> None:
     assert_nothing_left(cluster, 2)
 
 
+@pytest.mark.nightly  # by day what is found in the numbers: unit/test_report_findings.py
 def test_one_host_has_a_slow_cable(cluster: Cluster, tmp_path: Path) -> None:
     with cluster[2].delayed(10):
         status, found = report(cluster, tmp_path)

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from covering import by_day
 from harness import patience
 from jobs import Job, assert_nothing_left
 from testbed import Cluster
@@ -36,6 +37,7 @@ def test_worker_fails_and_all_start_again(cluster: Cluster, tmp_path: Path) -> N
     assert_nothing_left(cluster, 0.5)
 
 
+@pytest.mark.nightly
 def test_restarts_are_used_up(cluster: Cluster, tmp_path: Path) -> None:
     script = NOTE + "meet()\nif rank == 1: sys.exit(7)\ntime.sleep(100)\n"
     code, out, err = Job(cluster, tmp_path, script, "--max-restarts=1", hosts=3).finish(30)
@@ -44,6 +46,7 @@ def test_restarts_are_used_up(cluster: Cluster, tmp_path: Path) -> None:
     assert_nothing_left(cluster, 0.5)
 
 
+@pytest.mark.nightly  # by day the first of the hosts crashes, below
 def test_host_crashes_and_the_others_go_on(cluster: Cluster, tmp_path: Path) -> None:
     script = NOTE + "meet()\nif attempt == 0: time.sleep(100)\n"
     job = Job(cluster, tmp_path, script, "--max-restarts=1", "--nnodes=2:3", hosts=3)
@@ -80,13 +83,14 @@ def test_too_few_hosts_are_left(cluster: Cluster, tmp_path: Path) -> None:
     assert_nothing_left(cluster, 0.5)
 
 
-def test_first_host_is_lost(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", by_day(("crash", "power_off"), "crash"))
+def test_first_host_is_lost(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """The rendezvous moves to the next host. The launcher is on host 0, so host 0 is left out of the job here."""
     (tmp_path / "more").write_text("node1 slots=1\nnode2 slots=1\nnode3 slots=1\n")
     script = NOTE + "meet()\nif attempt == 0: time.sleep(100)\nprint('master', os.environ['MASTER_ADDR'])\n"
     job = Job(cluster, tmp_path, script, "--max-restarts=1", "--min-nodes=2", "--hostfile=more", hosts=3)
     job.wait_until_all_run()
-    cluster[1].power_off()
+    getattr(cluster[1], how)()
     code, out, err = job.finish(90)
     assert code == 0, err
     assert out.count(f"master {cluster[2].address}") == 2

@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import by_day
 from harness import patience, start_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -141,6 +143,8 @@ TRAINING = (
     Chain("every third step", {"stage": 2}, keep=2, every=3),
     Chain("every third step, asynchronous", {"stage": 3, "bf16": True}, keep=2, every=3, asynchronous=True),
 )
+# Of the chains of saves, those that run by day, too.
+CHAINS = ("stage 3 in bf16, keep 2", "stage 3, one tag, keep 1, sockets", "asynchronous, keep 1, bf16", "local disks")
 # Events of one save of the ranks: (by the leader, by the other).
 _EVENTS = {
     "write": (20, 20),
@@ -244,7 +248,9 @@ class Attack:
 
 
 @KILLS_OF_SAVES
-@pytest.mark.parametrize("chain", SAVING, ids=lambda chain: chain.name)
+@pytest.mark.parametrize(
+    "chain", by_day(SAVING, *(chain for chain in SAVING if chain.name in CHAINS)), ids=lambda chain: chain.name
+)
 def test_kills_while_saving(nursery: Nursery, chain: Chain, kills: int, tmp_path: Path) -> None:
     """At points inside a save, at any change of the file system, and at random times: the newest checkpoint is found."""
     attack = Attack(nursery, chain, tmp_path)
@@ -298,6 +304,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 at_once_and_later = pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronously"])
+later_by_day = pytest.mark.parametrize("asynchronous", by_day((False, True), True), ids=["at once", "asynchronously"])
 
 
 def starve(
@@ -316,14 +323,14 @@ def starve(
 
 @pytest.mark.each_value
 @at_once_and_later
-@pytest.mark.parametrize("narrow", [None, 0, 1], ids=["both ranks", "rank 0", "rank 1"])
+@pytest.mark.parametrize("narrow", by_day((None, 0, 1), None, 1), ids=["both ranks", "rank 0", "rank 1"])
 def test_no_space_left(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
     """Every rank learns which one had no space; nothing is left over; training and saving go on."""
     rooms = ["nothing", "one page", "a third", "most"]
     starve(nursery, small_disk, tmp_path / "wide", narrow, rooms, asynchronous)
 
 
-@at_once_and_later
+@later_by_day
 def test_no_space_left_for_small_files(nursery: Nursery, small_disk: Path, tmp_path: Path, asynchronous: bool) -> None:
     rooms = ["all but small files", "all but the manifest"]
     starve(nursery, small_disk, tmp_path / "wide", None, rooms, asynchronous)
@@ -331,13 +338,13 @@ def test_no_space_left_for_small_files(nursery: Nursery, small_disk: Path, tmp_p
 
 @pytest.mark.each_value
 @at_once_and_later
-@pytest.mark.parametrize("narrow", [None, 0, 1], ids=["both ranks", "rank 0", "rank 1"])
+@pytest.mark.parametrize("narrow", by_day((None, 0, 1), 1), ids=["both ranks", "rank 0", "rank 1"])
 def test_no_more_files(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
     """A file system that has room, but takes no new file."""
     starve(nursery, small_disk, tmp_path / "wide", narrow, ["no more files"], asynchronous)
 
 
-@at_once_and_later
+@later_by_day
 def test_read_only_disk(nursery: Nursery, small_disk: Path, asynchronous: bool) -> None:
     remount = [["mount", "-o", f"remount,{mode}", str(small_disk)] for mode in ("ro", "rw")]
     options = {"directory": str(small_disk / "here"), "close": remount[0], "reopen": remount[1]}
@@ -358,7 +365,7 @@ def for_nobody() -> Iterator[Path]:
         yield Path(name)
 
 
-@at_once_and_later
+@later_by_day
 def test_directory_without_permission(nursery: Nursery, for_nobody: Path, asynchronous: bool) -> None:
     folder = str(for_nobody / "here")
     options = {"directory": folder, "close": ["chmod", "555", folder], "reopen": ["chmod", "755", folder]}
@@ -375,6 +382,8 @@ def test_file_without_permission(nursery: Nursery, for_nobody: Path) -> None:
 
 
 # -- damage ------------------------------------------------------------------------------------------------------
+
+_ALIKE = ("master", "optimizer.exp_avg_sq", "optimizer.exp_avg.safetensors")
 
 Pair = tuple[Path, dict[int, str]]
 _KINDS = (
@@ -443,9 +452,10 @@ def files_of(folder: Path, start: str) -> list[Path]:
 
 
 def by_turns(kinds: Iterable[str]) -> list[Any]:
-    """Each of ``kinds`` on one rank or on two, in turn; on the other number of ranks at night."""
-    rows = [(kind, world, world == 1 + index % 2) for index, kind in enumerate(kinds) for world in (1, 2)]
-    return [pytest.param(kind, world, marks=() if by_day else pytest.mark.nightly) for kind, world, by_day in rows]
+    """Each of ``kinds`` on one rank or on two, in turn; on the other number of ranks, and those like others, at night."""
+    kinds = list(kinds)
+    kept = [(kind, 1 + index % 2) for index, kind in enumerate(kinds) if not kind.startswith(_ALIKE)]
+    return by_day(product(kinds, (1, 2)), *kept)
 
 
 @pytest.mark.parametrize(("kind", "world"), by_turns(_KINDS))
@@ -464,10 +474,18 @@ def test_damaged_file(nursery: Nursery, pair: Pair, tmp_path: Path, kind: str, w
     assert [one.error for one in results[0]] == [one.error for one in results[-1]]
 
 
-@pytest.mark.parametrize("how", ["flip", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("delete", "truncate"))])
-def test_a_damaged_checkpoint_is_replaced(nursery: Nursery, pair: Pair, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "kinds"),
+    by_day(
+        product(("flip", "delete", "truncate"), (_KINDS, ("model-", "state-", MANIFEST))),
+        ("flip", ("model-", "state-", MANIFEST)),
+    ),
+)
+def test_a_damaged_checkpoint_is_replaced(
+    nursery: Nursery, pair: Pair, tmp_path: Path, how: str, kinds: tuple[str, ...]
+) -> None:
     """A run that went back comes to the same step again, and saves under the name that a damaged directory has."""
-    files = [file for kind in _KINDS for file in files_of(pair[0], kind)[:1]]
+    files = [file for kind in kinds for file in files_of(pair[0], kind)[:1]]
     chosen, made = random.Random(f"{SEED} {how}"), []
     for file in files:
         made.append(tmp_path / file.name)
@@ -518,7 +536,9 @@ def test_manifest_that_cannot_be_read(nursery: Nursery, pair: Pair, tmp_path: Pa
     assert MANIFEST in result.error
 
 
-@pytest.mark.parametrize("kind", ["master-00001", "master-00002", "optimizer.exp_avg-00001", "optimizer.exp_avg-00002"])
+@pytest.mark.parametrize(
+    "kind", by_day(("master-00001", "master-00002", "optimizer.exp_avg-00001", "optimizer.exp_avg-00002"), "master-00002")
+)
 def test_damage_that_one_rank_sees(nursery: Nursery, tmp_path: Path, kind: str) -> None:
     """Each rank reads only the files that hold its part: both must come to the same end, and not wait for each other."""
     folder = tmp_path / "checkpoints"
@@ -539,10 +559,17 @@ def rewrite(checkpoint: Path, component: str) -> None:
     (checkpoint / MANIFEST).write_text(manifest.to_text())
 
 
-@pytest.mark.parametrize("component", ["optimizer", "scheduler", "data", "rng"])
-def test_missing_component(nursery: Nursery, tmp_path: Path, component: str) -> None:
-    folder = tmp_path / "checkpoints"
+@pytest.fixture(scope="module")
+def in_fp32(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 and 2 in fp32, to be copied."""
+    folder = tmp_path_factory.mktemp("in_fp32") / "checkpoints"
     nursery.succeed(Order("pair_of_checkpoints", 2, {"directory": str(folder)}))
+    return folder
+
+
+@pytest.mark.parametrize("component", by_day(("optimizer", "scheduler", "data", "rng"), "optimizer", "data"))
+def test_missing_component(nursery: Nursery, in_fp32: Path, tmp_path: Path, component: str) -> None:
+    folder = shutil.copytree(in_fp32, tmp_path / "checkpoints")
     rewrite(folder / "global_step2", component)
     first, second = nursery.succeed(Order("lacking", 2, {"directory": str(folder), "component": component}))
     assert first == second
@@ -550,10 +577,9 @@ def test_missing_component(nursery: Nursery, tmp_path: Path, component: str) -> 
     assert f"allow_missing=[{component!r}]" in first.replace('"', "'")
 
 
-def test_missing_part_of_the_optimizer(nursery: Nursery, tmp_path: Path) -> None:
+def test_missing_part_of_the_optimizer(nursery: Nursery, in_fp32: Path, tmp_path: Path) -> None:
     """Second moments that are nowhere: not found out by the optimizer at the next step."""
-    folder = tmp_path / "checkpoints"
-    nursery.succeed(Order("pair_of_checkpoints", 2, {"directory": str(folder)}))
+    folder = shutil.copytree(in_fp32, tmp_path / "checkpoints")
     manifest = read_manifest(folder / "global_step2")
     del manifest.sets["optimizer.exp_avg_sq"]
     (folder / "global_step2" / MANIFEST).write_text(manifest.to_text())
@@ -578,7 +604,7 @@ def test_missing_extra_state(nursery: Nursery, tmp_path: Path) -> None:
 # -- asynchronous ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage, bf16", [(0, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("stage, bf16", by_day(((0, False), (1, True), (2, False), (3, True)), (3, True)))
 def test_a_snapshot_is_of_one_instant(nursery: Nursery, tmp_path: Path, stage: int, bf16: bool) -> None:
     """Training goes on while it is written: what is loaded is the state of the call, not of later."""
     common = {
@@ -599,17 +625,14 @@ def test_one_save_at_a_time(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "at, fails, point",
     [
-        ("wait", 0, "write"),
         ("wait", 1, "write"),
-        ("wait", 1, "sync"),
         ("wait", 0, "small"),
-        ("wait", 0, "manifest"),
-        ("wait", 0, "publish"),
         ("save", 1, "write"),
         ("save asynchronously", 0, "sync"),
         ("load", 1, "write"),
         ("export", 0, "write"),
         ("destroy", 1, "sync"),
+        *by_day((("wait", 0, "write"), ("wait", 1, "sync"), ("wait", 0, "manifest"), ("wait", 0, "publish"))),
     ],
 )
 def test_failure_surfaces_once(nursery: Nursery, tmp_path: Path, at: str, fails: int, point: str) -> None:
@@ -630,12 +653,12 @@ def test_nobody_waits_for_a_rank_without_memory(nursery: Nursery, tmp_path: Path
     assert "MemoryError" in first
 
 
-@at_once_and_later
+@later_by_day
 def test_slow_disk(nursery: Nursery, tmp_path: Path, asynchronous: bool) -> None:
-    """Rank 0 writes for three times as long as a collective of the training may take."""
+    """Rank 0 writes for twice as long as a collective of the training may take."""
     common = {"directory": str(tmp_path / "checkpoints"), "journal": str(tmp_path / "journal")}
-    limit_s = patience()
-    options = {**common, "asynchronous": asynchronous, "delay_s": 3 * limit_s}
+    limit_s = 0.5 * patience()
+    options = {**common, "asynchronous": asynchronous, "delay_s": 2 * limit_s}
     order = Order("slow_disk", 2, options, group_timeout_s=limit_s)
     steps = nursery.succeed(order)
     assert steps[0] == steps[1]
@@ -670,6 +693,7 @@ def test_exit_waits_for_the_save(tmp_path: Path) -> None:
 # -- what ranks must agree on ------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @at_once_and_later
 @pytest.mark.parametrize("kind", ["object", "sparse tensor", "complex128", "long double", "endless", "long integer"])
 def test_state_that_cannot_be_stored(nursery: Nursery, tmp_path: Path, kind: str, asynchronous: bool) -> None:
@@ -690,12 +714,13 @@ def test_a_rank_dies_before_the_first_save(nursery: Nursery, tmp_path: Path, die
     assert ended[1 - dies].kind == "gave up", ended[1 - dies].log
 
 
-@pytest.mark.parametrize("stage, bf16", [(0, False), (1, True), (3, False)])
+@pytest.mark.parametrize("stage, bf16", by_day(((0, False), (1, True), (3, False)), (3, False)))
 def test_parameter_without_elements(nursery: Nursery, tmp_path: Path, stage: int, bf16: bool) -> None:
     options = {"directory": str(tmp_path / "checkpoints"), "stage": stage, "bf16": bf16}
     nursery.succeed(Order("empty_parameter", 2, options, timeout_s=20.0))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard", [1, 2, 4])
 @pytest.mark.parametrize("peer_memory", [True, False], ids=["peer memory", "sockets"])
 def test_replicas(nursery: Nursery, tmp_path: Path, shard: int, peer_memory: bool) -> None:
@@ -705,7 +730,7 @@ def test_replicas(nursery: Nursery, tmp_path: Path, shard: int, peer_memory: boo
     assert nursery.succeed(Order("check_newest", 1, common)) == [1]
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["topologies", "one topology"])
+@pytest.mark.parametrize("shared", by_day((False, True), True), ids=["topologies", "one topology"])
 def test_two_engines(nursery: Nursery, tmp_path: Path, shared: bool) -> None:
     """What one saves in the background and what the other one says to its ranks must not get mixed."""
     options = {"directory": str(tmp_path), "shared": shared}
@@ -762,6 +787,7 @@ def test_two_versions_of_a_tag_are_not_mixed(nursery: Nursery, tmp_path: Path, t
     assert steps == {2} or loaded[0].value[1] == (tmp_path / "digest").read_text()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rank, kind", [(0, "model-"), (1, "model-"), (1, "optimizer.exp_avg-"), (1, "config.json")])
 def test_damage_on_a_local_disk(nursery: Nursery, tmp_path: Path, rank: int, kind: str) -> None:
     """One rank's disk loses a bit: both ranks go back to the checkpoint before."""

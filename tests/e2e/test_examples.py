@@ -129,6 +129,7 @@ def test_exits_with_zero_every_time(tmp_path: Path) -> None:
         run(*LAUNCHER, *train_gpt("zero3", steps=2), folder=tmp_path)
 
 
+@pytest.mark.nightly
 def test_own_text_with_accumulation_and_progress_bar(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_bytes(b"all work and no play makes a dull boy. " * 200)
@@ -159,11 +160,23 @@ def test_train_hf(tmp_path: Path, names: tuple[str, ...]) -> None:
     assert (trained < total / 2) == bool(options)
 
 
+def offload(folder: Path, *options: str) -> str:
+    """What the example says."""
+    script = str(ROOT / "examples" / "offload.py")
+    return fork(1, script, "--layers", "2", "--width", "64", "--steps", "3", "--disk", str(folder), *options, folder=folder)
+
+
+def test_the_offloaded_run_of_the_example(tmp_path: Path) -> None:
+    offload(tmp_path, "--run", "offloaded", "--result", "result.json")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert "refused" not in result
+    assert len(result["losses"]) == 3
+
+
+@pytest.mark.nightly  # four programs
 def test_offload(tmp_path: Path) -> None:
     """A cap that all runs keep to; what is refused under a lower one is in tests/ranks/test_memory_check.py."""
-    script = str(ROOT / "examples" / "offload.py")
-    tiny = ("--layers", "2", "--width", "64", "--steps", "3", "--memory-cap", "8G", "--disk", str(tmp_path), "--out", "out")
-    out = fork(1, script, *tiny, folder=tmp_path)
+    out = offload(tmp_path, "--memory-cap", "8G", "--out", "out")
     assert "losses are the same: True" in out
     assert "disk master" in out
     assert (tmp_path / "out" / "offload.png").stat().st_size > 10_000

@@ -31,6 +31,7 @@ def test_it_measures_everything(tmp_path: Path) -> None:
         assert row["layers"] == 2 and [entry["layers"] for entry in row["tries"]] == [3, 1, 2]
 
 
+@pytest.mark.nightly
 def test_time_runs_out(tmp_path: Path) -> None:
     """What is not measured says why."""
     result = tmp_path / "result.json"

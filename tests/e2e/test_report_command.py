@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from covering import by_day
 from harness import patience
 
 COMMAND = (sys.executable, "-m", "zerorun.report.cli")
@@ -41,6 +42,7 @@ def words(report: dict[str, Any], severity: str) -> str:
     return "\n".join(finding["what"] for finding in report["findings"] if finding["severity"] == severity)
 
 
+@pytest.mark.nightly  # by day as JSON, below, and its lines in unit/test_report_findings.py
 def test_two_ranks_of_this_machine() -> None:
     done = run()
     # A machine on which others compute may earn a warning; an error would be ours.
@@ -124,6 +126,7 @@ def test_a_rank_that_fails() -> None:
     assert "barrier failed on rank 0: RuntimeError: planted" in words(report, "error")
 
 
+@pytest.mark.nightly  # by day a hang that is found, above
 def test_a_time_limit_that_is_too_short() -> None:
     status, report = as_json("--time-limit", "0.2")
     assert status in (1, 2)
@@ -137,6 +140,7 @@ def test_a_host_that_is_not_there_and_this_one(with_a_host_that_is_not_there: di
     assert (report["live"]["hosts"], report["live"]["ended"]) == (["localhost"], "finished")
 
 
+@pytest.mark.nightly  # by day: unit/test_report_findings.py
 def test_facts_alone_on_a_machine_without_programs() -> None:
     """PATH is empty and the environment full of nonsense."""
     nonsense = {"RANK": "x", "WORLD_SIZE": "", "MASTER_PORT": "-1", "OMP_NUM_THREADS": "many", "SLURM_JOB_ID": "?"}
@@ -181,7 +185,7 @@ def test_the_shim_and_help() -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", by_day((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), signal.SIGTERM, signal.SIGKILL))
 @pytest.mark.parametrize("during", ["zerorun.report.software", "zerorun.report.checks"])
 def test_nothing_is_left_when_it_is_ended(tmp_path: Path, number: int, during: str) -> None:
     marker = f"report-test-{os.getpid()}-{number}-{during}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import Gpt, Place, token_loss, tokens
 from torch import nn
@@ -305,7 +306,7 @@ def write_to_parameters(stage: int, late: bool) -> tuple[list[torch.Tensor], lis
     return masters, weights  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", by_day((1, 2, 3), 3))
 def test_scripts_may_write_while_others_are_late(stage: int) -> None:
     """A rank that is done with a gather must not change what a slower one has still to read."""
     expected = run_ranks(2, write_to_parameters, stage, False)
@@ -346,7 +347,7 @@ def inspect(stage: int, precision: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize(("precision", "world"), [("fp32", 3), ("bf16", 2)])
+@pytest.mark.parametrize(("precision", "world"), by_day((("fp32", 3), ("bf16", 2)), ("bf16", 2)))
 def test_gradients_and_moments_by_name_are_the_same_at_every_stage(precision: str, world: int) -> None:
     first = run_ranks(world, inspect, 0, precision)
     assert all(found == first[0] for found in first)
@@ -373,7 +374,7 @@ def cycle(stage: int, times: int) -> tuple[int, bool]:
     return counts[-1] - counts[1], plain
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", by_day((1, 3), 3))
 def test_destroy_frees_everything(stage: int) -> None:
     assert run_ranks(2, cycle, stage, 6) == [(0, True)] * 2
 

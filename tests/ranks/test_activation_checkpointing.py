@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import by_day
 from harness import run_ranks
 from models import CASES, LENGTH, VOCAB, WIDTH, Block, Case, Gpt, Place, token_loss, tokens
 from reference import Result
@@ -32,6 +33,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "every 3rd in host memory": {"policy": "every_n", "every_n": 3, "cpu_checkpointing": True},
     "selective in host memory": {"policy": "selective", "cpu_checkpointing": True},
 }
+# Of these, where the others would tell nothing new by day.
+FEW = ("full", "selective", "every 3rd in host memory")
+few_by_day = pytest.mark.parametrize("policies", by_day(("few", "all"), "few"))
 UNITS: dict[str, dict[str, Any]] = {
     "blocks": {},
     "groups": {"unit_policy": "by_block_group", "unit_block_count": 2},
@@ -39,6 +43,8 @@ UNITS: dict[str, dict[str, Any]] = {
     "sized": {"unit_policy": "size_based", "unit_numel": 600},
 }
 STEPS = 3
+# By day: a recomputation meets frozen and shared parameters, branches, blocks that run twice, checkpoints of the model.
+MODELS = ("tied", "frozen", "branch", "repeated", "two_forwards", "checkpoint_groups")
 
 
 class DropBlock(Block):
@@ -54,11 +60,9 @@ class DropBlock(Block):
 DROPOUT = Case("dropout", lambda: Gpt(5, DropBlock))
 
 
-def by_day(first: str, second: str) -> list[Any]:
-    """Stage 0 with one cut into units, and stage 3 with the other; the rest is nightly."""
-    kept = {(0, first), (3, second)}
-    rows = product(range(4), (first, second))
-    return [pytest.param(*row, marks=() if row in kept else pytest.mark.nightly) for row in rows]
+def sections_of(policies: str) -> list[dict[str, Any]]:
+    """None, and "few" or "all" of the policies."""
+    return [{}, *(POLICIES[name] for name in (FEW if policies == "few" else POLICIES))]
 
 
 @contextmanager
@@ -92,7 +96,7 @@ def train_dropout(stage: int, units: dict[str, Any], precision: str, sections: l
     return [train_seeded(DROPOUT, {**base, "activation_checkpointing": section}) for section in sections]
 
 
-@pytest.mark.parametrize(("stage", "units"), by_day("blocks", "groups"))
+@pytest.mark.parametrize(("stage", "units"), by_day(product(range(4), ("blocks", "groups")), (3, "groups")))
 def test_dropout_and_accumulation(stage: int, units: str) -> None:
     sections = [{}, *POLICIES.values()]
     for results in run_ranks(2, train_dropout, stage, UNITS[units], "fp32", sections):
@@ -100,21 +104,23 @@ def test_dropout_and_accumulation(stage: int, units: str) -> None:
             assert_same_bits(result, results[0], section)
 
 
-@pytest.mark.parametrize(("stage", "units"), by_day("layers", "sized"))
-def test_units_inside_the_blocks(stage: int, units: str) -> None:
+@few_by_day
+@pytest.mark.parametrize(("stage", "units"), by_day(product(range(4), ("layers", "sized")), (3, "sized")))
+def test_units_inside_the_blocks(stage: int, units: str, policies: str) -> None:
     """The same but for the order of sums: a recomputation visits them all, so their first gradients come late."""
-    sections = [{}, *POLICIES.values()]
+    sections = sections_of(policies)
     for results in run_ranks(2, train_dropout, stage, UNITS[units], "fp32", sections):
         for section, result in zip(sections, results, strict=True):
             assert result.losses == pytest.approx(results[0].losses, rel=1e-6), section
             assert result.norms == pytest.approx(results[0].norms, rel=1e-6), section
 
 
+@few_by_day
 @pytest.mark.each_value
 @pytest.mark.parametrize("world", (1, 3))
-@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
-def test_other_numbers_of_ranks_and_precisions(world: int, precision: str) -> None:
-    sections = [{}, *POLICIES.values()]
+@pytest.mark.parametrize("precision", by_day(("fp32", "bf16", "fp16"), "bf16", "fp16"))
+def test_other_numbers_of_ranks_and_precisions(world: int, precision: str, policies: str) -> None:
+    sections = sections_of(policies)
     for results in run_ranks(world, train_dropout, 3, {}, precision, sections):
         for section, result in zip(sections, results, strict=True):
             assert_same_bits(result, results[0], section)
@@ -127,7 +133,7 @@ def train_model(model: str, stage: int, sections: list[dict[str, Any]]) -> list[
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("model", by_day(CASES, *MODELS))
 def test_every_model(model: str, stage: int) -> None:
     """Frozen and shared parameters, branches, blocks that run twice, two forwards, checkpoints inside checkpoints."""
     sections = [{}, POLICIES["full"], POLICIES["selective in host memory"]]
@@ -176,7 +182,7 @@ def train_fancy(stage: int, sections: list[dict[str, Any]]) -> list[Result]:
     return [train_seeded(case, {**base, "activation_checkpointing": section}) for section in sections]
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", by_day((0, 3), 3))
 def test_keywords_containers_and_tuples(stage: int) -> None:
     sections = [{}, *POLICIES.values()]
     for results in run_ranks(2, train_fancy, stage, sections):
@@ -271,6 +277,7 @@ def train_compiled(sections: list[dict[str, Any]]) -> list[Result]:
     return [train_seeded(CASES["plain"], {**base, "activation_checkpointing": section}) for section in sections]
 
 
+@pytest.mark.nightly  # by day: test_compile.py
 def test_with_compiled_blocks() -> None:
     sections = [{}, POLICIES["full"], POLICIES["full in host memory"]]
     for results in run_ranks(2, train_compiled, sections, timeout_s=240):
@@ -342,7 +349,7 @@ def train_by_hand(stage: int) -> list[Any]:
     return [*results, made[0].counts.out_copies]
 
 
-@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("stage", by_day((0, 2, 3), 3))
 def test_calls_in_the_model_follow_the_section(stage: int) -> None:
     for plain, by_hand, in_host, copies in run_ranks(2, train_by_hand, stage):
         assert_same_bits(by_hand, plain, "by hand")
@@ -352,8 +359,7 @@ def test_calls_in_the_model_follow_the_section(stage: int) -> None:
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------
 
-HUGGING_FACE = ("gpt2", "qwen2-moe", "t5")
-MORE_AT_NIGHT = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "bert", "bart", "vit", "gemma2")]
+HUGGING_FACE = ("gpt2", "qwen2-moe", "t5", "llama", "bert", "bart", "vit", "gemma2")
 
 
 def train_hugging_face(
@@ -394,7 +400,7 @@ def train_hugging_face(
     return losses, len(made)
 
 
-@pytest.mark.parametrize("name", [*HUGGING_FACE, *MORE_AT_NIGHT])
+@pytest.mark.parametrize("name", by_day(HUGGING_FACE, "gpt2"))
 def test_hugging_face_models_with_their_caches(name: str) -> None:
     """use_cache is on by default, so decoders collect keys and values in training, too. Checkpointed, they do not.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from covering import Row, covering
+from covering import Row, by_day, covering
 from harness import run_ranks
 from models import Case, Gpt, Mlp, Place, token_loss, tokens
 from training import make_config, make_engine
@@ -85,7 +85,7 @@ def assert_close(found: State, expected: State, where: object) -> None:
         assert float((part - whole[start : start + part.numel()]).abs().max()) <= 1e-6 * scale, (where, kind, name)
 
 
-@pytest.mark.parametrize("strength", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("strength", by_day((1, 2, 4), 1))
 def test_every_checkpoint_loads_at_every_stage_and_world_size(strength: int, tmp_path: Path) -> None:
     """The next 5 losses equal the uninterrupted run to 1e-6, moments elementwise."""
     every = covering({"saved stage": STAGES, "saved world": WORLDS, "stage": STAGES, "world": WORLDS}, strength)

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import CASES, Case, Gpt, Place
 from torch import nn
@@ -96,7 +97,10 @@ def train_huggingface(folder: str, kind: str, stage: int, precision: str) -> dic
     return weights
 
 
-@pytest.mark.parametrize(("kind", "stage", "precision"), [("llama", 3, "bf16"), ("gpt2", 2, "fp32"), ("gpt2", 3, "fp16")])
+@pytest.mark.parametrize(
+    ("kind", "stage", "precision"),
+    by_day((("llama", 3, "bf16"), ("gpt2", 2, "fp32"), ("gpt2", 3, "fp16")), ("llama", 3, "bf16")),
+)
 def test_a_mid_training_checkpoint_is_a_hugging_face_model(kind: str, stage: int, precision: str, tmp_path: Path) -> None:
     weights = run_ranks(2, train_huggingface, str(tmp_path), kind, stage, precision)[0]
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "mid", dtype="auto", output_loading_info=True)
@@ -118,7 +122,7 @@ def test_a_mid_training_checkpoint_is_a_hugging_face_model(kind: str, stage: int
     assert all(torch.equal(value, weights[name]) for name, value in rounded.items())
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", by_day((0, 3), 3))
 def test_plain_tied_frozen_and_lora_models_are_exported(stage: int, tmp_path: Path) -> None:
     for name in ("plain", "tied", "frozen", "lora"):
         weights = run_ranks(2, export_case, name, stage, str(tmp_path / name))[0]
@@ -198,7 +202,7 @@ def test_pretrained_weights_inside_of_init(tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", by_day((1, 2, 4), 2))
 def test_pretrained_weights_stream_into_place(world: int, tmp_path: Path) -> None:
     """Peak per rank: its shard and one tensor. The file is in another dtype, so that every tensor is cast."""
     torch.manual_seed(3)
@@ -308,7 +312,7 @@ def load_apart(folder: str, swap: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("swap", by_day((False, True), True))
 def test_every_rank_has_a_disk_of_its_own(swap: bool, tmp_path: Path) -> None:
     """No shared file system: each disk holds its own files, all can be loaded together, in any order of the nodes."""
     expected = run_ranks(3, save_apart, str(tmp_path))

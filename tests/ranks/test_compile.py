@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import Block, Gpt, Mlp, Place, token_loss, tokens
 from simulation import simulated_device
@@ -65,8 +66,10 @@ def train(
     return losses, graphs
 
 
-@pytest.mark.each_pair
-@pytest.mark.parametrize(tuple(SETTINGS), list(product(*SETTINGS.values())))
+@pytest.mark.parametrize(
+    tuple(SETTINGS),
+    by_day(product(*SETTINGS.values()), (3, "simulated", "bf16", "full", 2), (2, "cpu", "fp32", "none", 1)),
+)
 def test_a_block_is_one_graph_which_is_made_once(
     stage: int, device: str, precision: str, policy: str, accumulation: int
 ) -> None:
@@ -79,9 +82,9 @@ def test_a_block_is_one_graph_which_is_made_once(
         assert graphs == [2] * 4, "one for training and one for evaluation, which all blocks share"
 
 
-@pytest.mark.parametrize("block", [Mlp, pytest.param(Block, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day the graphs are counted, and run as they are: each kernel takes a C++ compiler seconds
+@pytest.mark.parametrize("block", [Mlp, Block])
 def test_inductor_at_stage_3(block: type[nn.Module]) -> None:
-    """By day the block with the fewest kernels: each takes a C++ compiler seconds."""
     eager = run_ranks(2, train, make_config(3, clip=1.0), None, 3, "cpu", block)
     for (losses, _), (expected, _) in zip(
         run_ranks(2, train, make_config(3, clip=1.0), "inductor", 3, "cpu", block, timeout_s=240.0), eager, strict=True

@@ -19,6 +19,7 @@ import pytest
 import test_parallel_matrix as parallel
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import Case, Gpt, Place
 from races import looking_for_races
@@ -123,7 +124,7 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ("bf16", "fp16"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -207,7 +208,7 @@ def fail(stage: int, planted: Planted, ask: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("planted", ERRORS, ids=lambda planted: planted.__name__)
 @pytest.mark.parametrize("stage", (0, 2, 3))
 @pytest.mark.parametrize("ask", ("nobody", "rank 0", "rank 1", "all ranks"))
@@ -535,7 +536,10 @@ def waits_divided(tensor: int, pipe: int, schedule: str) -> list[int]:
     return found[COMPARED_STEPS:]
 
 
-@pytest.mark.parametrize(("tensor", "pipe", "schedule"), [(2, 1, "1f1b"), (1, 2, "1f1b"), (1, 2, "zero_bubble")])
+@pytest.mark.parametrize(
+    ("tensor", "pipe", "schedule"),
+    by_day(((2, 1, "1f1b"), (1, 2, "1f1b"), (1, 2, "zero_bubble")), (2, 1, "1f1b"), (1, 2, "zero_bubble")),
+)
 def test_parts_of_a_model_wait_for_nothing_either(tensor: int, pipe: int, schedule: str) -> None:
     assert run_ranks(2, waits_divided, tensor, pipe, schedule) == [[0, 0]] * 2
 

@@ -270,6 +270,7 @@ def test_gradients_may_be_edited_before_the_last_micro_batch(stage: int, offload
             assert distance(found[name], value) < 1e-6, name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("at_once", (False, True))
 @pytest.mark.parametrize("offload", ("none", "cpu"))
 @pytest.mark.parametrize("stage", range(4))

@@ -141,7 +141,7 @@ def end(how: str) -> None:
         ("killed", "rank 1: process ended with code -9"),
         at_night("exits", "rank 1: process ended with code 3"),
         at_night("sys.exit", "SystemExit: 5"),
-        ("raises", "ValueError: of rank 1"),
+        at_night("raises", "ValueError: of rank 1"),
         ("hangs", "in end"),
     ],
 )

@@ -201,7 +201,7 @@ def account(name: str, config: dict[str, Any]) -> tuple[dict[str, int], int, int
 CELLS = [("even", 2, 2), ("even", 4, 1), ("padded", 2, 1), ("padded", 3, 2), ("blocks", 3, 1), ("blocks", 4, 2)]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize(("name", "ranks", "slots"), CELLS)

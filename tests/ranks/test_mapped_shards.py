@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import CASES, Case, Place, reset
 from reference import Result, differences, train_reference
@@ -27,6 +28,7 @@ from zerorun.distributed.transport.mapped_shards import _places
 from zerorun.plan import make
 
 STEPS = 3
+MODELS = ("tied", "unused_alternating_steps", "moe", "repeated_apart", "two_forwards", "checkpoint_groups")  # by day
 CASE = CASES["plain"]
 
 
@@ -65,7 +67,7 @@ def open_files() -> int:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
-@pytest.mark.parametrize("model", tuple(CASES))
+@pytest.mark.parametrize("model", by_day(CASES, *MODELS))
 def test_mapped_shards_give_the_same_run(model: str, precision: str) -> None:
     number = list(CASES).index(model)
     world, accumulation, clip = (2, 4)[number % 4 // 3], (1, 3)[number % 2], (0.0, 0.5)[number // 2 % 2]
@@ -194,8 +196,8 @@ def resident_bytes(kept: float) -> dict[str, Any]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("kept", "most"), ((0, 1.0), (3, 4.0), (3.9, 4.0), (8, 8.0)))
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize(("kept", "most"), by_day(((0, 1.0), (3, 4.0), (3.9, 4.0), (8, 8.0)), (3, 4.0)))
+@pytest.mark.parametrize("world", by_day((2, 4), 4))
 def test_pages_of_others_stay_no_longer_than_in_a_slot_but_for_some(world: int, kept: float, most: float) -> None:
     for found in run_ranks(world, resident_bytes, kept):
         assert found == {"mapped": 8, "steps": [(16, most, 0.0)] * 3, "slots": 1}
@@ -260,7 +262,7 @@ def train_wide(stage: int, advice: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", by_day((2, 4), 2))
 def test_shards_lie_in_huge_pages_where_the_kernel_allows(world: int) -> None:
     usual = run_ranks(world, train_wide, 2, 25)
     for advice in (25, 9999):  # as Linux has it; one that no kernel knows

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import by_day
 from harness import patience, run_ranks
 from test_estimate import Deep
 from test_parallel_matrix import batch_of, build
@@ -196,7 +197,7 @@ engine.step()
 """
 
 
-@pytest.mark.parametrize(("mib", "status"), [(150, 3), (1500, 0)])
+@pytest.mark.parametrize(("mib", "status"), by_day(((150, 3), (1500, 0)), (150, 3)))
 def test_under_a_limit_of_the_process(mib: int, status: int) -> None:
     """Adam needs 192 MiB more for 64 MiB of fp32 parameters."""
     env = {**os.environ, "ZERORUN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}

@@ -51,6 +51,7 @@ print(os.listdir("states"))
 )
 
 
+@pytest.mark.nightly  # by day tests/unit/test_swap.py
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     """8 x 65,792 parameters with master and two moments are 6.02 MiB. The model can be used afterwards."""
     told, left = run_on_small_disk(TOO_SMALL, tmp_path, mebibytes=4).splitlines()
@@ -93,6 +94,7 @@ os._exit(0)
 )
 
 
+@pytest.mark.nightly  # by day tests/unit/test_swap.py
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     """The error comes with the next thing that needs the states, and the last checkpoint is as it was."""
     told, checkpoints = run_on_small_disk(FILLS_UP, tmp_path, mebibytes=8).splitlines()
@@ -102,6 +104,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     assert "'lost'" not in checkpoints
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3)])
 def test_bytes_in_memory_fall_by_what_is_on_the_disk(world: int, stage: int, precision: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import Place
 from test_offload import PLACES, SMALL
@@ -134,7 +135,7 @@ def assert_equal(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", by_day((1, 3), 3))
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops_see_the_same(name: str, stage: int, tmp_path: Path) -> None:
     places = [{}, PLACES["optimizer"], PLACES["disk"], *([PLACES["both"], PLACES["all on disk"]] if stage == 3 else [])]

@@ -170,6 +170,7 @@ def change(name: str, late: int, config: dict[str, Any]) -> tuple[list[float], f
     return losses, float(forward(plain))  # type: ignore[arg-type]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("changes", ({}, OFFLOADED), ids=("device", "offloaded"))
 @pytest.mark.parametrize("late", (0, 1))
 @pytest.mark.parametrize("name", tuple(CHANGES))

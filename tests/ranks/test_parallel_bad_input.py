@@ -212,6 +212,7 @@ def one_batch_apart(keys: dict[str, Any], part: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("keys", ({}, {"vocab_parallel_loss": True}, {"sequence_parallel": True}))
 @pytest.mark.parametrize("part", ("labels", "attention_mask", "shape"))
 def test_any_difference_between_tensor_ranks_is_told(keys: dict[str, Any], part: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from test_parallel_matrix import MODELS, batch_of, build, one_step
 from training import make_config, merged
@@ -76,9 +77,11 @@ def ranks_of(cell: tuple[int, ...]) -> int:
     return cell[0] * cell[1] * cell[2]
 
 
+@pytest.mark.nightly  # by day: test_checkpoint_parallel.py
 @pytest.mark.parametrize(
     ("name", "index"),
-    [(("gpt2", "llama")[index % 4 == 0], index) for index in range(0, len(CELLS), 2)],  # those with odd numbers load
+    # Those with odd numbers load.
+    by_day([(("gpt2", "llama")[index % 4 == 0], index) for index in range(0, len(CELLS), 2)], ("llama", 4), ("gpt2", 6)),
 )
 def test_any_cell_loads_what_another_saved(name: str, index: int, tmp_path: Path) -> None:
     check(name, index, (5,) if name == "llama" else (9,), tmp_path)

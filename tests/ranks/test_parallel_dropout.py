@@ -112,6 +112,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("changes", CHANGES)
 @pytest.mark.parametrize("pipe", (1, 2))
 @pytest.mark.parametrize("name", MODELS)

@@ -26,7 +26,7 @@ CELLS: dict[str, tuple[str, int, str, int, int, int, dict[str, Any]]] = {
     "offload": ("llama", 3, "bf16", 2, 2, 1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
     "divided": ("llama", 0, "fp32", 2, 1, 1, {"tensor_parallel": {"vocab_parallel_loss": True}}),
 }
-COVERED = ("tensor", "stages", "tied stages")  # what they have comes in the others, too
+COVERED = ("tensor", "stages", "tied stages", "offload", "fused")  # what they have comes in the others, too
 at_night = partial(pytest.param, marks=pytest.mark.nightly)
 
 

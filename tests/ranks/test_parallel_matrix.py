@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from torch import nn
 from training import make_config, merged
@@ -138,15 +139,18 @@ PAIRWISE = {
     (3, 2, 1, 2, 4),
     (3, 2, 2, 2, 4),
 }
-CELLS = [
-    pytest.param(*cell, marks=() if cell in PAIRWISE else pytest.mark.nightly)
-    for cell in itertools.product((0, 1, 2, 3), (1, 2), (1, 2, 3), (1, 2), (1, 4))
-    if cell[1] * cell[2] > 1
-]
+CELLS = by_day(
+    (
+        (name, *cell)
+        for cell in itertools.product((0, 1, 2, 3), (1, 2), (1, 2, 3), (1, 2), (1, 4))
+        if cell[1] * cell[2] > 1
+        for name in MODELS
+    ),
+    *((tuple(MODELS)[index % 2], *cell) for index, cell in enumerate(sorted(PAIRWISE))),
+)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "accumulation"), CELLS)
+@pytest.mark.parametrize(("name", "stage", "tensor", "pipe", "data", "accumulation"), CELLS)
 def test_equals_one_process(name: str, stage: int, tensor: int, pipe: int, data: int, accumulation: int) -> None:
     config = make_config(stage, accumulation=accumulation, clip=0.5)
     found = run_ranks(tensor * pipe * data, train, name, tensor, pipe, config)
@@ -180,7 +184,7 @@ BEYOND: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {  # model, 
 }
 
 
-@pytest.mark.parametrize("which", BEYOND)
+@pytest.mark.parametrize("which", by_day(BEYOND, "sequence", "offload", "hybrid", "zero bubble, recomputed"))
 def test_what_goes_with_it_equals_one_process(which: str) -> None:
     name, stage, tensor, pipe, data, changes = BEYOND[which]
     config = merged(make_config(stage, accumulation=3, clip=0.5), changes)

@@ -111,6 +111,7 @@ def _same(one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(map(_same, one, other))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("where", ("cpu", "simulated"))
 def test_whoever_asks_sees_new_values(stage: int, where: str, tmp_path: Path) -> None:

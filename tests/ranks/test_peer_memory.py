@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import patience, run_ranks, start_ranks
 from models import CASES
 from reference import Result, differences, train_reference
@@ -30,6 +31,7 @@ from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan import make
 
 STEPS = 3
+MODELS = ("tied", "frozen", "lora", "unused_on_one_rank", "moe", "repeated_apart", "checkpoint_groups")  # by day
 every_stage = pytest.mark.parametrize("stage", range(4))
 
 
@@ -240,7 +242,7 @@ def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("model", tuple(CASES))
+@pytest.mark.parametrize("model", by_day(CASES, *MODELS))
 @pytest.mark.parametrize("turn", (0, 2))
 def test_unpacked_gradients_give_the_same_run(turn: int, model: str) -> None:
     number = list(CASES).index(model) + turn
@@ -272,7 +274,7 @@ def train_with_pauses(config: dict[str, Any], seed: int | None) -> Result:
 
 
 @pytest.mark.each_value
-@every_stage
+@pytest.mark.parametrize("stage", by_day(range(4), 2, 3))
 @pytest.mark.parametrize("world", (2, 4))
 def test_late_ranks_change_nothing(world: int, stage: int) -> None:
     config = make_config(stage, accumulation=2, clip=0.5, precision="bf16" if stage % 2 else "fp32")
@@ -306,7 +308,7 @@ if ending == "rank 0 goes on alone" and rank == 0:
 """
 
 
-@every_stage
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
 def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
     with start_ranks(2, SCRIPT, str(stage), "die") as (first, second):
         assert second.finish(60 * patience())[0] == -signal.SIGKILL
@@ -318,7 +320,7 @@ def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
     assert "another rank ended" in errors
 
 
-@pytest.mark.parametrize("stage", (1, 2))
+@pytest.mark.parametrize("stage", by_day((1, 2), 2))
 def test_a_rank_may_go_on_after_the_others_are_done(stage: int) -> None:
     with start_ranks(2, SCRIPT, str(stage), "rank 0 goes on alone") as scripts:
         for script in scripts:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import Gpt, Place, reset
 from quantised import KINDS, LR, SHARDED, build, case, plain_losses
@@ -60,8 +61,9 @@ def train_everywhere(kind: str, precision: str) -> list[list[float]]:
     return [*(train_at(kind, stage, precision) for stage in range(4)), train_at(kind, 3, precision, **OFFLOADED)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_day(KINDS, "torchao nf4", "nf4 in uint8", "nf4 in bf16", "int8"))
 def test_frozen_quantised_weights_train_as_without_zerorun(kind: str, precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     wanted = plain_losses(kind, dtype, 2, STEPS)
@@ -88,8 +90,11 @@ def save_and_load(folder: str, kind: str, trainable_only: bool) -> tuple[list[fl
     return wanted, found, kept
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("trainable_only", [False, True])
-@pytest.mark.parametrize("kind", ["nf4 in fp16", "int8", "torchao int8", "torchao nf4"])
+@pytest.mark.parametrize(
+    "kind", by_day(("nf4 in fp16", "int8", "torchao int8", "torchao nf4"), "nf4 in fp16", "torchao nf4")
+)
 def test_checkpoints_hold_quantised_weights_as_they_are(tmp_path: Path, kind: str, trainable_only: bool) -> None:
     wanted, found, kept = run_ranks(2, save_and_load, str(tmp_path), kind, trainable_only)[0]
     assert found == pytest.approx(wanted, rel=1e-6)

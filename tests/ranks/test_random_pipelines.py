@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from harness import run_ranks
 from hypothesis import HealthCheck, given, settings
@@ -108,18 +109,31 @@ def reference(kinds: list[str], accumulation: int, seed: int) -> tuple[list[floa
     return losses, {name: value.detach() for name, value in model.named_parameters()}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-@given(
-    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
-    stages=st.sampled_from((2, 3)),
-    accumulation=st.integers(1, 5),
-    stage=st.integers(0, 3),
-    schedule=st.sampled_from(("1f1b", "gpipe", "interleaved", "zero_bubble")),
-    cuts=st.randoms(use_true_random=False),
-)
-def test_random_pipelines_equal_one_process(
-    kinds: list[str], stages: int, accumulation: int, stage: int, schedule: str, cuts: random.Random
-) -> None:
+RANDOM: dict[str, st.SearchStrategy[Any]] = {
+    "kinds": st.lists(st.sampled_from(KINDS), min_size=1, max_size=8),
+    "stages": st.sampled_from((2, 3)),
+    "accumulation": st.integers(1, 5),
+    "stage": st.integers(0, 3),
+    "schedule": st.sampled_from(("1f1b", "gpipe", "interleaved", "zero_bubble")),
+    "cuts": st.randoms(use_true_random=False),
+}
+some = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+@some
+@given(**RANDOM)
+def test_random_pipelines_equal_one_process(**random_: Any) -> None:
+    check(**random_)
+
+
+@pytest.mark.nightly
+@settings(some, max_examples=25)
+@given(**RANDOM)
+def test_more_random_pipelines_equal_one_process(**random_: Any) -> None:
+    check(**random_)
+
+
+def check(kinds: list[str], stages: int, accumulation: int, stage: int, schedule: str, cuts: random.Random) -> None:
     kinds = ["linear", *kinds]
     chunks = 2 if schedule == "interleaved" else 1
     inner = sorted(cuts.randint(0, len(kinds)) for _ in range(stages * chunks - 1))

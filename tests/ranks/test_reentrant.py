@@ -160,7 +160,7 @@ SHAPES: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 1), (2, 2), (2, 3)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_forwards_within_forwards_equal_one_process(name: str, world: int, stage: int) -> None:

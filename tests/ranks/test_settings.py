@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from covering import by_day
 from harness import run_ranks
 from models import CASES, WIDTH, Gpt, Mlp, Place, reset, token_loss, tokens
 from reference import OPTIMIZERS, Result, differences, distance, train_reference, weights_of
@@ -78,7 +79,8 @@ def train_variants(model: str, configs: list[dict[str, Any]]) -> list[Result]:
     return [train(CASES[model], config, STEPS) for config in configs]
 
 
-@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.each_value
+@pytest.mark.parametrize("stage", by_day((0, 2, 3), 2, 3))
 @pytest.mark.parametrize("model", ("plain", "tied"))
 def test_the_cut_into_units_changes_nothing(stage: int, model: str) -> None:
     """Not a bit of losses and weights. The norm is a sum over units: its order may change its last digits.
@@ -94,8 +96,10 @@ def test_the_cut_into_units_changes_nothing(stage: int, model: str) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("stage", (1, 2, 3))
-@pytest.mark.parametrize("model", ("plain", "checkpoint_groups", "branch", "repeated_apart"))
+@pytest.mark.parametrize("stage", by_day((1, 2, 3), 2, 3))
+@pytest.mark.parametrize(
+    "model", by_day(("plain", "checkpoint_groups", "branch", "repeated_apart"), "branch", "repeated_apart")
+)
 def test_overlap_and_buckets_change_nothing(stage: int, model: str) -> None:
     variants = TIMING + (LOOK_AHEAD if stage == 3 else ())
     configs = [make_config(stage, accumulation=2, clip=0.5, zero_optimization=variant) for variant in variants]
@@ -125,6 +129,7 @@ def test_the_bucket_size_says_how_far_ahead_units_are_gathered() -> None:
     assert [count for _, _, count in found] == list(wanted.values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("degree", (1, 2, 4))
 def test_shard_degree_changes_nothing(degree: int, precision: str) -> None:
@@ -143,7 +148,7 @@ def test_shard_degree_changes_nothing(degree: int, precision: str) -> None:
 # -- precision of sums -------------------------------------------------------------------------------------------
 
 
-@every_stage
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
 def test_reduction_is_in_fp32_unless_asked_otherwise(stage: int) -> None:
     base = {"precision": "bf16", "clip": 0.5, "accumulation": 3}  # sums of gradients have more digits than bf16
     configs = [
@@ -325,7 +330,7 @@ def run_dialects(stage: int, precision: str) -> dict[str, Result]:
 
 
 @pytest.mark.each_value
-@every_stage
+@pytest.mark.parametrize("stage", by_day(range(4), 2, 3))
 @pytest.mark.parametrize("precision", ("fp32", "fp16"))
 def test_all_forms_of_the_loop_train_alike(stage: int, precision: str) -> None:
     results = run_ranks(2, run_dialects, stage, precision)[0]
@@ -403,6 +408,7 @@ def two_losses_reference(world_size: int) -> Result:
     return result
 
 
+@pytest.mark.each_value
 @every_stage
 @pytest.mark.parametrize("form", ("one graph", "two graphs"))
 def test_two_backwards_add_up(stage: int, form: str) -> None:
@@ -564,7 +570,7 @@ def thawing_loss(model: Any, place: Place) -> torch.Tensor:
     return CASES["plain"].loss(model, place)
 
 
-@every_stage
+@pytest.mark.parametrize("stage", by_day(range(4), 1, 3))
 def test_parameters_frozen_for_a_while_are_left_alone(stage: int) -> None:
     case = replace(CASES["plain"], loss=thawing_loss)
     expected = train_reference(case, world_size=2, steps=5, accumulation=2, clip=0.5)

@@ -122,7 +122,7 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(result["weights"], expected["weights"], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize(("world", "tensor"), ((2, 2), (3, 3), (4, 2), (4, 4)))
 def test_equals_one_process(stage: int, world: int, tensor: int) -> None:

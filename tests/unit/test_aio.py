@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import by_day
 from harness import patience
 from small_disk import run_on_small_disk
 
@@ -70,6 +71,7 @@ def test_large_requests(file: AsyncFile) -> None:
 SIZES = [1, 511, BLOCK_BYTES, BLOCK_BYTES + 1, PIECE_BYTES - 1, PIECE_BYTES + BLOCK_BYTES, 3000001]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_odd_places(file: AsyncFile, nbytes: int) -> None:
     """Whatever is not aligned goes through the page cache, and meets what went past it."""
@@ -230,7 +232,7 @@ for name in backends():
 """
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("kind", by_day(("tmpfs", "ext4"), "ext4"))
 def test_a_full_disk(kind: str, tmp_path: Path) -> None:
     printed = run_on_small_disk(BACKENDS_THAT_WORK + FILL, tmp_path, mebibytes=9, kind=kind).splitlines()
     assert printed[-1].startswith("python ")
@@ -408,7 +410,7 @@ SETUP = {"x86_64": ("425", "206"), "aarch64": ("425", "0")}.get(platform.machine
 
 
 @pytest.mark.skipif(not list(build.compilers(os.environ)) or not SETUP, reason="no C++ compiler, or another processor")
-@pytest.mark.parametrize("forbidden", [1, 2])
+@pytest.mark.parametrize("forbidden", by_day((1, 2), 1))
 def test_the_next_back_end_is_taken(forbidden: int, tmp_path: Path) -> None:
     """As in containers: the kernel forbids the system call."""
     command = [sys.executable, "-c", FORBID, *SETUP[:forbidden]]

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from covering import by_day
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -1128,9 +1129,12 @@ def test_tags_that_are_good(tmp_path: Path, tag: str) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["before", "latest", tag])
 
 
-@quick
-@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 3])), min_size=1, max_size=8))
-def test_prune_keeps_the_newest(tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, int | None]]) -> None:
+@pytest.mark.parametrize("part", by_day(range(5), 0))  # of the examples: each waits for the disk some dozens of times
+@settings(quick, max_examples=20)
+@given(saves=st.lists(st.tuples(st.integers(0, 4), st.sampled_from([None, 1, 2, 3])), min_size=1, max_size=8))
+def test_prune_keeps_the_newest(
+    tmp_path_factory: pytest.TempPathFactory, part: int, saves: list[tuple[int, int | None]]
+) -> None:
     directory = tmp_path_factory.mktemp("prune")
     there: list[str] = []  # newest first
     for number, (tag, keep) in enumerate(saves):
@@ -1312,6 +1316,7 @@ def test_interrupted_at_any_instant(tmp_path: Path, auditing: None, tag: str, ke
     assert not list(place.glob(".saving.*"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("second", ["s1", "s3"], ids=["same tag", "new tag"])
 @pytest.mark.parametrize("first", ["s1", "s2"], ids=["after the same tag", "after a new tag"])
 def test_interrupted_twice(tmp_path: Path, auditing: None, first: str, second: str) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from covering import by_day
 
 from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
 from zerorun.checkpoint.importers.from_dcp import read_dcp
@@ -283,7 +284,8 @@ def spoil_header(data: bytes, chosen: random.Random) -> bytes:
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
 
-def test_bytes_of_checkpoints(checkpoint: Path) -> None:
+@pytest.mark.parametrize("count", by_day((100, 400), 100))
+def test_bytes_of_checkpoints(count: int, checkpoint: Path) -> None:
     """Any file. A checkpoint is refused, or what was saved."""
     good, chosen = files_of(checkpoint), random.Random(SEED)
 
@@ -292,10 +294,11 @@ def test_bytes_of_checkpoints(checkpoint: Path) -> None:
             name = chosen.choice(sorted(good))
             yield name, {name: spoil_bytes(good[name], chosen)}
 
-    attack(checkpoint, good, mutations(), load_checkpoint, 400, checked=True)
+    attack(checkpoint, good, mutations(), load_checkpoint, count, checked=True)
 
 
-def test_manifests_whose_checksum_is_right(checkpoint: Path) -> None:
+@pytest.mark.parametrize("count", by_day((100, 500), 100))
+def test_manifests_whose_checksum_is_right(count: int, checkpoint: Path) -> None:
     good, chosen = files_of(checkpoint), random.Random(SEED + 1)
     content = json.loads(good[MANIFEST])["content"]
 
@@ -304,11 +307,12 @@ def test_manifests_whose_checksum_is_right(checkpoint: Path) -> None:
             spoiled = spoil_values(content, chosen)
             yield repr(spoiled)[:3000], {MANIFEST: summed(spoiled)}
 
-    attack(checkpoint, good, mutations(), load_checkpoint, 500, checked=False)
+    attack(checkpoint, good, mutations(), load_checkpoint, count, checked=False)
 
 
+@pytest.mark.parametrize("count", by_day((100, 300), 100))
 @pytest.mark.parametrize("with_manifest", [True, False], ids=["of a checkpoint", "of weights"])
-def test_indices_and_headers(checkpoint: Path, with_manifest: bool) -> None:
+def test_indices_and_headers(count: int, checkpoint: Path, with_manifest: bool) -> None:
     """Whose checksums are right, or which have none."""
     good, chosen = files_of(checkpoint), random.Random(SEED + 2)
     names = sorted(name for name in good if name != MANIFEST and (with_manifest or name.startswith("model")))
@@ -327,7 +331,7 @@ def test_indices_and_headers(checkpoint: Path, with_manifest: bool) -> None:
             yield f"{name}: {data[:3000]!r}", recorded(good, name, data) if with_manifest else {name: data}
 
     load = load_checkpoint if with_manifest else load_weights
-    attack(checkpoint, good, mutations(), load, 300, checked=False)
+    attack(checkpoint, good, mutations(), load, count, checked=False)
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------
@@ -348,7 +352,8 @@ def load_deepspeed(place: Path) -> Any:
     return everything(read_deepspeed(place))
 
 
-def test_metadata_of_dcp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", by_day((100, 500), 100))
+def test_metadata_of_dcp(count: int, tmp_path: Path) -> None:
     weights = {"w": torch.arange(12.0).view(3, 4), "b": torch.ones(3)}
     state = {"state": {"w": {"exp_avg": torch.ones(3, 4)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
     dcp.save({"model": weights, "optimizer": state, "step": 3}, checkpoint_id=tmp_path, no_dist=True)
@@ -359,7 +364,7 @@ def test_metadata_of_dcp(tmp_path: Path) -> None:
             data = spoil_pickle(good[".metadata"], chosen)
             yield repr(data), {".metadata": data}
 
-    attack(tmp_path, good, mutations(), load_dcp, 500, checked=False)
+    attack(tmp_path, good, mutations(), load_dcp, count, checked=False)
 
 
 def in_torch_file(data: bytes, pickled: bytes) -> bytes:

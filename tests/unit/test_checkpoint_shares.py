@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from covering import by_day
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,8 @@ from zerorun.distributed.tensor_shard import TensorShard, fused_ranges
 from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
 
-quick = settings(max_examples=150, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+parts = pytest.mark.parametrize("part", by_day(range(3), 0))  # of the examples
 
 
 @pytest.fixture(autouse=True)
@@ -250,9 +252,10 @@ def collected(model: Model, plan: WritePlan) -> dict[tuple[str, str], torch.Tens
     return found
 
 
+@parts
 @quick
-@given(models())
-def test_every_element_comes_together_once(model: Model) -> None:
+@given(model=models())
+def test_every_element_comes_together_once(part: int, model: Model) -> None:
     plan = model.plan()
     found = collected(model, plan)
     assert found.keys() == model.whole.keys()
@@ -262,9 +265,10 @@ def test_every_element_comes_together_once(model: Model) -> None:
     assert names == sorted(names, key=model.order.index), "stages stand in their order"
 
 
+@parts
 @quick
-@given(models())
-def test_a_tensor_is_written_where_it_is(model: Model) -> None:
+@given(model=models())
+def test_a_tensor_is_written_where_it_is(part: int, model: Model) -> None:
     """By a rank of the first stage that has it, from one replica; a writer that has it whole asks nobody."""
     for task in model.plan().tasks:
         holders = {
@@ -282,9 +286,10 @@ def test_a_tensor_is_written_where_it_is(model: Model) -> None:
             assert [source.rank for source in task.sources] == [task.writer]
 
 
+@parts
 @quick
-@given(models(), st.data())
-def test_what_no_rank_has_is_noticed(model: Model, data: st.DataObject) -> None:
+@given(model=models(), data=st.data())
+def test_what_no_rank_has_is_noticed(part: int, model: Model, data: st.DataObject) -> None:
     """A column's run, or all that a column has, is gone, and no other column has the same."""
     divided = [part for parts in model.parts for part in parts if part.shard is not None and part.tensor.numel()]
     if not divided:

@@ -10,6 +10,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+from covering import by_day
 from mirror import mirrored
 from models import Case, Gpt, Place
 from races import looking_for_races
@@ -84,7 +85,10 @@ def counting(statistics: CommunicationStatistics, calls: Counter[Collective]) ->
         yield
 
 
-STEPS = pytest.mark.parametrize(("stage", "precision"), list(product((0, 1, 2, 3), ("fp32", "bf16"))))
+STEPS = pytest.mark.parametrize(
+    ("stage", "precision"),
+    by_day(product((0, 1, 2, 3), ("fp32", "bf16")), (0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")),
+)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -129,6 +129,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("world_size", [8, 16384])
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_405b_allocates_nothing(device: str, world_size: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import by_day
 from forked_scripts import ForkedScripts, RunningScript
 
 from zerorun.ops import build, native
@@ -240,6 +241,7 @@ def test_compilers_are_found_once_each(tmp_path: Path) -> None:
     assert [" ".join([Path(command[0]).name, *command[1:]]) for command in found] == ["clang++ -O1", "c++", "clang++"]
 
 
+@pytest.mark.nightly
 @needs_compiler
 def test_setup_builds_it_and_never_fails(tmp_path: Path) -> None:
     """``build_py``, which wheels are made of; in a copy of the tree, with a compiler and without."""
@@ -339,7 +341,9 @@ ATTACKS = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize(
+    "attack", by_day(ATTACKS, a_file_of_another_user, a_folder_for_a_group, a_folder_above_for_all, a_link)
+)
 def test_code_of_others_is_not_loaded(attack: Any, tmp_path: Path) -> None:
     if ("another" in attack.__name__ or "group" in attack.__name__) and os.geteuid() != 0:
         pytest.skip("only root can give files away")

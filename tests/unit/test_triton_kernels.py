@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import by_day
 from updates import DTYPES, RULES, UNITS, Rule, Work, assert_close_to_float64, random_bits, same, training
 
 from zerorun.ops import native, on_cuda, single_pass
@@ -65,7 +66,7 @@ def both(rule: Rule, start: Work, kernels: Any, monkeypatch: pytest.MonkeyPatch)
     yield from zip(here.results(), there.results(), strict=True)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @ALL_RULES
 @pytest.mark.parametrize("kind", [training, random_bits])
 @pytest.mark.parametrize("coefficient", [1.0, 0.37])
@@ -182,8 +183,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("capability", by_day((80, 90), 90))
+@pytest.mark.parametrize("coupled", by_day((False, True), True))
 def test_machine_code_rounds_as_the_source_says(capability: int, coupled: bool, cache: None) -> None:
     for rule, states in ((native.ADAM, 2), (native.ADAGRAD, 1), (native.LION, 1), (native.SGD, 1), (native.SGD, 0)):
         for types in (("*i16", "*i16"), ("*fp16", "*fp16"), ("*fp32", None)):
