@@ -39,20 +39,23 @@ def run_cells(
     """
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    chosen = sys.argv[2:] or cells
-    for cell in chosen:
+    for cell in sys.argv[2:] or cells:
         for stage in (None, *STAGES):
-            if skip(cell, stage):
-                continue
-            begin_anew()
-            try:
-                with tempfile.TemporaryDirectory() as own:
-                    shared = [own]
-                    dist.broadcast_object_list(shared)
-                    result = train(cell, stage, shared[0])
-                    dist.barrier()
-            except Exception as error:  # goes into the table as what it is
-                result = {"error": "".join(traceback.format_exception(error))}
-            found[f"{cell}, {'DDP' if stage is None else f'stage {stage}'}"] = result
+            if not skip(cell, stage):
+                found |= run_cell(cell, stage, train)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+
+
+def run_cell(cell: str, stage: int | None, train: Callable[[str, int | None, str], dict[str, Any]]) -> dict[str, Any]:
+    """The name of the cell with its stage -> what ``train`` found, or the error that came of it."""
+    begin_anew()
+    try:
+        with tempfile.TemporaryDirectory() as own:
+            shared = [own]
+            dist.broadcast_object_list(shared)
+            result = train(cell, stage, shared[0])
+            dist.barrier()
+    except Exception as error:  # goes into the table as what it is
+        result = {"error": "".join(traceback.format_exception(error))}
+    return {f"{cell}, {'DDP' if stage is None else f'stage {stage}'}": result}

@@ -1,6 +1,7 @@
 """Trainers that know DeepSpeed, in every cell: losses, norms and weights are those of DDP.
 
-One pair of ranks runs all cells of a client, one after the other (see cells.py); the tests read what it found.
+One pair of ranks runs all cells of a client, one after the other (see cells.py); the tests read what it found. All of it
+is for the night; by day, Trainer's is one of the cells that test_mode.py's ranks run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from harness import patience
 
+pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 STAGES = (0, 1, 2, 3)
 # In 16 bits DDP computes in another way: autocast with fp32 weights.
@@ -24,14 +26,13 @@ TOLERANCES = {"bf16": 0.05, "fp16": 1e-3}
 EXACT = 1e-6
 TRAINER = (
     "plain", "accumulation", "checkpointing", "lora", "generate", "resume", "best", "save", "bf16", "fp16",
-    "optimizer in the file", "offloaded optimizer", "offloaded parameters",
+    "optimizer in the file", "offloaded optimizer", "offloaded parameters", "by day",
 )  # fmt: skip
 ACCELERATE = (
     "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",
     "schedule", "state dict", "offload",
 )  # fmt: skip
 LOWEST_STAGE = {"offload": 1, "offloaded optimizer": 1, "offloaded parameters": 3}
-BY_DAY: dict[str, tuple[str, ...]] = {"trainer": ("accumulation", "lora", "resume"), "accelerate": ()}
 TRL = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
 LIGHTNING = (
     "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
@@ -39,30 +40,23 @@ LIGHTNING = (
 
 
 @cache
-def found_by(program: str, cells: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Cell and stage -> what two ranks of the program found there, in all cells or in those named."""
+def found_by(program: str) -> dict[str, Any]:
+    """Cell and stage -> what two ranks of the program found there."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         mode = ["--as-deepspeed"] if program in ("trainer", "accelerate", "trl") else []
-        command = [sys.executable, "-m", "zerorun.launcher.cli", *mode, "--nproc-per-node", "2"]
-        command += [str(HERE / f"{program}_job.py"), str(out), *cells]
+        launcher = ["-m", "zerorun.launcher.cli", *mode, "--nproc-per-node", "2"] if program != "mode" else []
+        command = [sys.executable, *launcher, str(HERE / f"{program}_job.py"), str(out)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300 * patience())
         assert done.returncode == 0, done.stderr[-4000:]
         found: dict[str, Any] = json.loads(out.read_text())
         return found
 
 
-def rows(program: str, cells: tuple[str, ...]) -> Any:
-    """Each cell at each stage, but for stages that have nothing to be offloaded. What is not of the day is nightly."""
+def rows(cells: tuple[str, ...]) -> Any:
+    """Each cell at each stage, but for stages that have nothing to be offloaded."""
     found = [(cell, stage) for cell in cells for stage in STAGES if stage >= LOWEST_STAGE.get(cell, 0)]
-    by_day = BY_DAY.get(program, ())
-    marked = [pytest.param(*row, marks=() if row[0] in by_day else pytest.mark.nightly) for row in found]
-    return pytest.mark.parametrize(("cell", "stage"), marked)
-
-
-def found_in(program: str, cell: str) -> dict[str, Any]:
-    """What was found in the cells of the day, if this is one, or in all."""
-    return found_by(program, BY_DAY[program] if cell in BY_DAY[program] else ())
+    return pytest.mark.parametrize(("cell", "stage"), found)
 
 
 def compare(found: dict[str, Any], cell: str, stage: int) -> None:
@@ -82,19 +76,19 @@ def distance(one: Any, other: Any) -> float:
     return abs(one - other) if isinstance(one, (int, float)) else 0.0 if one == other else float("inf")
 
 
-@rows("trainer", TRAINER)
+@rows(TRAINER)
 def test_trainer(cell: str, stage: int) -> None:
     """transformers' Trainer, by its argument ``deepspeed``."""
-    compare(found_in("trainer", cell), cell, stage)
+    compare(found_by("trainer"), cell, stage)
 
 
-@rows("accelerate", ACCELERATE)
+@rows(ACCELERATE)
 def test_accelerate(cell: str, stage: int) -> None:
     """A loop with an Accelerator that has a DeepSpeedPlugin."""
-    compare(found_in("accelerate", cell), cell, stage)
+    compare(found_by("accelerate"), cell, stage)
 
 
-@rows("trl", TRL)
+@rows(TRL)
 def test_trl(cell: str, stage: int) -> None:
     """TRL's trainers, by their argument ``deepspeed``."""
     if importlib.util.find_spec("trl") is None:
@@ -102,7 +96,7 @@ def test_trl(cell: str, stage: int) -> None:
     compare(found_by("trl"), cell, stage)
 
 
-@rows("lightning", LIGHTNING)
+@rows(LIGHTNING)
 def test_lightning(cell: str, stage: int) -> None:
     """Lightning's Trainer with ZerorunStrategy, against DDPStrategy."""
     if importlib.util.find_spec("lightning") is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_clients import found_by
+from test_clients import compare, found_by
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,11 @@ def test_optimizers_and_schedules_of_their_names(found: dict[str, Any]) -> None:
 
 def test_callback_of_trainer(found: dict[str, Any]) -> None:
     assert len(found["logged"]) == 2 and all("skipped_steps" in entry for entry in found["logged"])
+
+
+def test_trainer_at_stage_3_equals_ddp(found: dict[str, Any]) -> None:
+    """With accumulation, and resumed. All cells and stages are test_clients.py's, by night."""
+    compare(found["trainer"], "by day", 3)
 
 
 def test_ranks_are_known_before_there_is_an_engine(found: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from cells import begin_anew, run_cells
 from client_models import Sentences, llama
-from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainingArguments
 
 STEPS = 4
@@ -23,6 +22,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "lora": {},
     "generate": {},
     "resume": {"save_strategy": "steps", "save_steps": 2},
+    "by day": {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2},
     "best": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
              "load_best_model_at_end": True},
     "save": {"save_strategy": "steps", "save_steps": 4, "save_only_model": True},
@@ -68,6 +68,8 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         )  # fmt: skip
         model = llama()
         if cell == "lora":
+            from peft import LoraConfig, get_peft_model  # which takes its time
+
             torch.manual_seed(11)
             model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
         return Trainer(model, args, train_dataset=Sentences(), eval_dataset=Sentences(8))
@@ -76,7 +78,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     used.train()
     assert type(used.model_wrapped).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
     found: dict[str, Any] = {"log": log_of(used), "evaluation": used.evaluate()["eval_loss"]}
-    if cell == "resume":
+    if cell in ("resume", "by day"):
         begin_anew()
         again = trainer()
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
@@ -86,6 +88,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         found["tokens"] = generate(used)
     if cell == "save":
         dist.barrier()
+        begin_anew()  # at stage 3 the weights would be divided as they are loaded
         saved = type(llama()).from_pretrained(f"{folder}/checkpoint-4")
         found["saved"] = [float(value.double().sum()) for value in saved.state_dict().values()]
     return found
