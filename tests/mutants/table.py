@@ -1263,4 +1263,28 @@ MUTANTS = (
         "        if rank.moves:",
         ("tests/unit/test_dump.py::test_ranks_with_equal_stacks_are_shown_once_and_the_odd_one_first",),
     ),
+    Mutant(
+        "a-rate-of-0-hides-what-an-optimizer-needs",
+        "bound",
+        "zerorun/optim/needs.py",
+        '            if "lr" in group:',
+        '            if "lr" in group and group["lr"]:',
+        ("tests/unit/test_needs.py::test_own_classes_are_tried",),
+    ),
+    Mutant(
+        "own-optimizers-share-tensors-with-their-trial",
+        "stale",
+        "zerorun/optim/needs.py",
+        "    return setting.clone() if torch.is_tensor(setting) else setting",
+        "    return setting",
+        ("tests/unit/test_needs.py::test_a_trial_leaves_tensors_of_the_optimizer_alone",),
+    ),
+    Mutant(
+        "what-looks-at-all-parameters-is-divided",
+        "swallowed",
+        "zerorun/startup/inputs.py",
+        "    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or _is_divided(config)):",
+        "    if needs is Needs.MODEL and world_size > 1 and _is_divided(config):",
+        ("tests/ranks/test_own_optimizers.py::test_what_cannot_be_divided_is_refused",),
+    ),
 )

@@ -362,8 +362,8 @@ def _kinds(section: str) -> Mapping[str, type[Section]]:
 
 
 def wrong_name(section: str, name: str, params: dict[str, Any]) -> ConfigProblem | None:
-    """Return the problem with a ``type``, or None."""
-    if find_kind(section, name) is not None:
+    """Return the problem with a ``type``, or None. A class of the user's, ``package.Class``, is tried at initialize()."""
+    if find_kind(section, name) is not None or (section == "optimizer" and "." in name):
         return None
     refused = refused_optimizer(name, params) if section == "optimizer" else _refused_scheduler(name)
     return refused or _unknown_name(section, name)
@@ -371,7 +371,8 @@ def wrong_name(section: str, name: str, params: dict[str, Any]) -> ConfigProblem
 
 def _unknown_name(section: str, name: str) -> ConfigProblem:
     known = list(_kinds(section))
-    remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}."
+    own = ", or a class of your own by package.Class" if section == "optimizer" else ""
+    remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}{own}."
     return ConfigProblem(f"{section}.type", name, f"no {section} has this name.", remedy)
 
 

@@ -115,7 +115,7 @@ class ConfigReader:
     def _keywords(self, path: str, name: object, value: Any) -> dict[str, Any]:
         """Return the keywords of an optimizer or schedule. They are checked only if its name is known.
 
-        An unknown name is a problem of its own.
+        A class of the user's checks its own; any other unknown name is a problem of its own.
         """
         key = f"{path}params"
         if not isinstance(value, dict):
@@ -123,6 +123,7 @@ class ConfigReader:
             return {}
         kind = find_kind(path.rstrip("."), name)
         if kind is None:
+            self.auto += [f"{key}.{word}" for word, item in value.items() if item == AUTO]
             return {word: item for word, item in value.items() if item != AUTO and not is_comment(word)}
         params = self.build(kind.params, value, f"{key}.")
         self.params.append((f"{key}.", params))

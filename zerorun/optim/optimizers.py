@@ -7,6 +7,7 @@ default ``weight_decay`` of AdamW is 0.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from zerorun.ops import single_pass
 from zerorun.ops.single_pass import SinglePassOptimizer
 
 from .lamb import Lamb
+from .needs import Needs, copy_over, try_needs
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
 # work on any 1-D piece of a parameter. Types are compared exactly: a subclass may update differently.
@@ -43,6 +45,9 @@ ELEMENTWISE: frozenset[type] = frozenset(
         single_pass.SGD,
     }
 )
+
+# The update depends on all of a parameter, and on nothing of others.
+BY_MATRICES: frozenset[type] = frozenset({torch.optim.Adafactor, torch.optim.Muon, Lamb})
 
 # Classes with a fused kernel, and the device types on which it is used. The CPU kernels (torch 2.13) round the last
 # (numel mod 16) elements of an fp32 tensor differently from the rest, by up to one unit in the last place. So cuts at
@@ -120,11 +125,12 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
     if optimizer_class is torch.optim.AdamW:
         optimizer_class, kwargs = _translate_adam(type, kwargs)
     allowed = _keywords(optimizer_class)
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(optimizer_class))
     reported = {problem.key.rsplit(".", 1)[1] for problem in problems}
     problems += [
         _unknown_param(optimizer_class, key, value, allowed)
         for key, value in kwargs.items()
-        if key not in allowed and key not in reported
+        if key not in allowed and key not in reported and not takes_all
     ]
     if problems:
         raise ConfigError(problems)
@@ -132,13 +138,27 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
     return optimizer_class, kwargs
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer | type) -> bool:
-    """True if the optimizer can work on arbitrary 1-D pieces of parameters.
+def needs_of(
+    optimizer: torch.optim.Optimizer | None, type: str, params: dict[str, Any], groups: list[dict[str, Any]]
+) -> Needs:
+    """What ``optimizer``, or the one that ``type`` and ``params`` of the config describe, needs of the parameters.
 
-    Subclasses of known types do not count, unless they say so themselves by a class attribute ``elementwise = True``.
+    Classes that are not known are tried; a class attribute ``elementwise = True`` spares them that. ``groups``: the
+    settings of its parameter groups. Raises ConfigError as ``build_optimizer``.
     """
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    return kind in ELEMENTWISE or bool(vars(kind).get("elementwise", False))
+    kind = resolve_optimizer(type, params)[0] if optimizer is None else optimizer.__class__
+    if kind in ELEMENTWISE or vars(kind).get("elementwise", False):
+        return Needs.ELEMENTS
+    if kind in BY_MATRICES:
+        return Needs.MATRICES
+    settings = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
+
+    def make(members: list[list[Tensor]]) -> torch.optim.Optimizer:
+        if optimizer is not None:
+            return copy_over(optimizer, members)
+        return build_optimizer(type, params, [{**one, "params": own} for one, own in zip(settings, members, strict=True)])
+
+    return try_needs(make, len(groups))
 
 
 def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
@@ -156,14 +176,12 @@ def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: list[int]) -> list[Tensor]:
-    """Replace one 1-D parameter of an elementwise optimizer by consecutive views of it, and return the views.
+    """Replace one 1-D parameter of an optimizer that needs only elements by consecutive views, and return the views.
 
     The views take the parameter's place in its group. The gradient and state tensors of its shape are split into views of
     the same storage, step counts (0-dim tensors) are cloned, and Python values are copied. Stepping all pieces is then the
     same as stepping the whole, and a piece without a gradient keeps its value, its state and its step count.
     """
-    if not is_elementwise(optimizer):
-        raise ModelError(f"{type(optimizer).__name__} does not update element by element, so its state cannot be cut.")
     if parameter.dim() != 1 or sum(lengths) != parameter.numel() or min(lengths, default=0) < 0:
         raise ValueError(f"cannot cut a tensor of shape {tuple(parameter.shape)} into lengths {lengths}")
     group, index = _find(optimizer, parameter)
@@ -205,7 +223,12 @@ def _find(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[dict[str
 
 
 def _lookup(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class for ``optimizer.type``; case does not matter. ``Adam`` gives AdamW: see :func:`_translate_adam`."""
+    """Return the class for ``optimizer.type``: one of ours or torch's, whatever the case, or ``package.module.Class``.
+
+    ``Adam`` gives AdamW: see :func:`_translate_adam`.
+    """
+    if "." in name:
+        return _imported(name)
     lower = name.lower()
     classes: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
@@ -218,12 +241,27 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
     if lower not in classes:
         known = sorted(["Adam", *(value.__name__ for key, value in classes.items() if key != "adam")])
-        remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}."
+        remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}, or a class of your own by package.Class."
         raise ConfigError([ConfigProblem("optimizer.type", name, "no optimizer has this name.", remedy)])
     if classes[lower] in _UNUSABLE:
         reason, remedy = _UNUSABLE[classes[lower]]
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
     return classes[lower]
+
+
+def _imported(name: str) -> type[torch.optim.Optimizer]:
+    """Import the user's class ``package.module.Class``. Raises ConfigError."""
+    module, _, attribute = name.rpartition(".")
+    remedy = "Write it as Python would import it: from package.module import Class is package.module.Class."
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the module does when it is imported
+        reason = f"it cannot be imported: {type(error).__name__}: {error}."
+        raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)]) from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        reason = "it is not a subclass of torch.optim.Optimizer."
+        raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
+    return found
 
 
 def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -251,8 +289,14 @@ def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"optimizer.params.{key}", value, "'auto' was not resolved.", "Give a value.")
 
 
+def _parameters(optimizer_class: type[torch.optim.Optimizer]) -> list[inspect.Parameter]:
+    """Those of the constructor but for the first, the parameters to optimize."""
+    return list(inspect.signature(optimizer_class).parameters.values())[1:]
+
+
 def _keywords(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
-    return [name for name in inspect.signature(optimizer_class).parameters if name != "params"]
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return [parameter.name for parameter in _parameters(optimizer_class) if parameter.kind not in variadic]
 
 
 def _unknown_param(optimizer_class: Any, key: str, value: object, allowed: list[str]) -> ConfigProblem:

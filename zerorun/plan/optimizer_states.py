@@ -12,11 +12,7 @@ there on, the bytes grow evenly with the number of elements.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,6 +21,7 @@ import torch
 
 from ..errors import ConfigError, ConfigProblem
 from ..ops.single_pass import SinglePassOptimizer
+from ..optim.needs import copy_over, step_once
 from ..optim.optimizers import build_optimizer
 from ..optim.requested import RawOptimizer
 from .weights import stored_bytes
@@ -119,19 +116,12 @@ def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) ->
         tried[group, shape].grad = torch.ones_like(tried[group, shape])
         members[group].append(tried[group, shape])
     if raw.optimizer is not None:
-        optimizer = _copy_over(raw.optimizer, members)
+        optimizer = copy_over(raw.optimizer, members)
     else:
         groups = [{**group, "params": params} for group, params in zip(raw.groups, members, strict=True)]
         optimizer = build_optimizer(raw.name, raw.params, groups)
-    _step_once(optimizer)
+    step_once(optimizer)
     return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}
-
-
-def _step_once(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step without torch.compile: compiling would take longer than the estimate that the step is for."""
-    compiles = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
-        optimizer.step()
 
 
 def state_count(raw: RawOptimizer) -> int:
@@ -157,22 +147,9 @@ def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tenso
     members: list[list[torch.Tensor]] = [[] for _ in optimizer.param_groups]
     members[group].append(torch.zeros_like(tensor))
     members[group][0].grad = torch.zeros_like(tensor)
-    stepped = _copy_over(optimizer, members)
-    _step_once(stepped)
+    stepped = copy_over(optimizer, members)
+    step_once(stepped)
     return stepped.state[members[group][0]]
-
-
-def _copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
-    """Copy ``optimizer`` with its settings over other parameters, without hooks and methods patched by schedulers."""
-    made: Any = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if not (callable(value) and hasattr(type(optimizer), key)):
-            made.__dict__[key] = copy(value) if isinstance(value, (dict, list, set)) else value
-    made.param_groups = [{**g, "params": params} for g, params in zip(optimizer.param_groups, members, strict=True)]
-    made.state = defaultdict(dict)
-    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    found: torch.optim.Optimizer = made
-    return found
 
 
 def _tensors(kept: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -20,7 +20,8 @@ from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
 from ..optim.lr_schedules import build_schedule
-from ..optim.optimizers import build_optimizer, is_elementwise, refuse_unusable, resolve_optimizer
+from ..optim.needs import Needs
+from ..optim.optimizers import build_optimizer, needs_of, refuse_unusable
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import refuse_unusable_weights
@@ -63,7 +64,7 @@ def take_in(
         scheduler_given=scheduler_given,
         learning_rate=client.param_groups[0].get("lr") if client else None,
     )
-    raw = _raw_optimizer(model, wanted, client, model_parameters)
+    raw = _raw_optimizer(model, wanted, client, model_parameters, world_size)
     refuse_unusable_weights(model, trains=bool(raw.groups))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
         build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
@@ -177,22 +178,32 @@ def _name(given: Any) -> str:
 
 
 def _raw_optimizer(
-    model: nn.Module, config: Config, client: torch.optim.Optimizer | None, model_parameters: Iterable[Any] | None
+    model: nn.Module,
+    config: Config,
+    client: torch.optim.Optimizer | None,
+    model_parameters: Iterable[Any] | None,
+    world_size: int,
 ) -> RawOptimizer:
     """Return which parameters are optimized, in which groups, and by which optimizer. Raises ModelError."""
     name, params = "", {}
     if client is not None:
         refuse_unusable(client)
         _refuse_used(client)
-        groups, whole = client.param_groups, not is_elementwise(client)
+        groups = client.param_groups
     elif config.optimizer is not None:
         name, params = config.optimizer.type, dict(config.optimizer.params)
-        whole = not is_elementwise(resolve_optimizer(name, params)[0])
         groups = _groups(model, model_parameters)
     else:
         return RawOptimizer(None, [], {}, "", {}, False)
-    if whole and config.tensor_parallel.size > 1:
-        chosen = type(client).__name__ if client is not None else name
+    needs = needs_of(client, name, params, groups)
+    chosen = type(client).__name__ if client is not None else name
+    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or _is_divided(config)):
+        raise ModelError(
+            f"{chosen} looks at all parameters together: what it does to one depends on the others, as a trial of it has "
+            f"shown. At stage {config.zero_optimization.stage} on {world_size} ranks each rank updates a part of them. "
+            "Remedy: use stage 0, or an optimizer whose update of a parameter depends on that parameter alone."
+        )
+    if needs and config.tensor_parallel.size > 1:
         raise ModelError(
             f"{chosen} needs whole parameters, but tensor-parallel ranks hold parts of them (tensor_parallel.size = "
             f"{config.tensor_parallel.size}). Remedy: use an optimizer that works element by element, such as AdamW, or "
@@ -217,7 +228,12 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    return RawOptimizer(client, groups, group_of, name, params, whole)
+    return RawOptimizer(client, groups, group_of, name, params, whole=needs is not Needs.ELEMENTS)
+
+
+def _is_divided(config: Config) -> bool:
+    """True if ranks have parts of the model."""
+    return config.tensor_parallel.size > 1 or config.pipeline.stages > 1
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:

@@ -1,0 +1,88 @@
+"""Optimizers that zerorun does not know, as users write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Own(torch.optim.Optimizer):
+    """Moves each parameter by ``direction`` of its momentum."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    old = state.setdefault("velocity", torch.zeros_like(param))
+                    old.mul_(group["momentum"]).add_(param.grad)
+                    param.sub_(self.direction(param, old), alpha=group["lr"])
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Softsign(Own):
+    """Element by element."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity / (1 + velocity.abs())
+
+
+class OfVectors(Own):
+    """Element by element, but in another way for parameters with one dimension."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity + 0.1 * param if param.dim() > 1 else velocity
+
+
+class OfLarge(Own):
+    """In another way from 4,096 elements on, as 8-bit optimizers are."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity.sign() if param.numel() >= 4096 else velocity
+
+
+class UnitRows(Own):
+    """By rows of a matrix."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity / (velocity.norm(dim=-1, keepdim=True) + 1e-3)
+
+
+class Noisy(Own):
+    """With noise, which would be another on each rank."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity + 0.1 * torch.randn(velocity.numel()).view_as(velocity)
+
+
+class OneLength(Own):
+    """All parameters together."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        grads = [other.grad for group in self.param_groups for other in group["params"] if other.grad is not None]
+        return velocity / torch.stack([grad.norm() for grad in grads]).norm()
+
+
+class OwnStates(Own):
+    """Element by element, with a state that no piece of a parameter can have a piece of."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        self.state[param]["history"] = velocity.new_zeros(7)
+        return velocity
+
+
+class AnyKeywords(Softsign):
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+
+
+not_an_optimizer = torch.zeros(1)

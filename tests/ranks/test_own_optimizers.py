@@ -1,0 +1,67 @@
+"""Optimizers of the user's by their names in the configuration: equal to one process, however the model is divided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import own_optimizers
+import pytest
+import reference
+from harness import run_ranks
+from models import CASES
+from reference import Result, differences, train_reference
+from training import make_config, make_engine, shared_topology, train
+
+from zerorun.errors import ModelError
+
+STEPS = 4
+PARAMS = {"lr": 0.05, "momentum": 0.6}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+def config_of(name: str, stage: int, **changes: Any) -> dict[str, Any]:
+    optimizer = {"type": f"own_optimizers.{name}", "params": PARAMS}
+    return {**make_config(stage, accumulation=2, clip=0.5, **changes), "optimizer": optimizer}
+
+
+def train_own(case: str, config: dict[str, Any]) -> Result:
+    return train(CASES[case], config, STEPS)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", ["plain", "unused_alternating_steps"])
+@pytest.mark.parametrize("name", ["Softsign", "UnitRows", "OfVectors", "OneLength"])
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True), (1, False), (0, False), (3, True)])
+def test_equals_one_process(stage: int, offload: bool, name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "OneLength" and stage:
+        pytest.skip("refused, see below")
+    monkeypatch.setitem(reference.OPTIMIZERS, name, (getattr(own_optimizers, name), PARAMS))
+    config = config_of(name, stage, zero_optimization=OFFLOAD if offload else {})
+    wanted = train_reference(CASES[case], world_size=2, steps=STEPS, accumulation=2, clip=0.5, optimizer=name)
+    for found in run_ranks(2, train_own, case, config):
+        assert not differences(found, wanted)
+
+
+def held() -> tuple[int, list[int]]:
+    engine = make_engine(CASES["plain"], config_of("Softsign", 3), topology=shared_topology())
+    sizes = [param.numel() for group in engine.optimizer.param_groups for param in group["params"]]
+    total = sum(param.numel() for param in CASES["plain"].build().parameters())
+    engine.destroy()
+    return total, sizes
+
+
+def test_what_goes_by_elements_is_divided_evenly() -> None:
+    (total, first), (_, second) = run_ranks(2, held)
+    assert abs(sum(first) - sum(second)) <= 64 * len(first) and sum(first) + sum(second) >= total
+
+
+def refuse() -> None:
+    with pytest.raises(ModelError, match=r"OneLength looks at all parameters together.*stage 1 on 2 ranks.*use stage 0"):
+        make_engine(CASES["plain"], config_of("OneLength", 1), topology=shared_topology())
+    with pytest.raises(ModelError, match="UnitRows needs whole parameters"):
+        config = {**config_of("UnitRows", 1), "tensor_parallel": {"size": 2}}
+        make_engine(CASES["plain"], config, topology=shared_topology(tensor=2))
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    run_ranks(2, refuse)
