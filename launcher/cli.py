@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .hosts import Host
     from .job_plan import JobOptions, LaunchRequest
 
+VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
 USAGE_STATUS = 2  # the job was refused before a worker was started
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
 _LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
@@ -30,6 +31,7 @@ _ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then i
 
 _EPILOG = """\
 Options after the script are the script's own and reach it unchanged.
+zerorun [options] verify module:function --config FILE compares the training that the function describes with one process.
 exit status: that of the worker that failed first (128 + n if signal n ended it); 69 if a host failed first; 0 if all
 ended well; 2 if nothing was started.
 """
@@ -424,6 +426,8 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         parser.error("no script given")
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
+    if command[0] == VERIFY and not os.path.exists(VERIFY):
+        args.module, args.target = True, "zerorun.verify"
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
     return args

@@ -1184,6 +1184,22 @@ MUTANTS = (
         ("tests/ranks/test_flops.py::test_counts_are_those_of_the_plain_module",),
     ),
     Mutant(
+        "read-before-it-is-updated",
+        "bound",
+        "zerorun/verify/records.py",
+        "    earlier = (Point(step, Kind.UPDATED, point.name) for step in range(point.step - 1, -2, -1))",
+        "    earlier = (Point(step, Kind.UPDATED, point.name) for step in range(point.step, -2, -1))",
+        ("tests/ranks/test_verify.py::test_equal_runs_are_called_equal",),
+    ),
+    Mutant(
+        "reference-does-not-clip",
+        "divisor",
+        "zerorun/verify/unsharded.py",
+        "                self.masters[param].grad = total * (clip * unscale)",
+        "                self.masters[param].grad = total * unscale",
+        ("tests/ranks/test_verify.py::test_equal_runs_are_called_equal",),
+    ),
+    Mutant(
         "forked-process-writes-on-the-board",
         "rank",
         "zerorun/watch/board.py",

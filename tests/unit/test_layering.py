@@ -25,6 +25,7 @@ FLOORS = (
     ("pipeline", "tensor_parallel"),
     ("startup",),
     ("checkpoint", "memory", "monitors"),
+    ("verify",),
     ("checkpoint.importers", "engine"),
     ("checkpoint.cli", "report", "__main__"),
     ("deepspeed",),

@@ -158,7 +158,7 @@ def initialize(
     pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
     made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=disk)
     _settle_apart(model, made.units, comm)
-    scaler = _scaler(wanted)
+    scaler = LossScaler.of(wanted.fp16)
     accumulation = Accumulation(wanted, comm, scaler)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
     runtime = Runtime(model, plan, made, comm, backwards)
@@ -297,23 +297,6 @@ def _topology(config: Config) -> Topology:
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return planned_topology(config, world_size, local, dist.get_rank())
-
-
-def _scaler(config: Config) -> LossScaler:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return LossScaler()
-    if fp16.loss_scale:
-        return LossScaler(scale=float(fp16.loss_scale))
-    return LossScaler(
-        scale=float(2**fp16.initial_scale_power),
-        dynamic=True,
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive=fp16.consecutive_hysteresis,
-        minimum=float(fp16.min_loss_scale),
-        hysteresis_left=fp16.hysteresis,
-    )
 
 
 def _check_memory(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..config.sections import Fp16
 from ..errors import LossScaleError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -31,6 +32,23 @@ class LossScaler:
     hysteresis_left: int = 2
     steps: int = 0
     last_overflow: int = -1
+
+    @classmethod
+    def of(cls, section: Fp16) -> LossScaler:
+        """Return the loss scale that the section ``fp16`` asks for."""
+        if not section.enabled:
+            return cls()
+        if section.loss_scale:
+            return cls(scale=float(section.loss_scale))
+        return cls(
+            scale=float(2**section.initial_scale_power),
+            dynamic=True,
+            window=section.loss_scale_window,
+            hysteresis=section.hysteresis,
+            consecutive=section.consecutive_hysteresis,
+            minimum=float(section.min_loss_scale),
+            hysteresis_left=section.hysteresis,
+        )
 
     @property
     def at_minimum(self) -> bool:

@@ -14,7 +14,7 @@ from .layer_builder import Builder, describe, draw_seeds, refuse_hidden_paramete
 from .layer_spec import LayerSpec, TiedLayerSpec
 from .partition import Method, bounds_of
 from .pipelined import Pipelined, StageCut, find_ties
-from .stages import find_stage
+from .stages import find_stage, is_in_one_piece
 
 LOSS = "loss_fn"
 
@@ -67,6 +67,7 @@ class PipelineModule(Pipelined):
         self._recomputable = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
         found, own = find_stage(num_stages, topology, stage)
+        chunks = 1 if is_in_one_piece() else chunks
         if found > 1:
             refuse_partitioned((), "a PipelineModule of several stages")
         given = _list_of(layers)

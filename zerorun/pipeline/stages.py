@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
@@ -30,11 +32,32 @@ class HasNamedAxes(Protocol):
     def get_coord(self, rank: int) -> Any: ...
 
 
+_in_one_piece = False
+
+
+@contextlib.contextmanager
+def in_one_piece() -> Iterator[None]:
+    """Let every PipelineModule that is made in this block have one stage, with all layers."""
+    global _in_one_piece
+    _in_one_piece = True
+    try:
+        yield
+    finally:
+        _in_one_piece = False
+
+
+def is_in_one_piece() -> bool:
+    """Return True inside ``in_one_piece``."""
+    return _in_one_piece
+
+
 def find_stage(num_stages: int | None, topology: Any, stage: int | None) -> tuple[int, int]:
     """Return (number of stages, the local stage). Without a topology, the ranks of one stage have consecutive numbers.
 
     Raises PipelineError if these cannot be known, or if ``num_stages`` and ``topology`` disagree.
     """
+    if _in_one_piece:
+        return 1, 0
     if topology is None:
         if num_stages is None:
             raise PipelineError("a pipeline needs num_stages or a topology. Remedy: give one of the two.")

@@ -84,6 +84,7 @@ class ShardedModel:
         self.runtime, self.optimizer, self.parts = runtime, optimizer, parts
         self.gradient_factor = gradient_factor
         self.number = next(_numbers)  # of the engine, the same on all ranks
+        self.before_update: list[Callable[[], None]] = []  # called when gradients are reduced and weights are as before
         self._norm = Norm(runtime.comm, runtime.units)
         self.homes = {
             id(param): ParameterHome(unit, flat_group, entry)
@@ -143,6 +144,8 @@ class ShardedModel:
         assert self.optimizer is not None
         for unit in self.units:
             unit.finish_gather()  # nobody on this rank waited for it, but it may still read the shard
+        for look in self.before_update:
+            look()
         self.optimizer.update(coefficient, unused=unused, order=self.runtime.gathers.forward_order())
 
     def publish(self) -> None:

@@ -1,0 +1,61 @@
+"""zerorun verify says nothing of runs that equal one process: 30 configurations of each kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from harness import run_ranks
+from verified import PLAN, config, tensor, verify
+
+OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+RECOMPUTE = {"activation_checkpointing": {"policy": "full"}}
+PIPE = {"pipeline": {"stages": 2}}
+# (task, ranks, configuration); the first ones run by day.
+CLEAN: list[tuple[str, int, dict[str, Any]]] = [
+    ("dropping", 2, config(3, 2, **RECOMPUTE)),
+    ("dropping", 2, config(1, **tensor(plan=PLAN))),
+    ("layers", 2, config(1, 2)),
+    ("gpt", 1, config(0)),
+    ("gpt", 2, config(0)),
+    ("gpt", 2, config(1, 2)),
+    ("gpt", 2, config(2, 2)),
+    ("gpt", 3, config(3)),
+    ("gpt", 4, config(3, zero_optimization={"shard_degree": 2})),
+    ("gpt", 2, config(3, precision="bf16")),
+    ("gpt", 2, config(2, precision="fp16")),
+    ("gpt", 2, config(3, torch_autocast={"enabled": True})),
+    ("gpt", 2, config(2, **OFFLOAD)),
+    ("gpt", 2, config(3, 2, **OFFLOAD)),
+    ("gpt", 2, config(1, clip=0.0, optimizer="SGD")),
+    ("gpt", 2, config(1, zero_optimization={"overlap_param_gather": True})),
+    ("gpt", 2, config(1, **tensor(plan=PLAN))),
+    ("gpt", 4, config(3, **tensor(plan=PLAN))),
+    ("tied", 2, config(3)),
+    ("tied", 2, config(2, optimizer="Lion")),
+    ("dropping", 2, config(0)),
+    ("llama", 2, config(1, **tensor())),
+    ("from_dataset", 2, config(2, 2)),
+    ("from_dataset", 2, config(0, dataloader={"shuffle": False})),
+    ("two_groups", 2, config(3)),
+    ("own_optimizer", 2, config(2)),
+    ("layers", 4, config(1, 2)),
+    ("llama", 2, config(1, 2, **PIPE)),
+    ("llama", 4, config(1, 2, **PIPE, **tensor())),
+    ("llama", 2, config(1, **tensor(sequence_parallel=True))),
+    ("lora", 2, config(3)),
+    ("mixtral", 2, config(3)),
+    ("mixtral", 2, config(1, **tensor())),
+]
+BY_DAY = 3
+
+
+def row(index: int, given: tuple[str, int, dict[str, Any]]) -> Any:
+    return pytest.param(*given, id=f"{given[0]}-{index}", marks=() if index < BY_DAY else pytest.mark.nightly)
+
+
+@pytest.mark.parametrize(("task", "ranks", "raw"), [row(index, given) for index, given in enumerate(CLEAN)])
+def test_equal_runs_are_called_equal(task: str, ranks: int, raw: dict[str, Any]) -> None:
+    found = run_ranks(ranks, verify, task, raw)
+    assert found[0][0], found[0][1]
+    assert len({text for _, text in found}) == 1

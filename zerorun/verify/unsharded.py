@@ -1,0 +1,185 @@
+"""The reference: the same training in plain PyTorch, in one process that has the whole model and all micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
+from ..optim.lr_schedules import build_schedule
+from ..optim.optimizers import build_optimizer
+from ..optim.requested import RawOptimizer
+from ..pipeline.pipelined import Pipelined
+from ..plan.make import buffer_dtype, compute_dtype
+from ..startup.inputs import is_scheduler, take_in
+from .recorder import Named, Recorder
+from .records import Kind, Records, Value, joined
+from .task import Sizes, TrainingTask, on_device
+
+
+class Unsharded:
+    """A model with its optimizer, which works on fp32 copies of what is trained."""
+
+    def __init__(self, task: TrainingTask, config: Config, raw: RawOptimizer, device: torch.device) -> None:
+        self.task, self.config, self.device = task, config, device
+        self.model, self.scaler = task.model.to(device), LossScaler.of(config.fp16)
+        self.dtype = compute_dtype(config)
+        params = [param for group in raw.groups for param in group["params"]]
+        self.masters = {param: nn.Parameter(param.detach().to(device, torch.float32, copy=True)) for param in params}
+        self._convert()
+        groups = [{**group, "params": [self.masters[param] for param in group["params"]]} for group in raw.groups]
+        if raw.optimizer is not None:
+            for group, own in zip(raw.optimizer.param_groups, groups, strict=True):
+                group["params"] = own["params"]
+        self.optimizer = raw.optimizer or build_optimizer(raw.name, raw.params, groups)
+        self.scheduler = self._scheduler(task.options.get("lr_scheduler"))
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        self.norm: float | None = None
+
+    def _convert(self) -> None:
+        """Cast weights and buffers as the engine does."""
+        for param in self.model.parameters():
+            if self.dtype is not None and param.is_floating_point():
+                param.data = param.data.to(self.dtype)
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(buffer_dtype(self.config, buffer))
+
+    def _scheduler(self, given: Any) -> Any:
+        if given is not None:
+            return given if is_scheduler(given) else given(self.optimizer)
+        section = self.config.scheduler
+        return None if section is None else build_schedule(section.type, dict(section.params), self.optimizer)
+
+    def named(self) -> Named:
+        return Named({id(param): name for name, param in self.model.named_parameters()})
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model as an engine does: in the compute dtype, or under autocast."""
+        if self.dtype is not None:
+            inputs, kwargs = cast_floats(inputs, self.dtype), cast_floats(kwargs, self.dtype)
+        autocast = self.config.torch_autocast
+        with torch.autocast(self.device.type, DTYPES[autocast.dtype]) if autocast.enabled else nullcontext():
+            return self.model(*inputs, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch."""
+        batch = on_device(batch, self.device)
+        if not isinstance(self.model, Pipelined):
+            return self.task.loss(self, batch)
+        found: torch.Tensor = self.model.loss_of(self(self.model.inputs_of(batch), 0, batch), batch)
+        return found
+
+    def add(self, batch: Any) -> torch.Tensor:
+        """Add the gradients of a micro-batch in fp32, and return its loss."""
+        loss = self.loss(batch)
+        (loss * self.scaler.scale).backward()
+        for param in self.model.parameters():
+            if param.grad is not None and param in self.masters:
+                gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                before = self.sums.get(param)
+                self.sums[param] = gradient.float() if before is None else before + gradient
+            param.grad = None
+        return loss.detach()
+
+    def step(self, count: int, instead: Mapping[str, list[Value]]) -> None:
+        """Update the weights by the mean over ``count`` losses. ``instead``: pieces of gradients to go on with, by name."""
+        unscale, limit = 1.0 / (count * self.scaler.scale), self.config.gradient_clipping
+        norm = _norm(self.sums.values()) * unscale
+        if math.isfinite(norm):
+            self.norm = norm
+            names = self.named().names
+            sums = {param: total for param, total in self.sums.items() if names[id(param)] not in instead}
+            for param, total in self.sums.items():
+                sums.setdefault(param, joined(instead.get(names[id(param)], ()), total).to(total))
+            clip = min(1.0, limit / (_norm(sums.values()) * unscale + 1e-6)) if limit else 1.0
+            for param, total in sums.items():
+                self.masters[param].grad = total * (clip * unscale)
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self.scaler.update(not math.isfinite(norm))
+        self.sums.clear()
+        for param, master in self.masters.items():
+            master.grad = None
+            param.data.copy_(master.detach())
+
+
+def _norm(found: Iterable[torch.Tensor]) -> float:
+    squares = sum(float(tensor.double().square().sum()) for tensor in found)
+    return math.sqrt(squares) if squares >= 0 else math.nan
+
+
+def run(
+    task: TrainingTask,
+    config: dict[str, Any],
+    sizes: Sizes,
+    batches: list[Any],
+    blocks: Collection[str],
+    seed: int,
+    device: torch.device,
+    instead: Mapping[int, Mapping[str, list[Value]]],
+    *,
+    permuted: AbstractContextManager[Any] | None = None,
+) -> Records:
+    """Train in one process, and return the records of this rank's micro-batches and of all weights.
+
+    ``instead``: by step, the pieces of gradients with which it goes on, see [Note: tolerances] in records.py. ``permuted``:
+    a context that changes the order of sums; the order of micro-batches changes with it.
+    """
+    options = {name: task.options.get(name) for name in ("optimizer", "model_parameters")}
+    given = (options["optimizer"], options["model_parameters"], sizes.ranks, None)
+    wanted, raw = take_in(task.model, config, None, *given, "lr_scheduler" in task.options)
+    subject = Unsharded(task, wanted, raw, device)
+    subject.model.train()
+    recorder = Recorder(subject.model, subject.named(), blocks, seed, device, rank=sizes.rank)
+    _keep_weights(recorder, subject, -1)
+    mean = wanted.gradient_allreduce_op == "mean"
+    with permuted or nullcontext():
+        for step in range(sizes.steps):
+            recorder.begin_step(step)
+            losses = [
+                _micro_batch(subject, recorder, batches[sizes.number(step, micro, rank)], micro, rank)
+                for micro, rank in _order(sizes, backwards=permuted is not None)
+            ]
+            names = subject.named().names
+            for param, total in subject.sums.items():
+                recorder.keep(Kind.REDUCED, names[id(param)], total)
+            subject.step(sizes.accumulation * (sizes.ranks if mean else 1), instead.get(step, {}))
+            recorder.keep(Kind.LOSS, "mean loss", torch.stack(losses).double().mean())
+            if subject.norm is not None:
+                recorder.keep(Kind.NORM, "norm", torch.tensor(subject.norm, dtype=torch.float64))
+            _keep_weights(recorder, subject, step)
+    recorder.remove()
+    return recorder.records
+
+
+def _order(sizes: Sizes, *, backwards: bool) -> Iterable[tuple[int, int]]:
+    pairs = [(micro, rank) for micro in range(sizes.accumulation) for rank in range(sizes.ranks)]
+    return reversed(pairs) if backwards else pairs
+
+
+def _micro_batch(subject: Unsharded, recorder: Recorder, batch: Any, micro: int, rank: int) -> torch.Tensor:
+    own = recorder.begin_micro_batch(micro, rank)
+    if own:
+        recorder.keep_input(batch, micro)
+    loss = subject.add(batch)
+    if own:
+        recorder.keep(Kind.LOSS, "loss", loss, micro=micro)
+    return loss
+
+
+def _keep_weights(recorder: Recorder, subject: Unsharded, step: int) -> None:
+    for name, param in subject.model.named_parameters():
+        if step < 0 or param in subject.masters:
+            recorder.keep_updated(step, name, subject.masters.get(param, param))
