@@ -66,6 +66,9 @@ class Stopwatch:
         """A phase that began at ``begun`` is over; or a collective that was issued then, and needed at ``waited_from``."""
         self._step.append((name, begun, self.now(), waited_from))
 
+    def issue(self, label: str, sent_bytes: int) -> None:
+        """A collective is issued, of which this rank sends so many bytes."""
+
     def end_step(self, last_phase: str) -> None:
         """The step is over, if it has come to ``last_phase``."""
         if any(name == last_phase for name, *_ in self._step):

@@ -22,7 +22,7 @@ from ..log import warn_once
 from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, step_reversibly
-from ..watch.board import Phase, board, during
+from ..watch.board import Phase, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
@@ -33,14 +33,14 @@ from .accumulation import Accumulation, check_loss
 from .compilation import show_compilation
 from .outcomes import History, UnsettledStep
 from .saving import automatic_saves_of
-from .whole_weights import WholeWeights
+from .tracing import Tracing
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10
 _NONE: Mapping[str, Any] = {}
 
 
-class Engine(WholeWeights):
+class Engine(Tracing):
     """A module in training. ``zerorun.initialize`` makes it."""
 
     def __init__(
@@ -62,7 +62,7 @@ class Engine(WholeWeights):
         self.sharded_model, self.accumulation, self.history = sharded_model, accumulation, History(scaler)
         self.lr_scheduler, self.dataloader, self.observer = lr_scheduler, dataloader, observer
         self.automatic_saves = automatic_saves_of(config, first=topology.rank == 0)
-        self._owns_topology = owns_topology
+        self._owns_topology, self._trace = owns_topology, None
         self._calls = 0  # calls in progress, one nested in the other
         self._in_engine_backward = False
         self.checkpointer  # noqa: B018  it remembers the model as it is now
@@ -230,7 +230,7 @@ class Engine(WholeWeights):
             self._step_now(lr_kwargs or {})
         else:
             self.history.progress.begin()
-        board.end_batch(self.global_steps, self.micro_steps, over=over)
+        self._end_step(over=over)
 
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""
@@ -327,6 +327,7 @@ class Engine(WholeWeights):
 
     def _undo(self) -> None:
         self.end_saving()
+        self._end_trace()
         self.sharded_model.finish_reductions()
         try:
             restore_module(self.sharded_model)

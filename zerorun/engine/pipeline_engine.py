@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -99,7 +99,7 @@ class PipelineEngine(Engine):
         loss = self._mean(self._executor.losses, count)
         board.enter(Phase.UPDATE)
         self._step_now()
-        board.end_batch(self.global_steps, self.micro_steps, over=True)
+        self._end_step(over=True)
         if schedule.kind == ZERO_BUBBLE and self._times is None:
             self._measure()
         return loss
@@ -137,6 +137,10 @@ class PipelineEngine(Engine):
             if not bcast_loss and not self.is_last_stage():
                 result = None
         return (result, outputs) if return_logits else result
+
+    @property
+    def _actions(self) -> Sequence[Span]:
+        return self._executor.spans
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to each micro-batch that is read."""

@@ -25,7 +25,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from functools import wraps
+from functools import partial, wraps
 from time import monotonic_ns
 from typing import Any, ParamSpec, TypeVar
 
@@ -225,11 +225,24 @@ class Board:
         if words[5] >= _FIRST_STEPS and taken > self._longest.get(label, 0):
             self._longest[label] = taken
 
+    def tell(self, listener: Any) -> None:
+        """Let ``listener`` have the same calls for phases and waits, before this board; None: nobody any more."""
+        for name in ("enter", "wait_begins", "wait_ends"):
+            self.__dict__.pop(name, None)
+            if listener is not None:
+                self.__dict__[name] = partial(_both, getattr(listener, name), getattr(self, name))
+
     def _encoded(self, label: str) -> bytes:
         if len(self._labels) >= _MOST_LABELS:
             self._labels.clear()
         self._labels[label] = written = label.encode(errors="replace")[:_LONGEST_LABEL] or b"?"
         return written
+
+
+def _both(first: Callable[P, Any], second: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    if threading.get_ident() not in _beside:
+        first(*args, **kwargs)
+    return second(*args, **kwargs)
 
 
 def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -106,6 +106,10 @@ class ShardedModel:
     def comm(self) -> Communicator:
         return self.runtime.comm
 
+    def become(self, kind: type[ShardedModel]) -> None:
+        """Take steps as ``kind`` does, which has the same fields."""
+        self.__class__ = kind
+
     def forget(self) -> None:
         """Forget this model: its parameters belong to the module again."""
         _models.discard(self)

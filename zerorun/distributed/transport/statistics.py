@@ -148,6 +148,8 @@ class CommunicationStatistics:
         entry = self.traffic[label]
         entry.calls += 1
         entry.bytes += sent_bytes
+        if self.watch is not None:
+            self.watch.issue(label, sent_bytes)
 
     def tag(self, label: str) -> int:
         """The tag of the next message of this label: equal on all ranks that make the same calls."""

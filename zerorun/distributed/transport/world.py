@@ -5,7 +5,9 @@ Engines move their data by transports, which count it, and decide by control.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from time import monotonic_ns
 from typing import TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from ..wire import decode, encode
 
 T = TypeVar("T")
 _LENGTH = 8  # bytes of the length of a value
+_TRIPS = 16  # to another rank and back
 _HEAD = 256  # bytes of a message that has the length and the beginning of a value: most have no more
 
 
@@ -141,6 +144,50 @@ def pass_on(mine: torch.Tensor, came: torch.Tensor) -> None:
     following, previous = (rank() + 1) % size(), (rank() - 1) % size()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, came, previous)]):
         work.wait()
+
+
+# -- what goes to rank 0 -----------------------------------------------------------------------------------------------
+
+
+def collect(content: bytes, what: str) -> list[bytes]:
+    """Rank 0: the ranks' contents, by rank, which come one after the other; nothing elsewhere. All ranks must call it."""
+    group = everyone()
+    with waiting(what):
+        if rank():
+            flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            group.send([torch.tensor([flat.numel()])], 0, 0).wait()
+            group.send([flat], 0, 0).wait()
+            return []
+        found = [content]
+        for peer in range(1, size()):
+            numel = torch.zeros(1, dtype=torch.int64)
+            group.recv([numel], peer, 0).wait()
+            flat = torch.empty(int(numel), dtype=torch.uint8)
+            group.recv([flat], peer, 0).wait()
+            found.append(bytes(flat.numpy()))
+    return found
+
+
+def nanoseconds_ahead(peers: Sequence[int]) -> dict[int, int]:
+    """Rank 0: how far the monotonic clocks of ``peers`` are ahead of its own; 0 for itself. All ranks must call it.
+
+    By the shortest of some ways there and back, as if the answer was given half-way.
+    """
+    group, ahead, word = everyone(), {0: 0}, torch.zeros(1, dtype=torch.int64)
+    for peer in peers:
+        trips = []
+        for _ in range(_TRIPS if rank() in (0, peer) else 0):
+            asked = monotonic_ns()
+            if rank():
+                group.recv([word], 0, 0).wait()
+                group.send([torch.tensor([monotonic_ns()])], 0, 0).wait()
+            else:
+                group.send([word], peer, 0).wait()
+                group.recv([word], peer, 0).wait()
+            answered = monotonic_ns()
+            trips.append((answered - asked, int(word) - (asked + answered) // 2))
+        ahead[peer] = min(trips, default=(0, 0))[1]
+    return ahead
 
 
 def _world() -> dist.ProcessGroup:
