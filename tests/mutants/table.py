@@ -1240,6 +1240,14 @@ MUTANTS = (
         ("tests/ranks/test_trace.py::test_a_trace_has_what_the_plan_says",),
     ),
     Mutant(
+        "steps-of-gpus-take-no-time",
+        "wait",
+        "zerorun/monitors/device_sample.py",
+        "                self._watch.add(_STEP, self._begun)",
+        "                self._watch.add(_STEP, self._watch.now())",
+        ("tests/ranks/test_device_sample.py::test_a_step_of_a_window_is_timed",),
+    ),
+    Mutant(
         "waits-are-work",
         "wait",
         "zerorun/watch/board.py",

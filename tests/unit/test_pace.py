@@ -13,7 +13,7 @@ from zerorun.watch import board as module
 from zerorun.watch.board import ALL, NOBODY, PAGE, TIMED, WINDOW, Board, Phase, read_times, show_slow
 from zerorun.watch.pace import SUCCESSION, Pace, Slow, Window, slow_in
 
-FAST = (4000, 3000, 10_000, 20_000, 5000, 3000)  # us by TIMED
+FAST = (4000, 3000, 10_000, 20_000, 5000, 3000, 0)  # us by TIMED, on a CPU
 
 
 def with_more(phase: Phase, factor: float) -> tuple[int, ...]:
@@ -24,7 +24,7 @@ def windows(*busy: tuple[int, ...], number: int = 1, stages: int = 1) -> list[Wi
     return [Window(rank, rank % stages, number, times, times) for rank, times in enumerate(busy)]
 
 
-@pytest.mark.parametrize("phase", TIMED)
+@pytest.mark.parametrize("phase", TIMED[:-1])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_a_rank_that_takes_half_as_much_again_is_slow_in_each_phase(phase: Phase, ranks: int) -> None:
     slower, at = with_more(phase, 1.5), TIMED.index(phase)
@@ -38,7 +38,7 @@ def test_less_than_a_tenth_is_not_slow(factor: float, slow: bool) -> None:
 
 def test_what_is_little_of_a_step_is_not_told() -> None:
     assert slow_in(windows(FAST, with_more(Phase.SCRIPT, 1.3))) == {}
-    assert slow_in(windows((0, 0, 100, 0, 0, 0), (0, 0, 400, 0, 0, 0))) == {}
+    assert slow_in(windows((0, 0, 100, 0, 0, 0, 0), (0, 0, 400, 0, 0, 0, 0))) == {}
 
 
 def test_ranks_that_take_long_at_times_are_not_slow() -> None:
@@ -54,6 +54,19 @@ def test_stages_are_compared_each_with_itself() -> None:
     assert slow_in(windows(FAST, double, FAST, double, stages=2)) == {}
     found = slow_in(windows(FAST, double, FAST, double, FAST, with_more(Phase.FORWARD, 4), stages=2))
     assert list(found) == [5] and found[5].phase == Phase.FORWARD
+
+
+GPU = (*FAST[:-1], 40_000)
+
+
+def test_with_gpus_those_say_who_is_late() -> None:
+    blocked = (30_000, *GPU[1:])  # the host waits for its GPU there, as for a loss that one rank prints
+    assert slow_in(windows(GPU, blocked)) == {}
+    late = (*GPU[:-1], 60_000)
+    assert slow_in(windows(late, blocked)) == {0: Slow(0, Phase.DEVICE, 60_000, 40_000)}
+    starved = (GPU[0], 21_000, *late[2:])
+    assert slow_in(windows(starved, blocked)) == {0: Slow(0, Phase.DATA, 21_000, 3000)}
+    assert slow_in(windows(late, (*GPU[:-1], -1))) == {}, "of one it is not known"
 
 
 def told(pace: Pace, number: int, *busy: tuple[int, ...]) -> list[int]:
@@ -152,7 +165,18 @@ def test_a_rank_adds_up_what_it_is_busy_without_waits(rank: Rank) -> None:
     rank.board.write(STAGE=3)
     stage, times = read_times(rank.page, 0)
     assert (stage, list(times)) == (3, [1])
-    assert times[1] == 2 * [6000, 2000, 3000, 4250, 5000, 1625]
+    assert times[1] == 2 * [6000, 2000, 3000, 4250, 5000, 1625, 0]
+
+
+def test_what_a_gpu_was_busy_is_told_with_its_window(rank: Rank) -> None:
+    rank.board.note_device(-1)
+    for window in range(3):
+        for step in range(WINDOW):
+            rank.step()
+            if (window, step) == (1, 5):
+                rank.board.note_device(7_000_000)
+    times = [busy[len(TIMED) - 1 :: len(TIMED)] for busy in read_times(rank.page, 0)[1].values()]
+    assert times == [[-1, -1], [7000, 7000], [-1, -1]]
 
 
 @pytest.mark.parametrize(("long", "least", "most"), [(2, 3, 3), (3, 3, 33), (17, 3, 33), (18, 33, 33)])

@@ -19,10 +19,11 @@ from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
 from ..errors import StepError
 from ..log import warn_once
+from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, step_reversibly
-from ..watch.board import Phase, during
+from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
@@ -63,6 +64,7 @@ class Engine(Tracing):
         self.lr_scheduler, self.dataloader, self.observer = lr_scheduler, dataloader, observer
         self.automatic_saves = automatic_saves_of(config, first=topology.rank == 0)
         self._owns_topology, self._trace = owns_topology, None
+        self._sample = DeviceSample.make(self.device, self.comm)
         self._calls = 0  # calls in progress, one nested in the other
         self._in_engine_backward = False
         self.checkpointer  # noqa: B018  it remembers the model as it is now
@@ -231,6 +233,14 @@ class Engine(Tracing):
         else:
             self.history.progress.begin()
         self._end_step(over=over)
+
+    def _end_step(self, *, over: bool) -> None:
+        """Tell of a micro-batch; with ``over``, of a step."""
+        board.end_batch(self.global_steps, self.micro_steps, over=over)
+        if over and self._trace is not None and self._trace.end_step(self._actions):
+            self._trace = None
+        if over and self._sample is not None:
+            self._sample.end_step()
 
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import StepError
+from ..monitors.device_sample import DeviceSample
 from ..monitors.step_trace import StepTrace
 from ..pipeline.schedule.simulate import Span
-from ..watch.board import board
 from .whole_weights import WholeWeights
 
 
 class Tracing(WholeWeights):
-    """The part of an engine that ends its steps, and traces some of them."""
+    """The part of an engine that traces some of its steps."""
 
     _trace: StepTrace | None
+    _sample: DeviceSample | None
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
         """Trace the next ``steps`` steps on all ranks, and write them to ``path`` on rank 0 when the last is over.
@@ -25,12 +26,9 @@ class Tracing(WholeWeights):
         """
         if self._trace is not None:
             raise StepError("trace() was called while an earlier trace is not over. Remedy: wait until its steps are.")
+        if self._sample is not None:
+            self._sample.stop()
         self._trace = StepTrace(path, steps, self.comm, self.sharded_model, self.device)
-
-    def _end_step(self, *, over: bool) -> None:
-        board.end_batch(self.global_steps, self.micro_steps, over=over)
-        if over and self._trace is not None and self._trace.end_step(self._actions):
-            self._trace = None
 
     def _end_trace(self) -> None:
         """Write what there is of a trace that is not over. All ranks must call it."""

@@ -64,6 +64,7 @@ class Phase(IntEnum):
     WHOLE_WEIGHTS = auto()
     COMPILE = auto()
     TRANSPORT = auto()  # no phase of its own: the work of sending and taking what ranks exchange, in any other
+    DEVICE = auto()  # neither: the work of a GPU, which goes on beside all of them
 
 
 class Word(IntEnum):
@@ -94,7 +95,7 @@ class Word(IntEnum):
 
 
 WINDOW = 20  # steps, whose times become one
-TIMED = (Phase.SCRIPT, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.TRANSPORT)
+TIMED = (Phase.SCRIPT, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.TRANSPORT, Phase.DEVICE)
 _WINDOWS_AT, _WINDOW_WORDS = 32, 1 + 2 * len(TIMED)  # in words; the number of a window comes first
 _WINDOWS_END = _WINDOWS_AT + _WINDOWS * _WINDOW_WORDS
 
@@ -127,6 +128,7 @@ class Board:
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
         self._steps: list[list[int]] = []  # the same of the steps of this window
+        self._device = 0  # ns that a GPU was busy in a step of this window, see ``note_device``
         self._apart = 0  # ns of waits and transport so far
         self._apart_at_phase = self._apart_at_wait = 0  # that when the phase, or the wait, began
         self.write(MAGIC=_MAGIC, PID=os.getpid(), LIMIT=-1, PHASE_SINCE=monotonic_ns())
@@ -179,13 +181,18 @@ class Board:
         number = words[Word.STEPS] // WINDOW
         for step in steps:
             step[Phase.TRANSPORT] += step[Phase.PIPELINE]  # messages between stages
+            step[Phase.DEVICE] = self._device
         times = [sorted(step[phase] for step in steps) for phase in TIMED]
         ends = [found[rank] for rank in (WINDOW // 10, -1 - WINDOW // 10) for found in times]
         at = _WINDOWS_AT + number % _WINDOWS * _WINDOW_WORDS
         words[at + 1 : at + _WINDOW_WORDS] = memoryview(array("q", ends))
         words[at] = number
         words[1] += 1
-        self._steps = []
+        self._steps, self._device = [], -1 if self._device else 0
+
+    def note_device(self, ns: int) -> None:
+        """Show with this window what a GPU was busy in a step; -1: there is one, and that is not known."""
+        self._device = ns
 
     @property
     def slow(self) -> tuple[int, float] | None:

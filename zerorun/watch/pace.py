@@ -6,6 +6,9 @@ ones. Of WINDOW steps it tells what nine of ten took at least, and at most. A ra
 the others take at most, in SUCCESSION windows. So steps with a pause do not make a rank slow, and on a host with more to do
 than it has cores, where each rank has such steps, none is. The others are their median, the lower one of two: of two ranks
 the faster says what is possible.
+
+With GPUs only those can say who is late: hosts wait for them at different places. The phase is that in which the host loses
+at least half of it, as where data comes late, or else the GPU's own work.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ _OF_STEP = 0.03  # of what the others are busy in a step: less is not worth a li
 _LEAST_US = 500
 _KEPT = 32  # windows for which some rank has not told its times yet
 
+_DEVICE = TIMED.index(Phase.DEVICE)
 _WORDS = {
     Phase.SCRIPT: "in the script between calls of the engine",
     Phase.DATA: "loading data",
@@ -31,6 +35,7 @@ _WORDS = {
     Phase.BACKWARD: "in backward",
     Phase.UPDATE: "in step()",
     Phase.TRANSPORT: "in transport, which is taking what others send",
+    Phase.DEVICE: "at work on its GPU",
 }
 
 
@@ -76,11 +81,17 @@ def slow_in(windows: Iterable[Window]) -> dict[int, Slow]:
     for members in stages.values():
         usual = [median_low(column) for column in zip(*(window.most_us for window in members), strict=True)]
         least = max(_LEAST_US, _OF_STEP * sum(usual))
+        on_gpus = any(window.most_us[_DEVICE] for window in members)
+        if on_gpus:
+            if any(window.most_us[_DEVICE] < 0 for window in members):  # not known of all
+                continue
+            least = max(_LEAST_US, _OF_STEP * usual[_DEVICE])
         for window in members:
             lost = [max(busy - others, 0) for busy, others in zip(window.least_us, usual, strict=True)]
-            at = lost.index(max(lost))
+            at = _DEVICE if on_gpus else lost.index(max(lost))
             if lost[at] > max(least, (_RATIO - 1) * usual[at]):
-                found[window.rank] = Slow(window.rank, TIMED[at], window.least_us[at], usual[at])
+                phase = lost.index(max(lost[:_DEVICE])) if 2 * max(lost[:_DEVICE]) >= lost[at] else at
+                found[window.rank] = Slow(window.rank, TIMED[phase], window.least_us[phase], usual[phase])
     return found
 
 
