@@ -23,7 +23,7 @@ from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, step_reversibly
-from ..watch.board import Phase, board, during
+from ..watch.board import Phase, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
@@ -233,14 +233,6 @@ class Engine(Tracing):
         else:
             self.history.progress.begin()
         self._end_step(over=over)
-
-    def _end_step(self, *, over: bool) -> None:
-        """Tell of a micro-batch; with ``over``, of a step."""
-        board.end_batch(self.global_steps, self.micro_steps, over=over)
-        if over and self._trace is not None and self._trace.end_step(self._actions):
-            self._trace = None
-        if over and self._sample is not None:
-            self._sample.end_step()
 
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""

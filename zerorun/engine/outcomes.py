@@ -9,9 +9,13 @@ from typing import NoReturn
 
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, logger
+from ..monitors.device_sample import DeviceSample
 from ..monitors.monitor import Monitor
 from ..monitors.observer import RunObserver, StepRecord
+from ..monitors.step_trace import StepTrace
 from ..optim.loss_scaler import LossScaler
+from ..pipeline.schedule.simulate import Span
+from ..watch.board import board
 from ..zero.norm import Decision, Outcome, Summary
 from .accumulation import UNUSABLE_WEIGHT, Notes, refuse_no_weight
 from .batches import Batches
@@ -175,6 +179,22 @@ class Outcomes(Reports, Counters, LoopQueries):
     """The part of an engine that tells the outcome of a step."""
 
     observer: RunObserver | None
+
+    _trace: StepTrace | None
+    _sample: DeviceSample | None
+
+    def _end_step(self, *, over: bool) -> None:
+        """Tell of a micro-batch; with ``over``, of a step."""
+        board.end_batch(self.global_steps, self.micro_steps, over=over)
+        if over and self._trace is not None and self._trace.end_step(self._actions):
+            self._trace = None
+        if over and self._sample is not None:
+            self._sample.end_step()
+
+    @property
+    def _actions(self) -> Sequence[Span]:
+        """What a pipeline stage did in the last step."""
+        return ()
 
     @property
     def monitor(self) -> Monitor:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import StepError
-from ..monitors.device_sample import DeviceSample
 from ..monitors.step_trace import StepTrace
-from ..pipeline.schedule.simulate import Span
 from .whole_weights import WholeWeights
 
 
 class Tracing(WholeWeights):
     """The part of an engine that traces some of its steps."""
-
-    _trace: StepTrace | None
-    _sample: DeviceSample | None
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
         """Trace the next ``steps`` steps on all ranks, and write them to ``path`` on rank 0 when the last is over.
@@ -35,8 +29,3 @@ class Tracing(WholeWeights):
         if self._trace is not None:
             self._trace.write()
             self._trace = None
-
-    @property
-    def _actions(self) -> Sequence[Span]:
-        """What a pipeline stage did in the last step."""
-        return ()
