@@ -117,7 +117,7 @@ def test_the_command_gives_json(folder: Path, capsys: pytest.CaptureFixture[str]
     ("more", "words"),
     [
         ({"model": "planned_models:nothing"}, ("planned_models:nothing", "NoneType", "Remedy")),
-        ({"model": "nowhere:net"}, ("nowhere", "module:factory")),
+        ({"model": "nowhere:net"}, ("nowhere", "module:function")),
         ({"world": "0"}, ("--world-size 0", "at least 1")),
     ],
 )

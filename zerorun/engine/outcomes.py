@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, logger
@@ -225,6 +227,20 @@ class Outcomes(Reports, Counters, LoopQueries):
         """Drop the gradients that no step() has used yet; step() itself drops the others."""
         self.sharded_model.finish_reductions()
         self._forget_gradients()
+
+    def verify(self, batch: Any, loss: Callable[[Any, Any], torch.Tensor] | None = None) -> str:
+        """Compare one forward and backward of ``batch`` with a whole copy of the model in one process; see docs/verify.md.
+
+        ``batch``: this rank's micro-batch. ``loss``: called as loss(model, batch); by default the model gives it. All ranks
+        must call it, after a step. Weights, states and random numbers stay as they are. Returns a line that tells how many
+        values are equal. Raises StepError, on all ranks alike, with the first value that differs.
+        """
+        from ..verify.in_loop import verify_batch  # nobody pays for it who does not verify
+
+        try:
+            return verify_batch(self, batch, loss)
+        finally:
+            self._forget_gradients()
 
     def allreduce_gradients(self, bucket_size: int | None = None) -> None:
         """Reduce what was accumulated so far. ``step`` does it by itself, so that nobody needs it. All ranks must call it.

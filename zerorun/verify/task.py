@@ -18,6 +18,7 @@ from ..errors import ModelError
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
 
+Loss = Callable[[Any, Any], torch.Tensor]
 _NAMES = ("model", "batches", "loss")
 _OPTIONS = ("optimizer", "model_parameters", "lr_scheduler", "collate_fn")
 _REMEDY = (
@@ -48,7 +49,7 @@ class TrainingTask:
 
     model: nn.Module
     batches: Any
-    loss: Callable[[Any, Any], torch.Tensor]
+    loss: Loss
     options: dict[str, Any] = field(default_factory=dict)
 
     @property

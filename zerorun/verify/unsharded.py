@@ -20,16 +20,61 @@ from ..plan.make import buffer_dtype, compute_dtype
 from ..startup.inputs import is_scheduler, take_in
 from .recorder import Named, Recorder
 from .records import Kind, Records, Value, joined
-from .task import Sizes, TrainingTask, on_device
+from .task import Loss, Sizes, TrainingTask, on_device
 
 
-class Unsharded:
-    """A model with its optimizer, which works on fp32 copies of what is trained."""
+class Whole:
+    """A whole model in one process, which computes as an engine does: in the compute dtype, or under autocast."""
+
+    def __init__(self, model: nn.Module, loss: Loss, config: Config, scaler: LossScaler, device: torch.device) -> None:
+        self.model, self.config, self.scaler, self.device = model, config, scaler, device
+        self.dtype, self._loss = compute_dtype(config), loss
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}  # of gradients, fp32
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if self.dtype is not None:
+            inputs, kwargs = cast_floats(inputs, self.dtype), cast_floats(kwargs, self.dtype)
+        autocast = self.config.torch_autocast
+        with torch.autocast(self.device.type, DTYPES[autocast.dtype]) if autocast.enabled else nullcontext():
+            return self.model(*inputs, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["model"], name)
+
+    def named(self) -> Named:
+        return Named({id(param): name for name, param in self.model.named_parameters()})
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch."""
+        batch = on_device(batch, self.device)
+        if not isinstance(self.model, Pipelined):
+            return self._loss(self, batch)
+        found: torch.Tensor = self.model.loss_of(self(self.model.inputs_of(batch), 0, batch), batch)
+        return found
+
+    def add(self, batch: Any) -> torch.Tensor:
+        """Add the gradients of a micro-batch, and return its loss."""
+        loss = self.loss(batch)
+        (loss * self.scaler.scale).backward()
+        for param in self.model.parameters():
+            if param.grad is not None:
+                gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                before = self.sums.get(param)
+                self.sums[param] = gradient.float() if before is None else before + gradient
+            param.grad = None
+        return loss.detach()
+
+    def norm(self) -> float:
+        """Return the 2-norm of the sums."""
+        return _norm(self.sums.values())
+
+
+class Unsharded(Whole):
+    """A whole model with its optimizer, which works on fp32 copies of what is trained."""
 
     def __init__(self, task: TrainingTask, config: Config, raw: RawOptimizer, device: torch.device) -> None:
-        self.task, self.config, self.device = task, config, device
-        self.model, self.scaler = task.model.to(device), LossScaler.of(config.fp16)
-        self.dtype = compute_dtype(config)
+        super().__init__(task.model.to(device), task.loss, config, LossScaler.of(config.fp16), device)
         params = [param for group in raw.groups for param in group["params"]]
         self.masters = {param: nn.Parameter(param.detach().to(device, torch.float32, copy=True)) for param in params}
         self._convert()
@@ -39,8 +84,7 @@ class Unsharded:
                 group["params"] = own["params"]
         self.optimizer = raw.optimizer or build_optimizer(raw.name, raw.params, groups)
         self.scheduler = self._scheduler(task.options.get("lr_scheduler"))
-        self.sums: dict[nn.Parameter, torch.Tensor] = {}
-        self.norm: float | None = None
+        self.last_norm: float | None = None
 
     def _convert(self) -> None:
         """Cast weights and buffers as the engine does."""
@@ -58,49 +102,19 @@ class Unsharded:
         section = self.config.scheduler
         return None if section is None else build_schedule(section.type, dict(section.params), self.optimizer)
 
-    def named(self) -> Named:
-        return Named({id(param): name for name, param in self.model.named_parameters()})
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model as an engine does: in the compute dtype, or under autocast."""
-        if self.dtype is not None:
-            inputs, kwargs = cast_floats(inputs, self.dtype), cast_floats(kwargs, self.dtype)
-        autocast = self.config.torch_autocast
-        with torch.autocast(self.device.type, DTYPES[autocast.dtype]) if autocast.enabled else nullcontext():
-            return self.model(*inputs, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["model"], name)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a micro-batch."""
-        batch = on_device(batch, self.device)
-        if not isinstance(self.model, Pipelined):
-            return self.task.loss(self, batch)
-        found: torch.Tensor = self.model.loss_of(self(self.model.inputs_of(batch), 0, batch), batch)
-        return found
-
-    def add(self, batch: Any) -> torch.Tensor:
-        """Add the gradients of a micro-batch in fp32, and return its loss."""
-        loss = self.loss(batch)
-        (loss * self.scaler.scale).backward()
-        for param in self.model.parameters():
-            if param.grad is not None and param in self.masters:
-                gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
-                before = self.sums.get(param)
-                self.sums[param] = gradient.float() if before is None else before + gradient
-            param.grad = None
-        return loss.detach()
+    def take_sums(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the sums of the gradients of what is trained."""
+        return {param: total for param, total in self.sums.items() if param in self.masters}
 
     def step(self, count: int, instead: Mapping[str, list[Value]]) -> None:
         """Update the weights by the mean over ``count`` losses. ``instead``: pieces of gradients to go on with, by name."""
         unscale, limit = 1.0 / (count * self.scaler.scale), self.config.gradient_clipping
-        norm = _norm(self.sums.values()) * unscale
+        own, names = self.take_sums(), self.named().names
+        norm = _norm(own.values()) * unscale
         if math.isfinite(norm):
-            self.norm = norm
-            names = self.named().names
-            sums = {param: total for param, total in self.sums.items() if names[id(param)] not in instead}
-            for param, total in self.sums.items():
+            self.last_norm = norm
+            sums = {param: total for param, total in own.items() if names[id(param)] not in instead}
+            for param, total in own.items():
                 sums.setdefault(param, joined(instead.get(names[id(param)], ()), total).to(total))
             clip = min(1.0, limit / (_norm(sums.values()) * unscale + 1e-6)) if limit else 1.0
             for param, total in sums.items():
@@ -149,16 +163,16 @@ def run(
         for step in range(sizes.steps):
             recorder.begin_step(step)
             losses = [
-                _micro_batch(subject, recorder, batches[sizes.number(step, micro, rank)], micro, rank)
+                add_micro_batch(subject, recorder, batches[sizes.number(step, micro, rank)], micro, rank)
                 for micro, rank in _order(sizes, backwards=permuted is not None)
             ]
             names = subject.named().names
-            for param, total in subject.sums.items():
+            for param, total in subject.take_sums().items():
                 recorder.keep(Kind.REDUCED, names[id(param)], total)
             subject.step(sizes.accumulation * (sizes.ranks if mean else 1), instead.get(step, {}))
             recorder.keep(Kind.LOSS, "mean loss", torch.stack(losses).double().mean())
-            if subject.norm is not None:
-                recorder.keep(Kind.NORM, "norm", torch.tensor(subject.norm, dtype=torch.float64))
+            if subject.last_norm is not None:
+                recorder.keep(Kind.NORM, "norm", torch.tensor(subject.last_norm, dtype=torch.float64))
             _keep_weights(recorder, subject, step)
     recorder.remove()
     return recorder.records
@@ -169,7 +183,7 @@ def _order(sizes: Sizes, *, backwards: bool) -> Iterable[tuple[int, int]]:
     return reversed(pairs) if backwards else pairs
 
 
-def _micro_batch(subject: Unsharded, recorder: Recorder, batch: Any, micro: int, rank: int) -> torch.Tensor:
+def add_micro_batch(subject: Whole, recorder: Recorder, batch: Any, micro: int, rank: int) -> torch.Tensor:
     own = recorder.begin_micro_batch(micro, rank)
     if own:
         recorder.keep_input(batch, micro)

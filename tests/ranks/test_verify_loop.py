@@ -1,0 +1,81 @@
+"""engine.verify() compares a batch with one process in a training loop, and changes nothing there."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from verified import TASKS, config
+
+import zerorun
+from zerorun.errors import StepError
+from zerorun.zero.flat_group import TrainedGroup
+
+
+def steps(task: str, raw: dict[str, Any], *, verifies: bool) -> dict[str, torch.Tensor]:
+    model, batches, loss = TASKS[task]()
+    engine = zerorun.initialize(model, raw)
+    torch.manual_seed(5)
+    for number in range(4):
+        if verifies and number % 2 == 0:
+            said = engine.verify(batches[dist.get_rank()], loss)
+            assert "values equal" in said, said
+        engine.backward(loss(engine, batches[2 * number + dist.get_rank()]))
+        engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+def train(task: str, raw: dict[str, Any]) -> None:
+    for one, other in zip(*(steps(task, raw, verifies=verifies).values() for verifies in (True, False)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("task", "raw"),
+    [
+        ("dropping", config(3, 2, activation_checkpointing={"policy": "full"})),
+        *[
+            pytest.param(task, raw, marks=pytest.mark.nightly)
+            for task, raw in (
+                ("gpt", config(0)),
+                ("tied", config(2, 2)),
+                ("gpt", config(1, precision="bf16")),
+                ("gpt", config(3, zero_optimization={"offload_optimizer": {"device": "cpu"}})),
+            )
+        ],
+    ],
+)
+def test_a_loop_goes_on_as_without(task: str, raw: dict[str, Any]) -> None:
+    run_ranks(2, train, task, raw)
+
+
+def with_a_bug() -> str:
+    model, batches, loss = TASKS["gpt"]()
+    engine = zerorun.initialize(model, config(2))
+    ends = TrainedGroup.reduction_ends
+
+    def doubled(group: TrainedGroup) -> None:
+        ends(group)
+        if group.names[0].startswith("blocks.1."):
+            group.grad_shard.mul_(2)
+
+    with patch.object(TrainedGroup, "reduction_ends", doubled), pytest.raises(StepError) as told:
+        engine.verify(batches[dist.get_rank()], loss)
+    engine.backward(loss(engine, batches[0]))
+    with pytest.raises(StepError, match="step that has begun"):
+        engine.verify(batches[0], loss)
+    engine.zero_grad()
+    engine.destroy()
+    return str(told.value)
+
+
+def test_a_difference_is_an_error() -> None:
+    first, second = run_ranks(2, with_a_bug)
+    assert first == second
+    assert "gradient after its reduction: blocks.1." in first, first

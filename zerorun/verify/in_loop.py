@@ -1,0 +1,129 @@
+"""Verification in a training loop: one forward and backward of a batch by the engine, and by a whole copy of its model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..distributed.device import CPU
+from ..distributed.transport.world import gather_values
+from ..errors import StepError
+from ..plan.units import repeated_blocks
+from ..zero.access import GatheredParameters
+from ..zero.gradients import reduce_all
+from . import sharded
+from .explain import axis_at, described
+from .permuted import PermutedSums, backwards, interleaved
+from .recorder import Recorder
+from .records import Kind, Records, Tolerances, differences
+from .task import Loss, loss_of, on_device
+from .unsharded import Whole, add_micro_batch
+
+_SEED = 1234
+_ALONE = "Remedy: compare the whole training by zerorun verify module:function --config FILE."
+
+
+def verify_batch(engine: Any, batch: Any, loss: Loss | None) -> str:
+    """Compare the engine with one process on ``batch``, and return a line that says so. All ranks must call it.
+
+    Gradients are left behind for the caller to forget. Raises StepError where it cannot be done, and, on all ranks alike,
+    with the first value that differs.
+    """
+    topology, loss = engine.topology, loss or loss_of
+    if topology.pipe * topology.tensor > 1:
+        raise StepError(f"engine.verify() needs a model that is whole on each rank, and this one is divided. {_ALONE}")
+    if engine.accumulation.backwards or engine.sharded_model.optimizer is None:
+        raise StepError("engine.verify() in a step that has begun, or without an optimizer. Remedy: call it after step().")
+    batches = gather_values(on_device(batch, torch.device(CPU)))
+    whole, blocks = whole_copy(engine), {name for name, _ in repeated_blocks(engine.module)}
+    found = _of_engine(engine, batch, loss, blocks)
+    alone = [
+        _of_copy(engine, copy.deepcopy(whole), batches, loss, blocks, order) for order in (None, backwards, interleaved)
+    ]
+    epsilon = torch.finfo(engine.compute_dtype or torch.float32).eps
+    wrong, count = differences(found, alone[0], topology.rank, Tolerances(alone[0], alone[1:], epsilon))
+    first = min(wrong, key=lambda one: one.when, default=None)
+    text = ""
+    if first is not None:
+        axis = axis_at(first.point.kind, engine.config, topology, divided=False)
+        text = described(first, axis, "in one process", topology=topology, steps=1, more=len(wrong) - 1)
+    told = gather_values((first.when if first is not None else (), text, count))
+    problem = min((one for one in told if one[1]), key=lambda one: one[0], default=None)
+    if problem is not None:
+        raise StepError(f"step {engine.global_steps}: {problem[1]}")
+    return f"step {engine.global_steps}: {sum(one[2] for one in told):,} values equal those of one process"
+
+
+def _of_engine(engine: Any, batch: Any, loss: Loss, blocks: set[str]) -> Records:
+    """Return the records of one forward and backward by ``engine``."""
+    recorder = sharded.watch(engine, blocks, _SEED, counts=False)
+    try:
+        with _undisturbed(engine):
+            recorder.begin_step(0)
+            recorder.begin_micro_batch(0, engine.topology.data_parallel_rank)
+            value = loss(engine, on_device(batch, engine.device))
+            recorder.keep(Kind.LOSS, "loss", value, micro=0)
+            engine.backward(value)
+        reduce_all(engine.sharded_model, "engine.verify")
+        sharded.keep_reduced(recorder, engine.sharded_model)
+    finally:
+        recorder.remove()
+    return recorder.records
+
+
+def _of_copy(engine: Any, model: nn.Module, batches: list[Any], loss: Loss, blocks: set[str], order: Any) -> Records:
+    """Return the records of a whole model and all ranks' batches. ``order``: of sums."""
+    subject = Whole(model, loss, engine.config, engine.scaler, engine.device)
+    recorder = Recorder(model, subject.named(), blocks, _SEED, engine.device, rank=engine.topology.data_parallel_rank)
+    for name, param in model.named_parameters():
+        recorder.keep_updated(-1, name, param)
+    with _undisturbed(engine), PermutedSums(order) if order is not None else torch.enable_grad():
+        recorder.begin_step(0)
+        for rank, batch in enumerate(batches):
+            add_micro_batch(subject, recorder, batch, 0, rank)
+    names = subject.named().names
+    for param, total in subject.sums.items():
+        recorder.keep(Kind.REDUCED, names[id(param)], total)
+    recorder.remove()
+    return recorder.records
+
+
+@contextlib.contextmanager
+def _undisturbed(engine: Any) -> Iterator[None]:
+    """Leave random numbers and the buffers of the engine's module as they are."""
+    buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
+    with torch.random.fork_rng():
+        yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def whole_copy(engine: Any) -> nn.Module:
+    """Return a copy of the module with its whole weights and without zerorun's hooks. All ranks must call it."""
+    module, model = engine.module, engine.sharded_model
+    memo: dict[int, Any] = {id(kept): kept for kept in (engine, model, model.runtime, model.optimizer, model.comm)}
+    memo.update({id(unit): unit for unit in model.units})
+    for part in module.modules():
+        for name, hooks in vars(part).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
+    with GatheredParameters(module.parameters()), torch.no_grad():
+        for param in module.parameters():
+            memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+    found: nn.Module = copy.deepcopy(module, memo)
+    return found
+
+
+def _is_ours(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    owner = getattr(hook, "hook", hook)  # torch wraps hooks of state dicts
+    return str(getattr(owner, "__module__", type(owner).__module__)).startswith("zerorun.")
