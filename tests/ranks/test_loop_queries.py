@@ -19,7 +19,7 @@ from zerorun.errors import ConfigError, StepError
 SETTINGS = (
     *("zero_optimization", "zero_optimization_stage", "zero_optimization_partition_gradients"),
     *("zero_optimization_partition_weights", "fp16_enabled", "bfloat16_enabled", "gradient_clipping"),
-    *("steps_per_print", "wall_clock_breakdown", "get_lr", "get_mom"),
+    *("autotp_size", "steps_per_print", "wall_clock_breakdown", "get_lr", "get_mom"),
 )
 
 
@@ -52,6 +52,7 @@ def test_ranks_sizes_and_settings(stage: int) -> None:
             "fp16_enabled": precision == "fp16",
             "bfloat16_enabled": precision == "bf16",
             "gradient_clipping": 0.5,
+            "autotp_size": 0,
             "steps_per_print": 7 if stage else math.inf,
             "wall_clock_breakdown": False,
             "get_lr": [lr for lr, _ in groups],

@@ -50,9 +50,9 @@ def test_files_of_commas(tmp_path: Path) -> None:
 
 
 def test_single_monitors_by_deepspeeds_names(tmp_path: Path) -> None:
-    made = target_of("deepspeed.monitor.csv_monitor", "csvMonitor")(
-        load_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}).csv_monitor
-    )
+    config = load_config({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    assert Monitor(config.monitor_config).enabled
+    made = target_of("deepspeed.monitor.csv_monitor", "csvMonitor")(config.monitor_config.csv_monitor)
     assert made.enabled and made.output_path == str(tmp_path) and made.job_name == "job" and not hasattr(made, "team")
     made.write_events(EVENTS[:1])
     made.close()
@@ -62,7 +62,7 @@ def test_single_monitors_by_deepspeeds_names(tmp_path: Path) -> None:
         ("wandb", "WandbMonitor", "wandb"),
         ("comet", "CometMonitor", "comet"),
     ):
-        section = getattr(load_config({}), key)
+        section = getattr(target_of("deepspeed.monitor.config", "DeepSpeedMonitorConfig")(), key)
         made = target_of(f"deepspeed.monitor.{module}", name)(section)
         assert not made.enabled and all(getattr(made, field) == value for field, value in section)
         made.write_events(EVENTS)

@@ -208,8 +208,9 @@ def test_names_may_differ_in_case(name: str) -> None:
 def test_one_cycle_momentum_of_adam_and_of_sgd() -> None:
     adam = make_adam()
     schedule = build_schedule("OneCycle", PARAMS["OneCycle"], adam)
-    assert adam.param_groups[0]["betas"] == (0.8, 0.99)
+    assert adam.param_groups[0]["betas"] == (0.8, 0.99) and schedule.get_mom() == [(0.9, 0.99)]
     schedule.step()
+    assert schedule.get_mom() == [adam.param_groups[0]["betas"]]
     assert adam.param_groups[0]["betas"] == pytest.approx((0.9 - 0.1 / 3, 0.99))
     sgd = make_sgd(momentum=0.5)
     build_schedule("OneCycle", PARAMS["OneCycle"], sgd).step()
@@ -226,6 +227,8 @@ def test_one_cycle_has_a_momentum_for_each_group() -> None:
     assert [group["betas"][0] for group in adam.param_groups] == pytest.approx([0.9 - 0.1 / 3, 0.8 - 0.3 / 3])
     with pytest.raises(ConfigError, match="has 3 entries but the optimizer has 2 parameter groups"):
         build_schedule("OneCycle", {**PARAMS["OneCycle"], "cycle_max_mom": [0.9, 0.9, 0.9]}, adam)
+    with pytest.raises(ConfigError, match="has 1 entries"):
+        LRSchedule(adam, OneCycle(cycle_min_lr=(0.1,), cycle_max_lr=0.2))
 
 
 def test_one_cycle_leaves_momentum_alone_when_told_to_or_when_there_is_none() -> None:

@@ -235,6 +235,11 @@ class Config(Section):
         return copy
 
     @property
+    def monitor_config(self) -> Config:
+        """What has the sections of monitors, by DeepSpeed's name: ``MonitorMaster(config.monitor_config)``."""
+        return self
+
+    @property
     def provenance(self) -> Provenance:
         """Where the values come from."""
         return self._provenance

@@ -120,6 +120,7 @@ SURFACE: dict[str, dict[str, str]] = {
     ),
     "deepspeed.monitor": {},
     "deepspeed.monitor.comet": _names(deepspeed__single_monitors="CometMonitor"),
+    "deepspeed.monitor.config": _names(config__schema="DeepSpeedMonitorConfig=Config"),
     "deepspeed.monitor.csv_monitor": _names(deepspeed__single_monitors="csvMonitor"),
     "deepspeed.monitor.monitor": {
         **_names(monitors__monitor="Monitor MonitorMaster=Monitor"),

@@ -70,6 +70,10 @@ class LoopQueries:
         """The global 2-norm to which gradients are clipped; 0 means no clipping."""
         return self.config.gradient_clipping
 
+    def autotp_size(self) -> int:
+        """The number of ranks that divide each layer; 0 if none is divided."""
+        return self.topology.tensor if self.topology.tensor > 1 else 0
+
     def steps_per_print(self) -> float:
         """Optimizer steps between two progress lines; infinity if none is printed."""
         return self.config.steps_per_print or math.inf

@@ -212,7 +212,8 @@ class LRSchedule:
     """Writes a formula's learning rates (and momenta) into an optimizer's groups, once per completed step.
 
     The rates that the groups have at construction are the formula's ``base_lr``. The rates depend only on the number of
-    calls of ``step()``: call it once per applied optimizer step, on every rank alike.
+    calls of ``step()``: call it once per applied optimizer step, on every rank alike. Raises ConfigError for lists that do
+    not have an entry for each group.
     """
 
     def __init__(self, optimizer: HasParamGroups, formula: Formula, last_batch_iteration: int = -1) -> None:
@@ -221,6 +222,8 @@ class LRSchedule:
         self.last_batch_iteration = last_batch_iteration
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._momentum_keys = [_momentum_key(group) for group in optimizer.param_groups]
+        if problems := _length_problems(formula, len(self.base_lrs)):
+            raise ConfigError(problems)
         if isinstance(formula, OneCycle) and formula.cycle_momentum and not any(self._momentum_keys):
             warn_once("scheduler OneCycle: cycle_momentum has no effect, the optimizer has neither betas nor momentum")
         self._apply()
@@ -243,7 +246,15 @@ class LRSchedule:
         return list(self._last_lr)
 
     def get_mom(self) -> list[Any]:
-        """Return ``betas`` or ``momentum`` of each group; 0 for a group that has neither."""
+        """Return ``betas`` or ``momentum`` of each group; 0 for a group that has neither.
+
+        Before the first step a cycling momentum is said to be the highest, as in DeepSpeed, though groups have the lowest.
+        """
+        formula = self.formula
+        if isinstance(formula, OneCycle) and formula.cycle_momentum and self.last_batch_iteration < 0:
+            highest = [_of_group(formula.cycle_max_mom, number) for number in range(len(self.base_lrs))]
+            values = {"betas": lambda high: (high, 0.99), "momentum": lambda high: high, None: lambda high: 0.0}
+            return [values[key](high) for key, high in zip(self._momentum_keys, highest, strict=True)]
         return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
