@@ -68,10 +68,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_nightly(items)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What has been imported stays: looking through all of it took each collection of garbage a fifth of a second."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Tests are imported without collecting garbage, which takes a fifth less time.
+
+    What has been imported stays: looking through all of it took each collection of garbage a fifth of a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 # -- processes ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from zerorun.zero import safe_get_full_grad
 
 STEPS = 3
 STAGES = range(4)
-every_stage = pytest.mark.parametrize("stage", STAGES)
+every_stage = pytest.mark.parametrize("stage", by_day(STAGES, 0, 3))
 
 
 def assert_same_bits(found: Result, wanted: Result, what: object) -> None:
