@@ -1088,6 +1088,22 @@ MUTANTS = (
         ("tests/clients/test_mode.py::test_callback_of_trainer",),
     ),
     Mutant(
+        "read-gradient-is-a-sum",
+        "divisor",
+        "zerorun/deepspeed/param_grad.py",
+        "    return (group.grad_views[home.entry] * factor).to(group.dtype).as_subclass(ReadGradient)",
+        "    return group.grad_views[home.entry].to(group.dtype).as_subclass(ReadGradient)",
+        ("tests/ranks/test_param_grad.py::test_it_is_what_deepspeed_has",),
+    ),
+    Mutant(
+        "step-does-not-see-a-written-gradient",
+        "swallowed",
+        "zerorun/deepspeed/param_grad.py",
+        '        if (in_place or name == "__setitem__") and any(isinstance(tensor, cls) for tensor in changed):',
+        "        if not name:",
+        ("tests/ranks/test_param_grad.py::test_what_the_step_would_not_see_is_refused",),
+    ),
+    Mutant(
         "loss-of-this-rank-only",
         "rank",
         "zerorun/zero/norm.py",

@@ -187,7 +187,8 @@ settings = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}, "
             "fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
 engine, optimizer, *_ = deepspeed.initialize(model=model, config=settings)
 scaler = optimizer.loss_scaler
-print(optimizer.cur_scale, optimizer.dynamic_loss_scale, scaler.cur_iter, scaler.scale_window)
+print(optimizer.cur_scale, optimizer.dynamic_loss_scale, scaler.cur_iter, scaler.scale_window,
+      optimizer.loss_scale_config.min_loss_scale)
 engine.backward(engine(torch.full((1, 2), 6e4)).sum() * 6e4)
 engine.step()
 print(optimizer.loss_scale, scaler.cur_scale, scaler.cur_iter, engine.skipped_steps)
@@ -195,7 +196,7 @@ other = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
 print(hasattr(other, "loss_scale"), hasattr(other, "parameter_offload"), Own(other.param_groups, lr=0.1).loss_scale)
 print(len(optimizer.parameter_offload.forward_hooks))
 """
-    assert printed(BEGIN + text, tmp_path) == ["16.0 True 0 1000", "8.0 8.0 1 1", "False False 3.0", "0"]
+    assert printed(BEGIN + text, tmp_path) == ["16.0 True 0 1000 1.0", "8.0 8.0 1 1", "False False 3.0", "0"]
 
 
 def test_a_configuration_by_deepspeeds_class(tmp_path: Path) -> None:
