@@ -199,6 +199,19 @@ print(len(optimizer.parameter_offload.forward_hooks))
     assert printed(BEGIN + text, tmp_path) == ["16.0 True 0 1000 1.0", "8.0 8.0 1 1", "False False 3.0", "0"]
 
 
+def test_transformers_keeps_arange_as_it_is(tmp_path: Path) -> None:
+    """From 5.23 on it replaces a function of theirs around zero.Init, and puts it back."""
+    text = """
+from deepspeed.runtime.zero import partition_parameters as pp
+before = pp.zero_wrapper_for_fp_tensor_constructor
+pp.zero_wrapper_for_fp_tensor_constructor = None
+pp.zero_wrapper_for_fp_tensor_constructor = before
+import torch
+print(before(torch.arange, None, None) is torch.arange)
+"""
+    assert printed(BEGIN + text, tmp_path) == ["True"]
+
+
 def test_a_configuration_by_deepspeeds_class(tmp_path: Path) -> None:
     text = """
 import deepspeed

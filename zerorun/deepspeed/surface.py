@@ -154,7 +154,12 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.offload_config": _names(
         zero__away="OffloadStateTypeEnum=StateKind", deepspeed__helpers="OffloadDeviceEnum"
     ),
-    "deepspeed.runtime.zero.partition_parameters": {**_INIT, **_STATUS, **_EXTERNAL},
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_INIT,
+        **_STATUS,
+        **_EXTERNAL,
+        **_names(deepspeed__helpers="zero_wrapper_for_fp_tensor_constructor"),
+    },
     "deepspeed.runtime.zero.tiling": _names(zero__tiling="TiledLinear"),
     "deepspeed.runtime.zero.utils": _names(deepspeed__parameters="is_zero_param"),
     "deepspeed.utils": {**_LOG, **_VALUES, **_LEAVES, **_LOADER, **_names(deepspeed__helpers="OnDevice instrument_w_nvtx")},
