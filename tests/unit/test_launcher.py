@@ -10,6 +10,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,16 @@ def plan_for(**changes: object) -> JobPlan:
 
 def parse(*argv: str) -> object:
     return cli.parse_args(cli.build_parser(), argv)
+
+
+def test_verify_is_a_module_of_ours_unless_there_is_such_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--nproc=2", "verify", "task:make", "--config", "ds.json")
+    args: Any = parse(*words)
+    assert (args.module, args.target, args.target_args) == (True, "zerorun.verify", ["task:make", "--config", "ds.json"])
+    (tmp_path / "verify").touch()
+    args = parse(*words)
+    assert (args.module, args.target) == (False, "verify")
 
 
 @pytest.fixture
