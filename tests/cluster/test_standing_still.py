@@ -58,7 +58,9 @@ SCRIPT = textwrap.dedent("""
                 time.sleep(1)
             return torch.ones(16)
     loader = iter(torch.utils.data.DataLoader(Texts(), batch_size=2, num_workers=1))
-    for step in range(10**6):
+    for step in range(90 if kind == "slow" else 10**6):
+        if kind == "slow" and rank == 1:
+            time.sleep(0.05)
         batch = next(loader) if kind == "loader runs dry" else torch.ones(2, 16)
         if step == 10:
             meet("ten")
@@ -163,6 +165,16 @@ def test_a_dump_of_all_hosts(cluster: Cluster, tmp_path: Path) -> None:
     assert "rank 0: 10 steps, micro-batch 10; in forward, at '" in dump.stdout
     job.signal(signal.SIGTERM)
     job.finish(30)
+    assert_nothing_left(cluster, 5)
+
+
+@pytest.mark.nightly
+def test_a_slow_rank_of_another_host_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    job = Job(cluster, tmp_path, SCRIPT, hosts=3, args=["slow"], environment=["OMP_NUM_THREADS=1"])
+    code, _, err = job.finish(120)
+    assert code == 0, err
+    assert "[zerorun] rank 1 on node1 is slow: of each step it is in the script between calls of the engine for" in err
+    assert err.count("is slow") == 1
     assert_nothing_left(cluster, 5)
 
 
