@@ -1351,4 +1351,12 @@ MUTANTS = (
         "    if needs is Needs.MODEL and world_size > 1 and _is_divided(config):",
         ("tests/ranks/test_own_optimizers.py::test_what_cannot_be_divided_is_refused",),
     ),
+    Mutant(
+        "a-rank-without-a-core-is-slow",
+        "stale",
+        "zerorun/watch/board.py",
+        "        per_step, self._missed = max(0, missed - self._missed) // WINDOW, missed",
+        "        per_step, self._missed = 0, missed",
+        ("tests/unit/test_pace.py::test_what_a_rank_had_no_core_for_is_not_what_it_takes_at_least",),
+    ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +112,7 @@ class Rank:
     board: Board
     page: mmap.mmap
     ns: int = 10**9
+    without_core: int = 0
 
     def spends(self, ms: float) -> None:
         self.ns += round(ms * 1e6)
@@ -153,6 +155,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     page = mmap.mmap(-1, PAGE)
     found = Rank(Board(), page)
     monkeypatch.setattr(module, "monotonic_ns", lambda: found.ns)
+    monkeypatch.setattr(module, "_without_core", lambda: found.without_core)
     found.board.go_on_at(page)
     found.board.enter(Phase.SCRIPT)
     return found
@@ -186,6 +189,23 @@ def test_what_nine_steps_of_ten_take(rank: Rank, long: int, least: int, most: in
     (times,) = read_times(rank.page, 0)[1].values()
     forward = TIMED.index(Phase.FORWARD)
     assert (times[forward], times[len(TIMED) + forward]) == (1000 * least, 1000 * most)
+
+
+def test_what_a_rank_had_no_core_for_is_not_what_it_takes_at_least(rank: Rank) -> None:
+    for missed in (0, 20_000_000, 20_000_000):  # in all, in ns: of the steps of the second window a ms each
+        rank.without_core = missed
+        for _ in range(WINDOW):
+            rank.step(longer=30)
+    forward = TIMED.index(Phase.FORWARD)
+    found = [(times[forward], times[len(TIMED) + forward]) for times in read_times(rank.page, 0)[1].values()]
+    assert found == [(33000, 33000), (32000, 33000), (33000, 33000)]
+
+
+def test_the_kernel_tells_how_long_a_thread_had_no_core() -> None:
+    assert module._without_core() >= 0
+    if Path("/proc/thread-self/schedstat").exists():
+        waited = Path("/proc/thread-self/schedstat").read_text().split()[1]
+        assert module._without_core() >= int(waited)
 
 
 def test_a_reader_that_comes_seldom_finds_the_last_windows(rank: Rank) -> None:

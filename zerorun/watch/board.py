@@ -2,9 +2,9 @@
 
 [Note: how a board is written and read]
 The page belongs to the supervisor of the host, which makes it and hands it to the rank as an open file. So it can be read
-whatever state the rank is in, also after its death, and nothing runs in the rank for it: no thread, no collective, no
-system call. A change is a few stores of words of 8 bytes, and ends with one more event. A reader takes the page until two
-copies have the same number of events.
+whatever state the rank is in, also after its death, and nothing runs in the rank for it: no thread, no collective, and but
+one question to the kernel in WINDOW steps: how long had the thread no core? A change is a few stores of words of 8 bytes,
+and ends with one more event. A reader takes the page until two copies have the same number of events.
 
 The times that a rank was busy in its phases become those of a window of steps (pace.py); the page keeps some windows.
 
@@ -128,6 +128,7 @@ class Board:
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
         self._steps: list[list[int]] = []  # the same of the steps of this window
+        self._missed = 0  # ns that the thread had no core, up to the window before
         self._device = 0  # ns that a GPU was busy in a step of this window, see ``note_device``
         self._apart = 0  # ns of waits and transport so far
         self._apart_at_phase = self._apart_at_wait = 0  # that when the phase, or the wait, began
@@ -175,17 +176,22 @@ class Board:
                 self._end_window()
 
     def _end_window(self) -> None:
-        """Show of each phase what it took at least, and at most, in nine steps of ten."""
-        words, steps = self._words, self._steps
+        """Show of each phase what it took at least, and at most, in nine steps of ten.
+
+        For want of a core a thread waits, too. That time may have come in any phase: no phase took it for certain.
+        """
+        words, steps, missed = self._words, self._steps, _without_core()
+        per_step, self._missed = max(0, missed - self._missed) // WINDOW, missed
         words[Word.STEPS] += WINDOW
         number = words[Word.STEPS] // WINDOW
         for step in steps:
             step[Phase.TRANSPORT] += step[Phase.PIPELINE]  # messages between stages
             step[Phase.DEVICE] = self._device
         times = [sorted(step[phase] for step in steps) for phase in TIMED]
-        ends = [found[rank] for rank in (WINDOW // 10, -1 - WINDOW // 10) for found in times]
+        least, most = ([found[rank] for found in times] for rank in (WINDOW // 10, -1 - WINDOW // 10))
+        least = [ns if phase == Phase.DEVICE else max(0, ns - per_step) for phase, ns in zip(TIMED, least, strict=True)]
         at = _WINDOWS_AT + number % _WINDOWS * _WINDOW_WORDS
-        words[at + 1 : at + _WINDOW_WORDS] = memoryview(array("q", ends))
+        words[at + 1 : at + _WINDOW_WORDS] = memoryview(array("q", least + most))
         words[at] = number
         words[1] += 1
         self._steps, self._device = [], -1 if self._device else 0
@@ -250,6 +256,15 @@ def _both(first: Callable[P, Any], second: Callable[P, R], *args: P.args, **kwar
     if threading.get_ident() not in _beside:
         first(*args, **kwargs)
     return second(*args, **kwargs)
+
+
+def _without_core() -> int:
+    """Return for how many ns this thread has been ready, and had no core; 0 where the system does not tell."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -3,9 +3,9 @@
 [Note: what is compared]
 A rank adds up for each phase how long it was busy: waits for other ranks are not counted, since those who wait are the fast
 ones. Of WINDOW steps it tells what nine of ten took at least, and at most. A rank is slow if it takes at least more than
-the others take at most, in SUCCESSION windows. So steps with a pause do not make a rank slow, and on a host with more to do
-than it has cores, where each rank has such steps, none is. The others are their median, the lower one of two: of two ranks
-the faster says what is possible.
+the others take at most, in SUCCESSION windows. So steps with a pause do not make a rank slow. Nor does a host with more to
+do than cores: what a rank missed because it had no core is taken off its "at least", by the kernel's own count. The others
+are their median, the lower one of two: of two ranks the faster says what is possible.
 
 With GPUs only those can say who is late: hosts wait for them at different places. The phase is that in which the host loses
 at least half of it, as where data comes late, or else the GPU's own work.
