@@ -192,8 +192,8 @@ def test_what_nine_steps_of_ten_take(rank: Rank, long: int, least: int, most: in
 
 
 def test_what_a_rank_had_no_core_for_is_not_what_it_takes_at_least(rank: Rank) -> None:
-    for missed in (0, 20_000_000, 20_000_000):  # in all, in ns: of the steps of the second window a ms each
-        rank.without_core = missed
+    for missed in (10**9, 20_000_000, 0):  # ns, the first at its start, the second for steps of the second window
+        rank.without_core += missed
         for _ in range(WINDOW):
             rank.step(longer=30)
     forward = TIMED.index(Phase.FORWARD)

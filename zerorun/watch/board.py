@@ -128,7 +128,7 @@ class Board:
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
         self._steps: list[list[int]] = []  # the same of the steps of this window
-        self._missed = 0  # ns that the thread had no core, up to the window before
+        self._missed = -1  # ns that the thread had no core, up to the window before; -1: no step is over yet
         self._device = 0  # ns that a GPU was busy in a step of this window, see ``note_device``
         self._apart = 0  # ns of waits and transport so far
         self._apart_at_phase = self._apart_at_wait = 0  # that when the phase, or the wait, began
@@ -170,6 +170,8 @@ class Board:
         words[5], words[6] = step, batches
         words[1] += 1
         if over:
+            if self._missed < 0:  # its start does not count
+                self._missed = _without_core()
             self._steps.append(self._busy)
             self._busy = [0] * len(Phase)
             if len(self._steps) == WINDOW:
