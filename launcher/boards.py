@@ -24,6 +24,7 @@ from zerorun.watch.board import (
     show_slow,
 )
 from zerorun.watch.pace import Window
+from zerorun.watch.verdict import Standing
 
 _QUIET_S = 2.0  # after which a worker that has not moved is reported
 _MOST_STACKS = 1 << 16  # bytes
@@ -42,6 +43,10 @@ class Seen:
         sight, wait_s = self.sight, self.sight.wait_s
         sight = replace(sight, phase_s=sight.phase_s + seconds, wait_s=None if wait_s is None else wait_s + seconds)
         return replace(self, sight=sight, quiet_s=self.quiet_s + seconds)
+
+    def standing(self, rank: int, host: str | None) -> Standing:
+        """Return it for the verdict. ``host``: None where there is only one."""
+        return Standing(rank, host, self.quiet_s, self.sight, self.stopped)
 
     def told(self) -> dict[str, Any]:
         """Return it as a message."""

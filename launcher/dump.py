@@ -25,7 +25,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 from zerorun.log import counted, ranks_in_words
-from zerorun.watch.verdict import Hang, Standing, in_words, judge
+from zerorun.watch.verdict import Hang, in_words, judge
 
 from .boards import Boards, Seen, is_stopped, open_board, training_first
 from .escapes import plain
@@ -106,7 +106,8 @@ def _state_of(process: int, seen: Seen, moves: bool, stacks: str) -> RankState:
     told = dict(word.partition("=")[::2] for word in _words(process, "environ"))
     job = f"{told.get('MASTER_ADDR', '?')}:{told.get('MASTER_PORT', '?')}"
     names = [job, *(told[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if told.get(name))]
-    world_size = int(told.get("WORLD_SIZE", "1")) if told.get("WORLD_SIZE", "1").isdecimal() else 1
+    count = told.get("WORLD_SIZE", "")
+    world_size = int(count) if count.isdecimal() else 1
     program = shlex.join(_words(process, "cmdline"))
     return RankState(socket.gethostname(), job, tuple(names), program, world_size, seen, moves, stacks)
 
@@ -213,9 +214,9 @@ def verdict_of(ranks: Sequence[RankState]) -> Hang | None:
     several = len({rank.host for rank in ranks}) > 1
     standing = {}
     for rank in ranks:
-        seen, host = rank.seen, rank.host if several else None
+        number = rank.seen.sight.rank
         if not rank.moves:
-            standing[seen.sight.rank] = Standing(seen.sight.rank, host, seen.quiet_s, seen.sight, seen.stopped)
+            standing[number] = rank.seen.standing(number, rank.host if several else None)
     return judge(standing, {}, ranks[0].world_size)
 
 

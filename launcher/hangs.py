@@ -106,6 +106,5 @@ class Hangs:
         found = {}
         for rank, (at, seen) in self._seen.items():
             if rank not in ends:
-                old = seen.older(now - at)
-                found[rank] = Standing(rank, self.host_of(rank), old.quiet_s, old.sight, old.stopped)
+                found[rank] = seen.older(now - at).standing(rank, self.host_of(rank))
         return found

@@ -75,11 +75,14 @@ IN_PLANTED_BUG = ("endless loop", "own collective", "saves alone", "whole weight
 BUSY, ORDER = "rank 1 on node1 does not move", "ranks have been waiting for each other"
 
 
-def wait_for_step_ten(folder: Path, job: Job) -> None:
+def job_in_step_ten(cluster: Cluster, folder: Path, kind: str, hosts: int, *environment: str) -> Job:
+    """A job of SCRIPT, all of whose ranks have come to the step in which something happens."""
+    job = Job(cluster, folder, SCRIPT, hosts=hosts, args=[kind], environment=["OMP_NUM_THREADS=1", *environment])
     deadline = time.monotonic() + 120 * patience()
-    while len(list(folder.glob("ten.0.*"))) < job.hosts:
+    while len(list(folder.glob("ten.0.*"))) < hosts:
         assert job.process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+    return job
 
 
 def report_of(job: Job, begun: float, status: int = 124) -> str:
@@ -107,8 +110,7 @@ def report_of(job: Job, begun: float, status: int = 124) -> str:
     ],
 )
 def test_the_guilty_rank_is_named(cluster: Cluster, tmp_path: Path, hosts: int, kind: str, words: str) -> None:
-    job = Job(cluster, tmp_path, SCRIPT, hosts=hosts, args=[kind], environment=["OMP_NUM_THREADS=1"])
-    wait_for_step_ten(tmp_path, job)
+    job = job_in_step_ten(cluster, tmp_path, kind, hosts)
     report = report_of(job, time.monotonic())
     assert words in report
     assert "in planted_bug" in report or kind not in IN_PLANTED_BUG
@@ -121,8 +123,7 @@ def test_the_guilty_rank_is_named(cluster: Cluster, tmp_path: Path, hosts: int, 
 @pytest.mark.parametrize("hosts", [2, 12])
 def test_a_rank_that_has_fewer_batches(cluster: Cluster, tmp_path: Path, hosts: int) -> None:
     """The others lose the connection to it at once."""
-    job = Job(cluster, tmp_path, SCRIPT, hosts=hosts, args=["fewer batches"], environment=["OMP_NUM_THREADS=1"])
-    wait_for_step_ten(tmp_path, job)
+    job = job_in_step_ten(cluster, tmp_path, "fewer batches", hosts)
     report = report_of(job, time.monotonic(), status=1)
     assert "zerorun: rank 1 on node1 ended with exit code 0" in report and "after 10 micro-batches; others were" in report
     assert "give all ranks the same number of batches" in report
@@ -132,8 +133,7 @@ def test_a_rank_that_has_fewer_batches(cluster: Cluster, tmp_path: Path, hosts: 
 @pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [2, 12])
 def test_a_host_that_is_frozen(cluster: Cluster, tmp_path: Path, hosts: int) -> None:
-    job = Job(cluster, tmp_path, SCRIPT, hosts=hosts, args=["none"], environment=["OMP_NUM_THREADS=1"])
-    wait_for_step_ten(tmp_path, job)
+    job = job_in_step_ten(cluster, tmp_path, "none", hosts)
     frozen = cluster[1]
     frozen.shell("kill -STOP $(pgrep -f '[l]auncher.agent|[t]rain.py')")
     try:
@@ -147,9 +147,7 @@ def test_a_host_that_is_frozen(cluster: Cluster, tmp_path: Path, hosts: int) -> 
 @pytest.mark.nightly
 def test_a_dump_of_all_hosts(cluster: Cluster, tmp_path: Path) -> None:
     """From a host that has nothing to do with the job."""
-    environment = ["OMP_NUM_THREADS=1", "ZERORUN_HANG_TIMEOUT_S=0"]
-    job = Job(cluster, tmp_path, SCRIPT, hosts=2, args=["endless loop"], environment=environment)
-    wait_for_step_ten(tmp_path, job)
+    job = job_in_step_ten(cluster, tmp_path, "endless loop", 2, "ZERORUN_HANG_TIMEOUT_S=0")
     command = cluster[2].command(
         [sys.executable, "-m", "zerorun.launcher.cli", "--dump", "--hostfile", "hostfile"], tmp_path
     )
@@ -182,8 +180,7 @@ def test_a_slow_rank_of_another_host_is_named(cluster: Cluster, tmp_path: Path) 
 @pytest.mark.parametrize("directions", [("node1", "node2"), ("node1",)])
 def test_a_link_that_lets_nothing_through(cluster: Cluster, tmp_path: Path, directions: tuple[str, ...]) -> None:
     """Both hosts hear the launcher, and nothing, or one of them nothing, of each other."""
-    job = Job(cluster, tmp_path, SCRIPT, hosts=3, args=["link"], environment=["OMP_NUM_THREADS=1"])
-    wait_for_step_ten(tmp_path, job)
+    job = job_in_step_ten(cluster, tmp_path, "link", 3)
     by_name = {host.name: host for host in cluster.hosts}
     for name in directions:
         other = by_name["node2" if name == "node1" else "node1"]
