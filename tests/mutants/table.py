@@ -1347,8 +1347,8 @@ MUTANTS = (
         "what-looks-at-all-parameters-is-divided",
         "swallowed",
         "zerorun/startup/inputs.py",
-        "    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or _is_divided(config)):",
-        "    if needs is Needs.MODEL and world_size > 1 and _is_divided(config):",
+        "    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or is_divided):",
+        "    if needs is Needs.MODEL and world_size > 1 and is_divided:",
         ("tests/ranks/test_own_optimizers.py::test_what_cannot_be_divided_is_refused",),
     ),
     Mutant(

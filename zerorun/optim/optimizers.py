@@ -151,14 +151,20 @@ def needs_of(
         return Needs.ELEMENTS
     if kind in BY_MATRICES:
         return Needs.MATRICES
-    settings = [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
 
     def make(members: list[list[Tensor]]) -> torch.optim.Optimizer:
         if optimizer is not None:
             return copy_over(optimizer, members)
-        return build_optimizer(type, params, [{**one, "params": own} for one, own in zip(settings, members, strict=True)])
+        made = [{**settings, "params": own} for settings, own in zip(settings_of(groups), members, strict=True)]
+        return build_optimizer(type, params, made)
 
     return try_needs(make, len(groups))
+
+
+def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What parameter groups say beside their parameters."""
+    own = ("params", "param_names")
+    return [{key: value for key, value in group.items() if key not in own} for group in groups]
 
 
 def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:

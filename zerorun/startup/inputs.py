@@ -21,7 +21,7 @@ from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
 from ..optim.lr_schedules import build_schedule
 from ..optim.needs import Needs
-from ..optim.optimizers import build_optimizer, needs_of, refuse_unusable
+from ..optim.optimizers import build_optimizer, needs_of, refuse_unusable, settings_of
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import refuse_unusable_weights
@@ -90,9 +90,7 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
 
 def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:
     """Make the optimizer with one number in each group, so that a schedule can refuse it before units are made."""
-    own = ("params", "param_names")
-    settings = [{key: value for key, value in group.items() if key not in own} for group in raw.groups]
-    groups = [{**copy.deepcopy(group), "params": [torch.zeros(1)]} for group in settings]
+    groups = [{**copy.deepcopy(settings), "params": [torch.zeros(1)]} for settings in settings_of(raw.groups)]
     if raw.optimizer is None:
         return build_optimizer(raw.name, raw.params, groups)
     return torch.optim.Optimizer(groups, copy.deepcopy(raw.optimizer.defaults))
@@ -197,7 +195,8 @@ def _raw_optimizer(
         return RawOptimizer(None, [], {}, "", {}, False)
     needs = needs_of(client, name, params, groups)
     chosen = type(client).__name__ if client is not None else name
-    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or _is_divided(config)):
+    is_divided = data_parallel_degree(config, world_size) < world_size
+    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or is_divided):
         raise ModelError(
             f"{chosen} looks at all parameters together: what it does to one depends on the others, as a trial of it has "
             f"shown. At stage {config.zero_optimization.stage} on {world_size} ranks each rank updates a part of them. "
@@ -229,11 +228,6 @@ def _raw_optimizer(
             "the optimizer out to use the engine for inference only."
         )
     return RawOptimizer(client, groups, group_of, name, params, whole=needs is not Needs.ELEMENTS)
-
-
-def _is_divided(config: Config) -> bool:
-    """True if ranks have parts of the model."""
-    return config.tensor_parallel.size > 1 or config.pipeline.stages > 1
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
