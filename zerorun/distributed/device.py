@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from ..errors import TopologyError
 from . import simulated
@@ -356,3 +357,8 @@ def nccl_version() -> str | None:
     if torch.version.cuda is None or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a batch, or anything else that holds tensors, with its tensors on ``device``."""
+    return _pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)

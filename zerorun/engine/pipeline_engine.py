@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..distributed.device import CPU
+from ..distributed.device import CPU, on_device
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_links
 from ..distributed.transport.gloo import Gloo
@@ -244,7 +244,7 @@ class PipelineEngine(Engine):
             found = [self._batch_fn(batch) for batch in found]
         board.enter(Phase.PIPELINE)
         self._agree_on_data(lacks, ended, *self._checksums(found))
-        return [_to(batch, self.device) for batch in found]
+        return [on_device(batch, self.device) for batch in found]
 
     def _checksums(self, batches: list[Any]) -> tuple[int | None, int | None]:
         """Return the checksums (of the labels, which the first and last stage read; of the inputs, on the first stage)."""
@@ -306,12 +306,12 @@ class PipelineEngine(Engine):
 
     def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
         """Return the mean over all micro-batches and data-parallel ranks, on all ranks. A device adds up by itself."""
-        on_device = self.comm.sums_on_device
-        device = self.device if on_device else torch.device(CPU)
+        on_devices = self.comm.sums_on_device
+        device = self.device if on_devices else torch.device(CPU)
         total = torch.zeros(1, dtype=torch.float64, device=device)
         if losses and self.topology.tensor_rank == 0:
             total += torch.stack(losses).double().sum().to(device)
-        found = self.comm.sum_on_device(total, "losses") if on_device else self.comm.control.sum(total)
+        found = self.comm.sum_on_device(total, "losses") if on_devices else self.comm.control.sum(total)
         return (found[0] / (count * self.topology.data_parallel_size)).float()
 
 
@@ -324,7 +324,3 @@ _WHOLE_BATCHES = (
 def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from data
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         function = function_from(given.function)
         verdict = Verification(function, given.config, initialize, given.steps, given.blocks, given.seed).run()
     except ZerorunError as error:
-        print(f"zerorun verify: {error}" if speaks else "", end="\n" if speaks else "", file=sys.stderr)
+        if speaks:
+            print(f"zerorun verify: {error}", file=sys.stderr)
         return REFUSED
     if speaks:
         print(verdict.text + (f" ({time.perf_counter() - began:.1f} s)" if verdict.equal else ""), flush=True)

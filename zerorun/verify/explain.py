@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from ..config.parse import Config
 from ..distributed.topology import Topology
+from ..distributed.transport.world import gather_values
 from .records import Kind, Mismatch
 
+Count = TypeVar("Count")
 _SHARED = {
     0: "every rank has all weights and updates them alike",
     1: "each rank updates its shard of the weights, and all-gathers the others'",
@@ -81,3 +85,13 @@ def described(difference: Mismatch, axis: str, peer: str, *, topology: Topology,
     if more:
         lines.append(f"  after it {more} more points of {'this rank' if topology.world_size > 1 else 'the run'} differ")
     return "\n".join(lines)
+
+
+def first_of_ranks(mine: Mismatch | None, text: str, count: Count) -> tuple[str, list[Count]]:
+    """Return (the report of the rank that differs first, empty if none does; every rank's ``count``). Collective.
+
+    ``mine``: the first difference of this rank, which ``text`` describes.
+    """
+    told = gather_values((mine.when if mine is not None else (), text, count))
+    first = min((one for one in told if one[1]), key=lambda one: one[0], default=None)
+    return first[1] if first is not None else "", [one[2] for one in told]

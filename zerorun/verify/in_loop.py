@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.device import CPU
+from ..distributed.device import CPU, on_device
 from ..distributed.transport.world import gather_values
 from ..errors import StepError
 from ..plan.units import repeated_blocks
 from ..zero.access import GatheredParameters
 from ..zero.gradients import reduce_all
 from . import sharded
-from .explain import axis_at, described
+from .explain import axis_at, described, first_of_ranks
 from .permuted import PermutedSums, backwards, interleaved
 from .recorder import Recorder
 from .records import Kind, Records, Tolerances, differences
-from .task import Loss, loss_of, on_device
+from .task import Loss, loss_of
 from .unsharded import Whole, add_micro_batch
 
 _SEED = 1234
@@ -54,11 +54,10 @@ def verify_batch(engine: Any, batch: Any, loss: Loss | None) -> str:
     if first is not None:
         axis = axis_at(first.point.kind, engine.config, topology, divided=False)
         text = described(first, axis, "in one process", topology=topology, steps=1, more=len(wrong) - 1)
-    told = gather_values((first.when if first is not None else (), text, count))
-    problem = min((one for one in told if one[1]), key=lambda one: one[0], default=None)
-    if problem is not None:
-        raise StepError(f"step {engine.global_steps}: {problem[1]}")
-    return f"step {engine.global_steps}: {sum(one[2] for one in told):,} values equal those of one process"
+    problem, told = first_of_ranks(first, text, count)
+    if problem:
+        raise StepError(f"step {engine.global_steps}: {problem}")
+    return f"step {engine.global_steps}: {sum(told):,} values equal those of one process"
 
 
 def _of_engine(engine: Any, batch: Any, loss: Loss, blocks: set[str]) -> Records:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.device import on_device
 from ..errors import ZerorunError
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
@@ -20,7 +21,7 @@ from ..zero.pieces import owned_gradient
 from ..zero.sharded_model import ShardedModel
 from .recorder import Draws, Named, Recorder, without_dropout
 from .records import Kind, Records
-from .task import Sizes, TrainingTask, on_device
+from .task import RunSetting, Sizes, TrainingTask
 
 Initialize = Callable[..., Any]
 
@@ -96,25 +97,16 @@ def keep_updated(recorder: Recorder, model: ShardedModel, step: int) -> None:
                     recorder.keep_updated(step, names[id(param)], part, **place)
 
 
-def run(
-    task: TrainingTask,
-    config: dict[str, Any],
-    sizes: Sizes,
-    batches: list[Any],
-    blocks: Collection[str],
-    seed: int,
-    initialize: Initialize,
-    *,
-    drops: bool,
-) -> ShardedRun:
-    """Train as ``config`` says. All ranks must call it. ``drops``: leave dropout as it is."""
+def run(setting: RunSetting, initialize: Initialize, *, drops: bool) -> ShardedRun:
+    """Train by an engine. All ranks must call it. ``drops``: leave dropout as it is."""
+    task, sizes = setting.task, setting.sizes
     options = dict(task.options)
     if task.dataset is not None:
         options["training_data"] = task.dataset
-    engine = initialize(task.model, config, **options)
+    engine = initialize(task.model, setting.config, **options)
     engine.train()
     pipelined = isinstance(engine.module, Pipelined)
-    recorder, draws = watch(engine, blocks, seed, counts=pipelined), Draws()
+    recorder, draws = watch(engine, setting.blocks, setting.seed, counts=pipelined), Draws()
     model, steps, sent = engine.sharded_model, itertools.count(-1), Records()
 
     def before_update() -> None:
@@ -123,7 +115,7 @@ def run(
 
     model.before_update.append(before_update)
     error: ZerorunError | None = None
-    own, divided = _own_batches(engine, sizes, batches), frozenset(_divided(engine.module))
+    own, divided = _own_batches(engine, sizes, setting.batches), frozenset(_divided(engine.module))
     try:
         with nullcontext() if drops else without_dropout(recorder, draws):
             for step in range(sizes.steps):

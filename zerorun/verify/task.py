@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from ..distributed.device import generators
@@ -81,6 +80,21 @@ class TrainingTask:
         return found
 
 
+@dataclass(frozen=True)
+class RunSetting:
+    """What a run is made of. ``config``: as initialize() takes it. ``batches``: all micro-batches, of all ranks, in order.
+
+    ``blocks``: names of the modules before which random numbers begin anew.
+    """
+
+    task: TrainingTask
+    config: dict[str, Any]
+    sizes: Sizes
+    batches: list[Any]
+    blocks: Collection[str]
+    seed: int
+
+
 def make(function: Callable[[], Any], seed: int) -> TrainingTask:
     """Call the user's function with fresh random numbers. Raises ModelError if it gives something else than a task."""
     seed_all(seed)
@@ -120,11 +134,6 @@ def seed_generators(device: torch.device, seed: int) -> None:
     """Seed what a forward on ``device`` draws from."""
     for generator in generators(device):
         generator.manual_seed(seed)
-
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors on ``device``."""
-    return _pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def shorten(model: nn.Module, count: int) -> int:

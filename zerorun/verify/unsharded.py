@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.device import on_device
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer
@@ -20,7 +21,7 @@ from ..plan.make import buffer_dtype, compute_dtype
 from ..startup.inputs import is_scheduler, take_in
 from .recorder import Named, Recorder
 from .records import Kind, Records, Value, joined
-from .task import Loss, Sizes, TrainingTask, on_device
+from .task import Loss, RunSetting, Sizes, TrainingTask
 
 
 class Whole:
@@ -135,12 +136,7 @@ def _norm(found: Iterable[torch.Tensor]) -> float:
 
 
 def run(
-    task: TrainingTask,
-    config: dict[str, Any],
-    sizes: Sizes,
-    batches: list[Any],
-    blocks: Collection[str],
-    seed: int,
+    setting: RunSetting,
     device: torch.device,
     instead: Mapping[int, Mapping[str, list[Value]]],
     *,
@@ -151,19 +147,19 @@ def run(
     ``instead``: by step, the pieces of gradients with which it goes on, see [Note: tolerances] in records.py. ``permuted``:
     a context that changes the order of sums; the order of micro-batches changes with it.
     """
-    options = {name: task.options.get(name) for name in ("optimizer", "model_parameters")}
-    given = (options["optimizer"], options["model_parameters"], sizes.ranks, None)
-    wanted, raw = take_in(task.model, config, None, *given, "lr_scheduler" in task.options)
+    task, sizes = setting.task, setting.sizes
+    given = (task.options.get("optimizer"), task.options.get("model_parameters"), sizes.ranks, None)
+    wanted, raw = take_in(task.model, setting.config, None, *given, "lr_scheduler" in task.options)
     subject = Unsharded(task, wanted, raw, device)
     subject.model.train()
-    recorder = Recorder(subject.model, subject.named(), blocks, seed, device, rank=sizes.rank)
+    recorder = Recorder(subject.model, subject.named(), setting.blocks, setting.seed, device, rank=sizes.rank)
     _keep_weights(recorder, subject, -1)
     mean = wanted.gradient_allreduce_op == "mean"
     with permuted or nullcontext():
         for step in range(sizes.steps):
             recorder.begin_step(step)
             losses = [
-                add_micro_batch(subject, recorder, batches[sizes.number(step, micro, rank)], micro, rank)
+                add_micro_batch(subject, recorder, setting.batches[sizes.number(step, micro, rank)], micro, rank)
                 for micro, rank in _order(sizes, backwards=permuted is not None)
             ]
             names = subject.named().names

@@ -39,14 +39,14 @@ from ..plan.make import compute_dtype, planned_topology
 from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
 from . import sharded, unsharded
-from .explain import axis_at, described
+from .explain import axis_at, described, first_of_ranks
 from .permuted import PermutedSums, backwards, interleaved
 from .records import Kind, Mismatch, Point, Records, Tolerances, Value, differences
 from .sharded import Initialize, ShardedRun
-from .task import Sizes, TrainingTask, make, shorten
+from .task import RunSetting, Sizes, TrainingTask, make, shorten
 
 # What has no influence on what is computed, writes files, or would hide modules from hooks.
-_LEFT_OUT: tuple[str, ...] = (
+_LEFT_OUT = (
     "tensorboard",
     "csv_monitor",
     "wandb",
@@ -54,8 +54,10 @@ _LEFT_OUT: tuple[str, ...] = (
     "flops_profiler",
     "wall_clock_breakdown",
     "comms_logger",
+    "checkpoint",
+    "compile",
+    "steps_per_print",
 )
-_LEFT_OUT += ("checkpoint", "compile", "steps_per_print")
 _OF_RANKS = ("zero_optimization", "pipeline", "tensor_parallel", "activation_checkpointing", "train_batch_size")
 _COPIES = 20  # of the parameters, in fp32, that a verification needs on each rank: runs and records
 _SHARE = 0.6  # of the memory that is free
@@ -150,18 +152,19 @@ class Verification:
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
+    def _setting(self, config: dict[str, Any], blocks: set[str]) -> RunSetting:
+        return RunSetting(self._make(), config, self.sizes, self.batches, blocks, self._seed)
+
     def _configured(self, config: dict[str, Any], blocks: set[str]) -> ShardedRun:
-        task = self._make()
-        given = (task, config, self.sizes, self.batches, blocks, self._seed, self._initialize)
-        return sharded.run(*given, drops=self.topology.tensor == 1)
+        return sharded.run(self._setting(config, blocks), self._initialize, drops=self.topology.tensor == 1)
 
     def _reference(self, blocks: set[str], instead: Gradients, permuted: PermutedSums | None = None) -> Records:
         alone = {key: value for key, value in self._raw.items() if key not in _OF_RANKS}
         alone["train_micro_batch_size_per_gpu"] = self.sizes.micro_batch
         alone["gradient_accumulation_steps"] = self.sizes.accumulation
-        given = (self._make(), alone, self.sizes, self.batches, blocks, self._seed, self.device, instead)
+        setting = self._setting(alone, blocks)
         with nullcontext() if self.topology.tensor == 1 else sharded.without_dropout(None, None):
-            return unsharded.run(*given, permuted=permuted)
+            return unsharded.run(setting, self.device, instead, permuted=permuted)
 
     def _plain_stage(self) -> dict[str, Any] | None:
         """Return the configuration whose run has the same bits, see the note at the top; None if it is the same one."""
@@ -200,11 +203,10 @@ class Verification:
             axis = axis_at(point.kind, self.config, self.topology, divided=point.name in divided)
             about: dict[str, Any] = {"topology": self.topology, "steps": self.sizes.steps, "more": len(problems) - 1}
             text = described(mine[0], axis, mine[1], **about) + self.note
-        told = gather_values((mine[0].when if mine is not None else (), text, counts))
-        first = min((entry for entry in told if entry[1]), key=lambda entry: entry[0], default=None)
-        if first is not None:
-            return Conclusion(False, first[1])
-        points, bits = (sum(entry[2][index] for entry in told) for index in range(2))
+        first, told = first_of_ranks(mine[0] if mine is not None else None, text, counts)
+        if first:
+            return Conclusion(False, first)
+        points, bits = map(sum, zip(*told, strict=True))
         steps = f"{self.sizes.steps} steps on {_ranks(self.topology)} and in one process"
         text = f"zerorun verify: equal{self.note}: {steps}, {points:,} values"
         text += f"; {bits:,} of them bit for bit as at a lower stage on the same ranks" if bits else ""
