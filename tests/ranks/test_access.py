@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import math
 import time
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from training import make_config, shared_topology
 
 import zerorun
 from zerorun.distributed.layout import ALIGNMENT
-from zerorun.errors import ReleasedParameterError
+from zerorun.errors import ModelError, ReleasedParameterError
 from zerorun.zero import GatheredParameters, Init
 from zerorun.zero.init import part_of
 
@@ -443,6 +445,59 @@ def test_parameters_are_edited_between_init_and_initialize(world: int) -> None:
     problems = [problem for problem, _, _ in run_ranks(world, edit_before_the_engine, None)]
     assert "of shape (8, 8)" in problems[1]
     assert "modifier_rank" in problems[1]
+
+
+def saved_before_the_engine(how: str) -> tuple[str, list[Any], bool]:
+    """(the error of saving, what a state dict shows of the weights, whether it is right where they are whole)."""
+    torch.manual_seed(0)
+    with torch.random.fork_rng():
+        expected = Block().state_dict()
+    if how == "existing":
+        model = Block()
+        Init(model)
+    else:
+        with Init():
+            model = Block()
+            inside = model.state_dict()
+        assert all(torch.equal(inside[name], value) for name, value in expected.items())
+    state = model.state_dict()
+    shown = [(name, tuple(value.shape), value.dtype) for name, value in state.items()]
+    problem = ""
+    try:
+        torch.save(state, io.BytesIO())
+    except zerorun.errors.ReleasedParameterError as error:
+        problem = str(error)
+    with GatheredParameters(model.parameters()):
+        right = all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    engine = zerorun.initialize(model, make_config(3))
+    right = right and all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+    engine.destroy()
+    torch.save(model.state_dict(), io.BytesIO())
+    return problem, shown, right
+
+
+@pytest.mark.parametrize("how", ("block", "existing"))
+def test_a_state_dict_before_the_engine_is_not_saved_as_placeholders(how: str) -> None:
+    """A file would hold NaN in place of the weights that from_pretrained() has just read."""
+    for problem, shown, right in run_ranks(2, saved_before_the_engine, how):
+        assert "GatheredParameters(module.parameters())" in problem
+        assert shown == [(name, tuple(value.shape), value.dtype) for name, value in Block().state_dict().items()]
+        assert right
+
+
+def trained_from_a_copy() -> str:
+    with Init():
+        model = Block()
+    try:
+        zerorun.initialize(copy.deepcopy(model), make_config(3)).destroy()
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_a_copy_of_placeholders_is_refused() -> None:
+    """As of a reference model, which is copied before the engine is made."""
+    assert all("are NaN, as those of a copy" in problem for problem in run_ranks(2, trained_from_a_copy))
 
 
 def made_in_bf16() -> list[Any]:

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ..engine.engine import Engine
-from ..errors import ConfigError, ConfigProblem, ReleasedParameterError
+from ..errors import ConfigError, ConfigProblem
 from ..zero.access import owned_part
 from ..zero.init import part_of, partitioned_as
+from ..zero.placeholders import UnsavedPlaceholder
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
 
 
@@ -121,31 +122,6 @@ def _tensor(param: torch.Tensor) -> torch.Tensor:
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------
-
-
-# Functions of tensors by which programs get at values to save them: torch.save, safetensors, and what precedes both.
-_READ = frozenset(
-    {
-        *("__reduce_ex__", "__deepcopy__", "_typed_storage", "bfloat16", "clone", "contiguous", "copy_", "cpu", "cuda"),
-        *("data_ptr", "float", "half", "item", "numpy", "storage", "to", "tolist", "untyped_storage"),
-    }
-)
-
-
-class UnsavedPlaceholder(torch.Tensor):
-    """Has shape, dtype and device of a parameter of which this rank has a part. It cannot be copied, or written to a file.
-
-    Both raise ReleasedParameterError: a file would hold a placeholder instead of the weights.
-    """
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READ:
-            raise ReleasedParameterError(
-                "module.state_dict() at stage 3 holds placeholders, which cannot be saved: no rank has the full weights. "
-                "Remedy: engine.state_dict(), engine.save_16bit_model(dir) or engine.export(dir), on all ranks."
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 def show_placeholders(engine: Engine) -> None:

@@ -40,7 +40,7 @@ from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
 from ..plan.weights import stays_apart
-from .placeholders import is_loud, placeholder, storage_key, tensors_in
+from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}
@@ -203,6 +203,7 @@ def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> t
         for name, other in holder._parameters.items():
             if other is param:
                 holder._parameters[name] = made
+                _watch_state_dict(holder)
     _keep(made, _Part(shard, param.shape))
     return shard
 
@@ -273,6 +274,21 @@ def _keep(param: torch.Tensor, part: _Part) -> None:
         key = param.untyped_storage()._cdata
         if key not in _shown:
             _shown_by[param] = _shown[key] = _Shown(param.detach(), part.param)
+
+
+def _withhold(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Let the module's part of a state dict have no placeholder that could be saved in place of a weight."""
+    for name, param in module._parameters.items():
+        found, shown = state.get(prefix + name), _shown_by.get(param) if param is not None else None
+        if isinstance(found, torch.Tensor) and found is not param and shown is not None and param in _partitioned:
+            with torch._C.DisableTorchFunction():
+                if storage_key(found) == storage_key(shown.tensor):
+                    state[prefix + name] = found.as_subclass(UnsavedPlaceholder)
+
+
+def _watch_state_dict(module: nn.Module) -> None:
+    if _withhold not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_withhold)
 
 
 def _is_left_alone(param: torch.Tensor) -> bool:
@@ -384,6 +400,19 @@ def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
         )
 
 
+def _refuse_copied(name: str, param: torch.Tensor) -> None:
+    """Raise ModelError for a parameter that is a copy of a placeholder: no training begins with nothing but NaN."""
+    if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or not param.is_floating_point():
+        return
+    flat = param.detach().reshape(-1)
+    if bool(flat[0].isnan()) and bool(is_loud(flat).all()):
+        raise ModelError(
+            f"all {param.numel()} elements of parameter {name!r} are NaN, as those of a copy are that was made while "
+            "zerorun.zero.Init or an engine had the values spread over all ranks. Remedy: copy or save the model before "
+            "that, or inside zerorun.zero.GatheredParameters(model.parameters())."
+        )
+
+
 def _reads_loud(tensor: torch.Tensor) -> bool:
     """True if ``tensor`` reads as a placeholder, even one that was moved or cast. An expanded one takes no memory."""
     if tensor.numel() and not any(tensor.stride()):
@@ -398,6 +427,7 @@ def refuse_overwritten(model: nn.Module) -> None:
             part = _partitioned.get(param)
             if part is None:
                 _refuse_placeholder(name, param)
+                _refuse_copied(name, param)
             elif param.shape != part.shape or not _reads_loud(param.detach()):
                 raise ModelError(
                     f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
@@ -457,6 +487,9 @@ class Init(TorchFunctionMode):
                 _compare(_OTHER_CODE, [f"{name!r}, {tuple(p.shape)}, {p.dtype}" for name, p in found], _SAME_CODE)
                 for _, param in found:
                     release(param)
+            for part in module.modules():
+                if part._parameters:
+                    _watch_state_dict(part)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -509,6 +542,7 @@ class Init(TorchFunctionMode):
             _refuse_placeholder(name, param)
         if param not in self._owner:  # otherwise it was made in an earlier block
             self._owner[param] = module
+            _watch_state_dict(module)
             self._make_room([module])
             self._whole_now.append(param)
 

@@ -85,6 +85,32 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+# Functions of tensors by which programs get at values to save them: torch.save, safetensors, and what precedes both.
+_SAVE = frozenset(
+    {
+        *("__reduce_ex__", "__deepcopy__", "_typed_storage", "bfloat16", "clone", "contiguous", "copy_", "cpu", "cuda"),
+        *("data_ptr", "float", "half", "item", "numpy", "storage", "to", "tolist", "untyped_storage"),
+    }
+)
+
+
+class UnsavedPlaceholder(torch.Tensor):
+    """Has shape, dtype and device of a parameter of which this rank has a part. It cannot be copied, or written to a file.
+
+    Both raise ReleasedParameterError: a file would hold a placeholder instead of the weights.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _SAVE:
+            raise ReleasedParameterError(
+                "module.state_dict() holds placeholders, which cannot be saved: each rank has a part of the weights. "
+                "Remedy: engine.state_dict(), engine.save_16bit_model(dir) or engine.export(dir), on all ranks; before "
+                "initialize(), module.state_dict() inside zerorun.zero.GatheredParameters(module.parameters())."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return a key that identifies the storage of ``tensor`` while it lives; 0 for tensors without one, such as sparse."""
     try:
