@@ -1074,10 +1074,18 @@ MUTANTS = (
     Mutant(
         "placeholders-can-be-saved",
         "swallowed",
-        "zerorun/deepspeed/parameters.py",
-        '        if getattr(func, "__name__", "") in _READ:',
+        "zerorun/zero/placeholders.py",
+        '        if getattr(func, "__name__", "") in _SAVE:',
         "        if not func:",
         ("tests/clients/test_mode.py::test_state_dicts_of_stage_3_cannot_be_saved",),
+    ),
+    Mutant(
+        "placeholders-of-init-can-be-saved",
+        "swallowed",
+        "zerorun/zero/init.py",
+        "                    state[prefix + name] = found.as_subclass(UnsavedPlaceholder)",
+        "                    pass",
+        ("tests/ranks/test_access.py::test_a_state_dict_before_the_engine_is_not_saved_as_placeholders",),
     ),
     Mutant(
         "log-keeps-skipped-steps-to-itself",
