@@ -402,7 +402,7 @@ MUTANTS = (
         "zerorun/optim/lamb.py",
         "        ratios = torch.where((lengths > 0) & (asked > 0), ratios, 1.0)",
         "",
-        ("tests/ranks/test_lamb.py::test_settings",),
+        ("tests/ranks/test_sums.py::test_settings",),
     ),
     Mutant(
         "registered-parameter-stays-in-its-unit",
@@ -907,7 +907,7 @@ MUTANTS = (
         "states-of-one-group",
         "bytes",
         "zerorun/plan/ledger.py",
-        "    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=whole))",
+        "    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=plan.whole))",
         "    return sum(states.bytes(0, piece.shape) for piece in group.pieces(whole=False))",
         ("tests/ranks/test_plan.py", "-k", "12-2"),
     ),

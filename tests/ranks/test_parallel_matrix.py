@@ -63,9 +63,19 @@ def data_of(rank: int, accumulation: int) -> Iterator[dict[str, torch.Tensor]]:
         yield batch_of(step, micro, rank)
 
 
-def reference(name: str, data: int, accumulation: int, build: Callable[[str], nn.Module] = build) -> dict[str, Any]:
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=3e-3, eps=1e-4, weight_decay=0.1)
+
+
+def reference(
+    name: str,
+    data: int,
+    accumulation: int,
+    build: Callable[[str], nn.Module] = build,
+    optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
+) -> dict[str, Any]:
     model = build(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
+    optimizer = optimizer_of(model.parameters())
     norms, losses = [], []
     for step in range(STEPS):
         total = 0.0

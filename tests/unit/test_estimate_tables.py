@@ -172,9 +172,15 @@ def test_states_by_optimizer(optimizer: str, states: int) -> None:
 
 
 def test_factored_states() -> None:
-    """Adafactor keeps a row and a column for a matrix. A unit of one matrix is whole on the first rank."""
-    estimate = zerorun.estimate_memory(blocks_of(4, 512), config(1, optimizer="Adafactor"), 2, device="cpu")
-    assert estimate.kinds["moments"] == 4 * 2 * 4 * 512
+    """Adafactor keeps a number for each row and column of a matrix: on a rank its own rows, and all columns.
+
+    torch's is asked for by the keyword foreach. It is given whole matrices: a unit of one is whole on the first rank.
+    """
+    given = config(1, optimizer="Adafactor")
+    estimate = zerorun.estimate_memory(blocks_of(4, 512), given, 2, device="cpu")
+    assert estimate.kinds["moments"] == 4 * (256 + 512) * 4
+    given["optimizer"]["params"] = {"foreach": True}
+    assert zerorun.estimate_memory(blocks_of(4, 512), given, 2, device="cpu").kinds["moments"] == 4 * 2 * 4 * 512
 
 
 class Picky(torch.optim.SGD):

@@ -13,6 +13,7 @@ from torch import Tensor
 from zerorun.errors import ConfigError, ModelError
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import Lion, SinglePassOptimizer
+from zerorun.optim.adafactor import Adafactor
 from zerorun.optim.optimizers import ELEMENTWISE, build_optimizer, refuse_unusable, split_state
 
 SHAPE = (13, 11)
@@ -111,7 +112,8 @@ def test_results_do_not_depend_on_where_shards_are_cut(name: str, params: Any) -
 def test_adafactor_builds_on_shards_and_other_names_pass_through() -> None:
     optimizer = build("Adafactor", {"lr": 0.01}, start((8,)))
     run(optimizer, gradients(2, (8,)))
-    assert type(optimizer) is torch.optim.Adafactor
+    assert type(optimizer) is Adafactor
+    assert type(build("Adafactor", {"foreach": True}, start((8,)))) is torch.optim.Adafactor
     assert type(build("Muon", {"lr": 0.01}, start())) is torch.optim.Muon
 
 

@@ -19,6 +19,7 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
+from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import inner_tensors
 from ..zero.flat_group import FlatGroup
@@ -268,10 +269,14 @@ class Inventory:
         names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
         for piece in self._pieces():
             assert self.subject.optimizer is not None
-            state = self.subject.optimizer.optimizer.state.get(piece.tensor, {})
+            optimizer = self.subject.optimizer.optimizer
+            state = optimizer.state.get(piece.tensor, {})
             members = [(names[id(piece.flat_group), run.entry], run) for run in piece.runs]
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                ranges = ranges_of(optimizer, piece, key)
+                if ranges is not None:
+                    parts += _range_parts(f"{OPTIMIZER}{key}", value, members[0][0], ranges)
+                elif isinstance(value, torch.Tensor) and value.dim() > 0:
                     for path, inner in inner_tensors(value):
                         parts += _state_parts(f"{OPTIMIZER}{key}{path}", inner, piece, members, self.homes)
                 else:
@@ -305,6 +310,22 @@ def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
         if piece.entry == home.entry:
             part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
             yield TensorPart(MODEL, name, piece.start, part, home.shape, home.shard)
+
+
+def ranges_of(optimizer: torch.optim.Optimizer, piece: OptimizerPiece, key: str) -> tuple[StateRange, ...] | None:
+    """What of the stored state ``key`` the state of ``piece`` is, for states of parts that have not one value for each of
+    its elements."""
+    if not isinstance(optimizer, PartsOptimizer):
+        return None
+    return optimizer.state_ranges(key, optimizer.part_of(piece.tensor))
+
+
+def _range_parts(kind: str, value: torch.Tensor, name: str, ranges: Iterable[StateRange]) -> Iterator[TensorPart]:
+    flat = value.detach().reshape(-1)
+    for part in ranges:
+        if part.saves:
+            tensor = flat[part.offset : part.offset + part.numel]
+            yield TensorPart(kind, name, part.start, tensor, part.shape, part.shard)
 
 
 def _state_parts(

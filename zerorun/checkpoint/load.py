@@ -16,13 +16,14 @@ import torch
 from ..errors import CheckpointError
 from ..log import is_rank_zero, logger
 from ..ops.single_pass import SinglePassOptimizer
+from ..optim.parts import StateRange
 from ..plan.optimizer_states import new_states
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import as_bytes, inner_tensors
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_optimizer import ShardedOptimizer
 from .gather import PeerReader
-from .inventory import Contents, Inventory, SavedParameter, frozen_parts, together
+from .inventory import Contents, Inventory, SavedParameter, frozen_parts, ranges_of, together
 from .json_values import decode
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
@@ -336,7 +337,13 @@ class ModelLoader:
         for kind in keys:
             if first not in self.reader.places(kind) or _is_inner(kind):
                 continue
-            there = self.reader.tensor(kind, first)
+            there, key = self.reader.tensor(kind, first), kind.removeprefix(OPTIMIZER)
+            assert self.subject.optimizer is not None
+            ranges = ranges_of(self.subject.optimizer.optimizer, piece, key)
+            if ranges is not None:
+                state[key] = torch.zeros(sum(r.numel for r in ranges), device=piece.tensor.device)
+                reads += self._range_reads(kind, first, state[key], ranges)
+                continue
             home = self._home(piece, piece.runs[0])
             whole = there.shape == home.shape
             if not whole and home.shard is not None:
@@ -345,7 +352,7 @@ class ModelLoader:
                     "parameter, which cannot be divided over tensor-parallel ranks. Remedy: pass load_optimizer=False."
                 )
             shape = tuple(piece.tensor.shape) if whole else there.shape
-            made: Any = old.get(kind.removeprefix(OPTIMIZER))
+            made: Any = old.get(key)
             dtype = dtype_of(there.dtype)
             if not _is_tensor(made) or made.shape != shape or made.dtype != dtype or not made.is_contiguous():
                 made = torch.zeros(shape, dtype=dtype, device=piece.tensor.device)
@@ -355,8 +362,18 @@ class ModelLoader:
                 reads.append(Read(kind, self._stored_name(piece, run), run.start, part, shard))
             if not whole:
                 reads.append(Read(kind, first, 0, flat))
-            state[kind.removeprefix(OPTIMIZER)] = made
+            state[key] = made
         return state
+
+    def _range_reads(self, kind: str, name: str, flat: torch.Tensor, ranges: Sequence[StateRange]) -> Iterable[Read]:
+        """What fills ``flat``, a state of which the checkpoint stores that of the whole parameter."""
+        there = self.reader.tensor(kind, name)
+        for part in ranges:
+            if there.shape != part.shape:
+                found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(part.shape)}"]
+                remedy = "use the optimizer it was saved with, or pass load_optimizer=False."
+                raise _misfit(self.reader, "has, of the optimizer,", found, remedy)
+            yield Read(kind, name, part.start, flat[part.offset : part.offset + part.numel], part.shard)
 
     def _wrapped(self, piece: OptimizerPiece, name: str, keys: list[str], reads: list[Read]) -> dict[str, Any]:
         """The states that wrap other tensors. The optimizer itself makes them, since no file says how."""

@@ -77,6 +77,8 @@ class DeepSpeedCPUAdagrad(single_pass.Adagrad):
 class FusedLamb(Lamb):
     """LAMB. Raises ValueError for ``amsgrad``, and for ``max_grad_norm``: clipping is the engine's."""
 
+    by_sums = True
+
     def __init__(
         self,
         params: Any,

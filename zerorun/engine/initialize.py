@@ -37,6 +37,7 @@ from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer, split_state
+from ..optim.parts import PartsOptimizer
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import buffer_dtype, make_plan, planned_topology, wire_dtype
@@ -54,6 +55,7 @@ from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from ..zero.leaf_modules import mark_chosen
 from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
+from ..zero.part_sums import PartSums
 from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel
@@ -162,7 +164,7 @@ def initialize(
     accumulation = Accumulation(wanted, comm, scaler)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
     runtime = Runtime(model, plan, made, comm, backwards)
-    sharded = _shard_optimizer(raw, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
+    sharded = _shard_optimizer(raw, plan, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
@@ -340,11 +342,11 @@ def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> No
 
 
 def _shard_optimizer(
-    raw: RawOptimizer, units: list[Unit], comm: Communicator, *, refuse_unused: bool
+    raw: RawOptimizer, plan: ShardingPlan, units: list[Unit], comm: Communicator, *, refuse_unused: bool
 ) -> ShardedOptimizer | None:
     if not raw.groups:
         return None
-    pieces = build_pieces(units, whole=raw.whole)
+    pieces = build_pieces(units, whole=raw.whole, parts=plan.by_parts)
     members: list[list[OptimizerPiece]] = [[] for _ in raw.groups]
     for piece in pieces:
         members[piece.group].append(piece)
@@ -357,6 +359,10 @@ def _shard_optimizer(
             {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
         ]
         optimizer = build_optimizer(raw.name, raw.params, groups)
+    if isinstance(optimizer, PartsOptimizer) and plan.by_parts:
+        number = {part.name: index for index, part in enumerate(plan.parts)}
+        places = {piece.tensor: number[piece.flat_group.names[piece.runs[0].entry]] for piece in pieces}
+        optimizer.take_parts(plan.parts, places, PartSums(plan, comm))
     link = next((link for link in links_of(units) if link.store is not None), None)
     if link is not None and isinstance(optimizer, SinglePassOptimizer):
         optimizer.state_home = link.home

@@ -1,4 +1,4 @@
-"""What an optimizer needs to see of the parameters that it updates: any of their elements, whole matrices, or all of them.
+"""What an optimizer needs of the parameters that it updates: any of their elements, sums, whole matrices, or all of them.
 
 Classes that zerorun knows are in a table (optimizers.py). Others are tried on the CPU: copies of the optimizer take a few
 steps on matrices, on the halves of the matrices as flat tensors, and on each matrix alone. Where all come to the same bits,
@@ -31,8 +31,9 @@ class Needs(IntEnum):
     """On what the update of an element depends."""
 
     ELEMENTS = 0  # on its own gradient and state, and on step counts
-    MATRICES = 1  # on those of its parameter
-    MODEL = 2  # on those of other parameters, too
+    SUMS = 1  # on sums over its parameter, too, which ranks can make together (parts.py)
+    MATRICES = 2  # on those of its parameter
+    MODEL = 3  # on those of other parameters, too
 
 
 def try_needs(make: Make, groups: int) -> Needs:

@@ -1,6 +1,7 @@
 """Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
 
-Every name but ``Lion`` and ``Lamb`` stands for a ``torch.optim`` class; some of these are replaced by single-pass updates.
+Every name but ``Lion`` and ``Lamb`` stands for a ``torch.optim`` class; some of these are replaced by single-pass updates,
+and Adafactor by one that works on parts of parameters.
 DeepSpeed's deviations from torch are reproduced here by parameters: type ``Adam`` means decoupled weight decay, and the
 default ``weight_decay`` of AdamW is 0.
 """
@@ -21,8 +22,10 @@ from zerorun.log import warn_once
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import SinglePassOptimizer
 
+from .adafactor import Adafactor
 from .lamb import Lamb
 from .needs import Needs, copy_over, try_needs
+from .parts import PartsOptimizer
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
 # work on any 1-D piece of a parameter. Types are compared exactly: a subclass may update differently.
@@ -46,8 +49,11 @@ ELEMENTWISE: frozenset[type] = frozenset(
     }
 )
 
+# The update needs sums over all of a parameter, which ranks make together: see parts.py.
+BY_SUMS: frozenset[type] = frozenset({Adafactor, Lamb})
+
 # The update depends on all of a parameter, and on nothing of others.
-BY_MATRICES: frozenset[type] = frozenset({torch.optim.Adafactor, torch.optim.Muon, Lamb})
+BY_MATRICES: frozenset[type] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 
 # Classes with a fused kernel, and the device types on which it is used. The CPU kernels (torch 2.13) round the last
 # (numel mod 16) elements of an fp32 tensor differently from the rest, by up to one unit in the last place. So cuts at
@@ -124,6 +130,8 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
     problems = list(_refused_params(params))
     if optimizer_class is torch.optim.AdamW:
         optimizer_class, kwargs = _translate_adam(type, kwargs)
+    if optimizer_class is torch.optim.Adafactor and "foreach" not in kwargs:
+        optimizer_class = Adafactor
     allowed = _keywords(optimizer_class)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(optimizer_class))
     reported = {problem.key.rsplit(".", 1)[1] for problem in problems}
@@ -149,6 +157,8 @@ def needs_of(
     kind = resolve_optimizer(type, params)[0] if optimizer is None else optimizer.__class__
     if kind in ELEMENTWISE or vars(kind).get("elementwise", False):
         return Needs.ELEMENTS
+    if kind in BY_SUMS or vars(kind).get("by_sums", False):
+        return Needs.SUMS
     if kind in BY_MATRICES:
         return Needs.MATRICES
 
@@ -159,6 +169,14 @@ def needs_of(
         return build_optimizer(type, params, made)
 
     return try_needs(make, len(groups))
+
+
+def parts_kind(
+    optimizer: torch.optim.Optimizer | None, type: str, params: dict[str, Any], needs: Needs
+) -> type[PartsOptimizer] | None:
+    """Return the class of the optimizer, as for ``needs_of``, if it works on parts of parameters; None if it does not."""
+    kind = resolve_optimizer(type, params)[0] if optimizer is None else optimizer.__class__
+    return kind if needs is Needs.SUMS and issubclass(kind, PartsOptimizer) else None
 
 
 def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from .parts import PartsOptimizer
+
 
 @dataclass
 class RawOptimizer:
     """The optimizer before sharding: an instance, or the name and parameters of one that is still to be made.
 
-    ``group_of``: id(parameter) -> index of its group. ``whole``: the optimizer needs uncut parameters.
+    ``group_of``: id(parameter) -> index of its group. ``whole``: the optimizer needs uncut parameters. ``parts``: its
+    class, if it gets one tensor for each part of a parameter, and is told which it is.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -22,6 +25,7 @@ class RawOptimizer:
     name: str
     params: dict[str, Any]
     whole: bool
+    parts: type[PartsOptimizer] | None = None
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:

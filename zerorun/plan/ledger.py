@@ -57,8 +57,10 @@ def total_of(ledger: Mapping[str, int], place: str) -> int:
 
 def with_states(plan: ShardingPlan, states: OptimizerStates) -> ShardingPlan:
     """Return ``plan`` with the bytes of the states that the optimizer will keep."""
-    return replace(plan, states=tuple(_states_of(group, states, plan.whole) for group in plan.trainable))
+    return replace(plan, states=tuple(_states_of(plan, group, states) for group in plan.trainable))
 
 
-def _states_of(group: FlatGroupPlan, states: OptimizerStates, whole: bool) -> int:
-    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=whole))
+def _states_of(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> int:
+    if plan.by_parts:
+        return sum(states.bytes_of_part(plan.part(group, run.entry)) for run in group.owned_runs() if run.numel)
+    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=plan.whole))

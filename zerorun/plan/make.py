@@ -17,6 +17,7 @@ from ..config.parse import Config
 from ..distributed.device import CPU
 from ..distributed.layout import PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Replication
+from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_parts, reads_peers
 from ..errors import TopologyError
@@ -234,7 +235,7 @@ class _Planner:
         sharing = [units[index] for index in self.sharing]
         disk = self._disk(units)
         taken = [param for spec in self.specs for _, param in spec.params]
-        return ShardingPlan(
+        plan = ShardingPlan(
             topology=replace(topology, mesh=None),
             policy=self.policy,
             transport=self.transport,
@@ -252,7 +253,9 @@ class _Planner:
             disk=disk,
             kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())),
             buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in self.model.buffers()),
+            by_parts=self.raw.parts is not None,
         )
+        return plan if self.raw.parts is None else replace(plan, sums=self.raw.parts.planned_sums(plan.parts))
 
     # -- flat groups ---------------------------------------------------------------------------------------------
 
@@ -274,11 +277,16 @@ class _Planner:
                 members.sort(key=lambda member: self.raw.group_of[id(member[1])])
             yield members
 
+    @cached_property
+    def tensor_shards(self) -> dict[int, TensorShard]:
+        return shards_of(self.model) if self.raw.parts is not None else {}
+
     def _lay_out(self, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]
         trained = self._is_trained(params[0])
         shapes, whole = [tuple(param.shape) for param in params], self.raw.whole and trained
         layout = build_layout([name for name, _ in members], shapes, self.topology.shard, whole=whole)
+        laid_out = by_layout(layout, members)
         return FlatGroupPlan(
             layout,
             self.topology.shard_rank,
@@ -286,7 +294,8 @@ class _Planner:
             given_dtype=params[0].dtype,
             packed=is_packed(params[0]),
             replication=self.replication_of(params[0]),
-            optimizer_groups=tuple(self.raw.group_of[id(param)] for param in by_layout(layout, members)) if trained else (),
+            optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
+            tensor_shards=tuple(self.tensor_shards.get(id(param)) for param in laid_out) if self.tensor_shards else (),
         )
 
     @cached_property

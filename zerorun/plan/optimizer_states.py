@@ -1,8 +1,8 @@
 """Optimizer states: what an optimizer keeps for its parameters, found by a trial step on tiny tensors.
 
 A parameter of the trial has prime numbers as dimensions, so that the shape of a state tells which dimensions it follows:
-[3, 5] for the moments of Adam, [3, 1] and [1, 5] for the factors of Adafactor. Step counts (0-dim tensors) are left out,
-as in the ledger.
+[3, 5] for the moments of Adam, [3, 1] and [1, 5] for the factors of torch's Adafactor. Step counts (0-dim tensors) are left
+out, as in the ledger.
 
 Optimizers of other packages may keep other states for large tensors than for small ones, such as 8-bit codes for tensors of
 4096 elements and more. Their trial step therefore includes a tensor for each number of elements that the model has, or a
@@ -23,6 +23,7 @@ from ..errors import ConfigError, ConfigProblem
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.needs import copy_over, step_once
 from ..optim.optimizers import build_optimizer
+from ..optim.parts import Part
 from ..optim.requested import RawOptimizer
 from .weights import stored_bytes
 
@@ -56,7 +57,8 @@ class OptimizerStates:
 
     def __init__(self, raw: RawOptimizer, device: torch.device) -> None:
         self.unknown: str | None = None
-        kinds = _kinds(raw)
+        self._parts = raw.parts
+        kinds = _kinds(raw) if raw.parts is None else []
         trials = [(group, _PRIMES[:dims]) for group, dims in kinds]
         if raw.whole and raw.optimizer is not None:
             trials += sorted({trial for group, shape in _shapes(raw) for trial in _alike(group, shape)})
@@ -77,6 +79,11 @@ class OptimizerStates:
         if found is None or found == self._as_small(group, first[1]):
             return self._as_small(group, shape)
         return found + sum(self._tried[trial] - found for trial in more) * ((prod(shape) - prod(first[1])) // _EVEN)
+
+    def bytes_of_part(self, part: Part) -> int:
+        """Return the bytes of the states of ``part``, for an optimizer that is told of parts."""
+        assert self._parts is not None
+        return sum(self._parts.state_numels(part).values()) * torch.float32.itemsize
 
     def _as_small(self, group: int, shape: Iterable[int]) -> int:
         """Return the bytes for a tensor of this shape, assuming that it has the states of a small one."""

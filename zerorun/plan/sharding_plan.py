@@ -21,8 +21,10 @@ from pydantic import PlainSerializer, PlainValidator
 
 from ..distributed.layout import Layout, Piece, aligned_bytes
 from ..distributed.replication import ALONE, Replication
+from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_peers
+from ..optim.parts import Part, SumOfParts
 from .placement import ON_DEVICE, Placement
 from .policy import Policy
 
@@ -95,6 +97,7 @@ class FlatGroupPlan:
     master is the weight itself. ``resident``: the flat buffer belongs to this unit alone and is always whole, and the shard
     is a part of it. ``mapped``: the flat buffer is made of the memory of all ranks, so that gathers move nothing.
     ``unpacked``: gradients are reduced from where autograd leaves them. ``buffers``: the memory that this rank allocates.
+    ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of parts.
     """
 
     layout: Layout
@@ -110,6 +113,7 @@ class FlatGroupPlan:
     mapped: bool = False
     unpacked: bool = False
     buffers: tuple[Buffer, ...] = ()
+    tensor_shards: tuple[TensorShard | None, ...] = ()
 
     @property
     def trainable(self) -> bool:
@@ -157,15 +161,18 @@ class FlatGroupPlan:
             return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(self.layout.entries)]
         return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in self.shard_pieces]
 
-    def pieces(self, *, whole: bool) -> Iterator[PiecePlan]:
+    def pieces(self, *, whole: bool, parts: bool = False) -> Iterator[PiecePlan]:
         """Yield the tensors that the optimizer gets; with ``whole``, one for each parameter, in its own shape.
 
-        See [Note: pieces] in zero/pieces.py. In ``whole`` layouts no parameter is in two shards.
+        With ``parts``, one for each part of a parameter. See [Note: pieces] in zero/pieces.py. In ``whole`` layouts no
+        parameter is in two shards.
         """
         members: list[list[ParameterRun]] = []
         group = -1
         for run in self.owned_runs():
-            if whole or not members or group != self.optimizer_groups[run.entry]:
+            if parts and not run.numel:
+                continue
+            if whole or parts or not members or group != self.optimizer_groups[run.entry]:
                 members.append([])
                 group = self.optimizer_groups[run.entry]
             members[-1].append(run)
@@ -285,7 +292,8 @@ class ShardingPlan:
     ``transport``: NCCL, GLOO or PEER_MEMORY, for parameters and gradients. ``device_type``: "cpu" or "cuda".
     ``compute_dtype``: the dtype of parameters and activations; None if they keep the module's. ``wire_dtype``: the dtype in
     which gradients are sent. ``overlap``: collectives go on behind the computation. ``overlap_param_gather``: parameters of
-    resident units are gathered behind the next forward. ``whole``: no parameter is cut.
+    resident units are gathered behind the next forward. ``whole``: no parameter is cut. ``by_parts``: the optimizer is
+    told of ``parts``, and ``sums`` are what ranks sum for it in a step.
     ``micro_batches``: their number per step. ``kept_apart``: bytes of the parameters that are in no unit. ``buffers``:
     bytes of the module's buffers. ``states``: bytes of optimizer states by trained flat group; None if they are not known.
     """
@@ -308,6 +316,8 @@ class ShardingPlan:
     kept_apart: int = 0
     buffers: int = 0
     states: tuple[int, ...] | None = None
+    by_parts: bool = False
+    sums: tuple[SumOfParts, ...] = ()
 
     @cached_property
     def flat_groups(self) -> tuple[FlatGroupPlan, ...]:
@@ -316,6 +326,26 @@ class ShardingPlan:
     @cached_property
     def trainable(self) -> tuple[FlatGroupPlan, ...]:
         return tuple(group for group in self.flat_groups if group.trainable)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """This rank's part of each trained parameter, by name: in the same order on all ranks of the pipeline stage."""
+        found = (self.part(group, entry) for group in self.trainable for entry in range(len(group.layout.entries)))
+        return tuple(sorted(found, key=lambda part: part.name))
+
+    def part(self, group: FlatGroupPlan, entry: int) -> Part:
+        """Return what this rank updates of parameter ``entry`` of ``group``."""
+        place, bounds = group.layout.entries[entry], group.layout.bounds
+        low, high = (max(place.offset, min(bound, place.end)) - place.offset for bound in group.owned)
+        shard = group.tensor_shards[entry] if group.tensor_shards else None
+        cuts: tuple[int, ...] | None = ()
+        if self.topology.tensor > 1:  # those that have a parameter whole may have laid it out in other ways
+            cuts = None
+        elif not group.owns_everything:
+            cuts = tuple(bound - place.offset for bound in sorted(set(bounds)) if place.offset < bound < place.end)
+        counted = shard is not None or self.topology.tensor_rank == 0
+        shape = place.shape if shard is None else shard.shape
+        return Part(place.name, shape, low if low < high else 0, high - low, shard, cuts, counted)
 
     @cached_property  # cached because hooks read it
     def shares_params(self) -> bool:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.transports import NCCL
+from ..optim.parts import SumOfParts
+from .part_hops import hops
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
@@ -64,12 +66,27 @@ class _Step:
                 others = plan.topology.world_size - 1
                 sent = 2 * NORM_NUMEL * others // plan.topology.world_size * torch.float64.itemsize
                 self._issued.append(Collective(NORM, sent))
+        for summed in plan.sums:
+            self._sum_parts(summed)
         if plan.policy.shard_optimizer:
             self._occupants.clear()
             for unit in plan.units:
                 if unit.resident:
                     self._all_gather(unit.name, unit.trainable, "updated parameters")
         return self._issued
+
+    def _sum_parts(self, summed: SumOfParts) -> None:
+        """Follow ``PartSums`` in zero/part_sums.py."""
+        for hop in hops(self._plan):
+            size, rank = self._plan.topology.size(hop.axis), getattr(self._plan.topology, f"{hop.axis}_rank")
+            for sent in self._bytes_of_sum(summed.numel, size, rank):
+                self._issued.append(Collective(f"{summed.label}{hop.suffix}", sent))
+
+    def _bytes_of_sum(self, numel: int, size: int, rank: int) -> list[int]:
+        """Return the bytes of a sum of fp32 numbers, by call. Two ranks send each other all, as long as it is not NCCL."""
+        if self._plan.transport != NCCL and size == 2:
+            return [numel * torch.float32.itemsize]
+        return self._bytes_of_all_reduce(numel, size, rank, torch.float32.itemsize)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -133,9 +150,13 @@ class _Step:
 
     def _bytes_over_replicas(self, numel: int) -> list[int]:
         """Return the bytes of an all-reduce, by call: one call through NCCL, else a reduce-scatter and an all-gather."""
-        size, wire = self._plan.topology.replicate, self._plan.wire_dtype.itemsize
+        topology = self._plan.topology
+        return self._bytes_of_all_reduce(numel, topology.replicate, topology.replicate_rank, self._plan.wire_dtype.itemsize)
+
+    def _bytes_of_all_reduce(self, numel: int, size: int, rank: int, wire: int) -> list[int]:
+        """As ``_bytes_over_replicas``, over ``size`` ranks of which this is number ``rank``."""
         if self._plan.transport == NCCL:
             return [2 * numel * (size - 1) // size * wire]
         step = -(-numel // size)
-        low, high = (min(step * (self._plan.topology.replicate_rank + end), numel) for end in (0, 1))
+        low, high = (min(step * (rank + end), numel) for end in (0, 1))
         return [(numel - (high - low)) * wire, (high - low) * (size - 1) * torch.float32.itemsize]

@@ -21,7 +21,7 @@ from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
 from ..optim.lr_schedules import build_schedule
 from ..optim.needs import Needs
-from ..optim.optimizers import build_optimizer, needs_of, refuse_unusable, settings_of
+from ..optim.optimizers import build_optimizer, needs_of, parts_kind, refuse_unusable, settings_of
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import refuse_unusable_weights
@@ -202,7 +202,9 @@ def _raw_optimizer(
             f"shown. At stage {config.zero_optimization.stage} on {world_size} ranks each rank updates a part of them. "
             "Remedy: use stage 0, or an optimizer whose update of a parameter depends on that parameter alone."
         )
-    if needs and config.tensor_parallel.size > 1:
+    parts = parts_kind(client, name, params, needs)
+    whole = needs is not Needs.ELEMENTS and parts is None
+    if whole and config.tensor_parallel.size > 1:
         raise ModelError(
             f"{chosen} needs whole parameters, but tensor-parallel ranks hold parts of them (tensor_parallel.size = "
             f"{config.tensor_parallel.size}). Remedy: use an optimizer that works element by element, such as AdamW, or "
@@ -227,7 +229,7 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    return RawOptimizer(client, groups, group_of, name, params, whole=needs is not Needs.ELEMENTS)
+    return RawOptimizer(client, groups, group_of, name, params, whole, parts)
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:

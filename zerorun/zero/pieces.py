@@ -4,7 +4,8 @@
 For an element-wise optimizer all neighbouring parameters of one parameter group in a unit make one 1-D piece, so that a
 step costs O(units) calls. A parameter that gets no gradient on any rank must not move (torch's optimizers skip it, and its
 step count stands still): the first time that happens, its piece is cut at the parameter's ends, together with its
-optimizer state, and from then on it can be left out. Other optimizers get every parameter whole, in its own shape.
+optimizer state, and from then on it can be left out. Optimizers that are told of parts (optim/parts.py) get a 1-D piece
+for each part of a parameter. All others get every parameter whole, in its own shape.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ def owned_gradient(flat_group: TrainedGroup) -> torch.Tensor:
     return flat_group.grad_full if whole else flat_group.grad_shard
 
 
-def build_pieces(units: Iterable[Unit], *, whole: bool) -> list[OptimizerPiece]:
-    """Pieces of everything this rank updates. ``whole``: one for each parameter, in its own shape."""
+def build_pieces(units: Iterable[Unit], *, whole: bool, parts: bool = False) -> list[OptimizerPiece]:
+    """Pieces of everything this rank updates. ``whole``: one for each parameter, in its own shape; ``parts``: one for each
+    part of a parameter."""
     return [
         OptimizerPiece(flat_group, piece.group, piece.low, _part(flat_group, piece), list(piece.runs))
         for unit in units
         for flat_group in unit.trainable
-        for piece in flat_group.plan.pieces(whole=whole)
+        for piece in flat_group.plan.pieces(whole=whole, parts=parts)
     ]
 
 

@@ -106,11 +106,14 @@ class Communicator:
         """
         return self._shard.sum_parts(parts, pieces, out, label, accumulate=accumulate)
 
-    def sum_over_axis(self, parts: Sequence[torch.Tensor], axis: str) -> None:
-        """Sum fp32 tensors [numel] over the ranks of ``model_axes[axis]``, in place and in one message."""
-        transport = self.model_axes[axis]
+    def sum_over_axis(self, parts: Sequence[torch.Tensor], axis: str, label: str = "") -> None:
+        """Sum fp32 tensors [numel] over the ranks of ``axis``, in place and in one message.
+
+        ``axis``: shard, replicate, or one of ``model_axes``. ``label``: default, that of gradients.
+        """
+        transport = {"shard": self._shard, "replicate": self._replicate, **self.model_axes}[axis]
         flat = torch.cat(list(parts))
-        total = transport.sum_of(flat, f"gradients over {transport.axis}").split([part.numel() for part in parts])
+        total = transport.sum_of(flat, label or f"gradients over {transport.axis}").split([part.numel() for part in parts])
         torch._foreach_copy_(list(parts), list(total))
 
     @property
