@@ -27,7 +27,10 @@ from .build import BuildError
 from .operands import Operands
 
 ISAS = ("scalar", "avx2", "avx512")  # as enum Isa in optimizer.cpp; likewise the two below
-ADAM, ADAGRAD, LION, SGD = range(4)
+ADAM, ADAGRAD, LION, SGD, ADAM_SAGE, SOPHIA, CURVATURE = range(7)
+STATES = ("first", "second", "third")  # fields of Step, in the order of Operands.states
+# Constants that have a second part, and what they are if a rule does not read them.
+_IN_TWO_PARTS = {"keep": 1.0, "decay": 0.0, "rate": 0.0, "third_keep": 0.0, "third_past": 0.0, "third_eps": 0.0}
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _logger = logging.getLogger("zerorun")
@@ -38,22 +41,26 @@ class Step(ctypes.Structure):
     """One update, field by field as ``struct Step`` in optimizer.cpp, which explains them."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "gradient", "first", "second", "out")),
+        *((name, ctypes.c_void_p) for name in ("weight", "gradient", *STATES, "out")),
         ("numel", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("gradient_type", "out_type", "rule", "isa", "threads")),
         *((name, ctypes.c_float) for name in ("coefficient", "keep", "keep_low", "decay", "decay_low", "rate", "rate_low")),
         *((name, ctypes.c_float) for name in ("momentum", "blend", "second_keep", "second_blend", "eps")),
+        *((name, ctypes.c_float) for name in ("third_keep", "third_keep_low", "third_past", "third_past_low")),
+        *((name, ctypes.c_float) for name in ("third_eps", "third_eps_low")),
         ("nesterov", ctypes.c_int32),
     )
 
 
 def in_two_parts(constants: dict[str, float]) -> dict[str, float]:
-    """Split ``keep``, ``decay`` and ``rate`` into two fp32 numbers each; if missing they are 0, but ``keep`` is 1.
+    """Split ``keep``, ``decay``, ``rate`` and those of the third state into two fp32 numbers each.
+
+    If missing they are 0, but ``keep`` is 1.
 
     Rounding a constant to one fp32 number would alone cost half a unit of the error that updates may have.
     """
     parts = dict(constants)
-    for name, missing in (("keep", 1.0), ("decay", 0.0), ("rate", 0.0)):
+    for name, missing in _IN_TWO_PARTS.items():
         value = constants.get(name, missing)
         parts[name] = ctypes.c_float(value).value
         parts[f"{name}_low"] = value - parts[name]
@@ -107,7 +114,7 @@ class Library:
             coefficient=coefficient,
             **in_two_parts(constants),
         )
-        for field, state in zip(("first", "second"), operands.states, strict=False):
+        for field, state in zip(STATES, operands.states, strict=False):
             setattr(step, field, state.data_ptr())
         if out is not None:
             step.out, step.out_type = out.data_ptr(), _TYPES[out.dtype]

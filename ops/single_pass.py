@@ -86,12 +86,17 @@ def adam(
         "keep": 1 - lr * weight_decay if decoupled else 1.0,
         "decay": 0.0 if decoupled else weight_decay,
         "rate": lr * correction / (1 - beta1**steps),
-        "blend": 1 - beta1 if beta1 > 0.5 else -beta1,
+        "blend": _blend(beta1),
         "second_keep": beta2,
         "second_blend": 1 - beta2,
         "eps": eps * correction,
     }
     library.update(native.ADAM, operands, constants)
+
+
+def _blend(beta: float) -> float:
+    """The constant by which the kernels average with ``beta``: from the nearer end, like torch's lerp."""
+    return 1 - beta if beta > 0.5 else -beta
 
 
 @torch.no_grad()
@@ -181,6 +186,95 @@ def sgd(
     library.update(native.SGD, operands, constants)
 
 
+@torch.no_grad()
+def adam_sage(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    exp_avg_sensitivity: Tensor,
+    out: Tensor | None = None,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    beta3: float = 0.75,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    coefficient: float | Tensor = 1.0,
+) -> None:
+    """AdamW-SAGE: Liang et al., "No Parameters Left Behind", ICLR 2022.
+
+    AdamW's step of an element is multiplied by |I - J| / (J + eps^2), where I = |weight * gradient| is its sensitivity, and
+    J the moving average of that with ``beta3``, corrected for its bias. So the first step, ``step`` 1, only decays.
+    """
+    operands = Operands(weight, gradient, (exp_avg, exp_avg_sq, exp_avg_sensitivity), out, coefficient)
+    (beta1, beta2), library = betas, _library(operands)
+    if library is None:
+        how = {"lr": lr, "beta1": beta1, "beta2": beta2, "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
+        torch_path.adam_sage(operands, step=step, **how)
+        return
+    correction = (1 - beta2**step) ** 0.5
+    constants = {
+        "keep": 1 - lr * weight_decay,
+        "rate": lr * correction / (1 - beta1**step),
+        "blend": _blend(beta1),
+        "second_keep": beta2,
+        "second_blend": 1 - beta2,
+        "eps": eps * correction,
+        "third_keep": beta3,
+        "third_past": 1 - beta3 ** (step - 1),
+        "third_eps": eps * (1 - beta3**step) ** 0.5,
+    }
+    library.update(native.ADAM_SAGE, operands, constants)
+
+
+@torch.no_grad()
+def sophia(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    hessian: Tensor,
+    out: Tensor | None = None,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.965, 0.99),
+    rho: float = 0.04,
+    bs: float,
+    eps: float = 1e-15,
+    weight_decay: float = 0.0,
+    coefficient: float | Tensor = 1.0,
+) -> None:
+    """Sophia-G: Liu et al. 2023, arXiv:2305.14342, Alg. 3, with the learning rate of its authors' code (theirs times rho).
+
+    The weight moves by lr * clip(exp_avg / (rho * bs * hessian + eps), 1), after decoupled decay. ``hessian`` is an average
+    of squared gradients, see :func:`curvature`, and ``bs`` the number of tokens that these gradients were averaged over.
+    """
+    operands = Operands(weight, gradient, (exp_avg, hessian), out, coefficient)
+    scale, library = rho * bs, _library(operands)
+    if library is None:
+        torch_path.sophia(operands, lr=lr, beta1=betas[0], scale=scale, eps=eps, weight_decay=weight_decay)
+        return
+    constants = {"keep": 1 - lr * weight_decay, "rate": lr, "blend": _blend(betas[0]), "second_keep": scale, "eps": eps}
+    library.update(native.SOPHIA, operands, constants)
+
+
+@torch.no_grad()
+def curvature(
+    weight: Tensor, gradient: Tensor, hessian: Tensor, *, beta2: float = 0.99, coefficient: float | Tensor = 1.0
+) -> None:
+    """Average the square of ``gradient`` into ``hessian``: the Gauss-Newton-Bartlett estimate of arXiv:2305.14342, Alg. 2.
+
+    ``gradient``: that of the mean loss against labels which were drawn from what the model predicts. The weight stays.
+    """
+    operands = Operands(weight, gradient, (hessian,), None, coefficient)
+    library = _library(operands)
+    if library is None:
+        torch_path.curvature(operands, beta2=beta2)
+    else:
+        library.update(native.CURVATURE, operands, {"second_keep": beta2, "second_blend": 1 - beta2})
+
+
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +301,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
     )
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        for key in ("lr", "lr_decay", "eps", "weight_decay", "momentum", "initial_accumulator_value"):
+        for key in ("lr", "lr_decay", "eps", "weight_decay", "momentum", "initial_accumulator_value", "rho"):
             if not defaults.get(key, 0) >= 0:
                 raise ValueError(f"{key} must be at least 0, got {defaults[key]}")
         betas = defaults.get("betas", (0, 0))
@@ -483,3 +577,92 @@ class SGD(SinglePassOptimizer):
     def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
         names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "first")
         return {name: settings[name] for name in names}
+
+
+class AdamSAGE(SinglePassOptimizer):
+    """See :func:`adam_sage`. States ``step`` (0-dim fp32, on the CPU), ``exp_avg``, ``exp_avg_sq`` and
+    ``exp_avg_sensitivity``.
+
+    The defaults are those of the authors' code. They found the best ``beta3`` between 0.6 and 0.9, with learning rates 2 to
+    5 times larger than for AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float = 0.75,
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if not 0 <= beta3 < 1:
+            raise ValueError(f"beta3 must be in [0, 1), got {beta3}")
+        if not eps > 0:
+            raise ValueError(f"eps must be above 0, as its square is all that some elements are divided by; got {eps}")
+        super().__init__(
+            params, {"lr": lr, "betas": tuple(betas), "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "exp_avg_sensitivity": 0.0}
+
+    _function = staticmethod(adam_sage)
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        names = ("lr", "betas", "beta3", "eps", "weight_decay")
+        return {**{name: settings[name] for name in names}, "step": self._count(param)}
+
+
+class Sophia(SinglePassOptimizer):
+    """Sophia-G, see :func:`sophia`. States ``exp_avg`` and ``hessian``, which :meth:`update_curvature` fills.
+
+    ``bs``: the number of tokens of a step, over all ranks and micro-batches. ``update_interval``: a new estimate of the
+    curvature is due after so many steps. The other defaults are those of the authors' code.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.965, 0.99),
+        rho: float = 0.04,
+        weight_decay: float = 0.1,
+        *,
+        bs: float,
+        eps: float = 1e-15,
+        update_interval: int = 10,
+    ) -> None:
+        for name, value in (("bs", bs), ("eps", eps)):
+            if not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if update_interval != int(update_interval) or update_interval < 1:
+            raise ValueError(f"update_interval must be a whole number from 1 on, got {update_interval}")
+        defaults = {"lr": lr, "betas": tuple(betas), "rho": rho, "weight_decay": weight_decay, "bs": bs, "eps": eps}
+        super().__init__(params, {**defaults, "update_interval": int(update_interval)})
+
+    def _states(self, group: dict[str, Any]) -> dict[str, float]:
+        return {"exp_avg": 0.0, "hessian": 0.0}
+
+    _function = staticmethod(sophia)
+
+    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: settings[name] for name in ("lr", "betas", "rho", "bs", "eps", "weight_decay")}
+
+    @torch.no_grad()
+    def update_curvature(
+        self,
+        param: Tensor,
+        gradient: Tensor,
+        settings: dict[str, Any],
+        coefficient: float | Tensor,
+        where: Where | None = None,
+    ) -> None:
+        """Average the square of ``coefficient`` times ``gradient`` into the curvature of ``param``.
+
+        ``settings``: from :meth:`prepare`. ``where``: as for :meth:`update`.
+        """
+        weight, hessian = (
+            _flat("tensor", tensor if where is None else where(tensor)) for tensor in (param, self._held[param]["hessian"])
+        )
+        curvature(weight, _flat("gradient", gradient), hessian, beta2=settings["betas"][1], coefficient=coefficient)

@@ -112,6 +112,56 @@ def sgd(
     _by_chunks(operands, update)
 
 
+def adam_sage(
+    operands: Operands,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """States: exp_avg, exp_avg_sq, exp_avg_sensitivity. What follows the root is in fp64, as in the native library."""
+    root = (1 - beta2**step) ** 0.5
+    past, least = 1 - beta3 ** (step - 1), eps**2 * (1 - beta3**step)
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        exp_avg, exp_avg_sq, average = states
+        exp_avg.lerp_(gradient, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        sensitivity, before = weight.double().mul_(gradient).abs_(), average.double()
+        apart = sensitivity.mul(past).sub_(before).abs_().mul_(beta3)
+        before.mul_(beta3).add_(sensitivity, alpha=1 - beta3)
+        average.copy_(before)
+        moved = apart.mul_(exp_avg).div_(exp_avg_sq.sqrt().add_(eps * root).double().mul_(before.add_(least)))
+        weight.copy_(weight.double().mul_(1 - lr * weight_decay).sub_(moved, alpha=lr * root / (1 - beta1**step)))
+
+    _by_chunks(operands, update)
+
+
+def sophia(operands: Operands, *, lr: float, beta1: float, scale: float, eps: float, weight_decay: float) -> None:
+    """States: exp_avg, hessian. ``scale``: of the hessian."""
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        exp_avg, hessian = states
+        exp_avg.lerp_(gradient, 1 - beta1)
+        ratio = exp_avg.double().div_(hessian.double().mul_(scale).add_(eps)).clamp_(-1, 1)
+        weight.copy_(weight.double().mul_(1 - lr * weight_decay).sub_(ratio, alpha=lr))
+
+    _by_chunks(operands, update)
+
+
+def curvature(operands: Operands, *, beta2: float) -> None:
+    """State: hessian. The weight stays."""
+
+    def update(weight: Tensor, gradient: Tensor, states: tuple[Tensor, ...]) -> None:
+        states[0].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    _by_chunks(operands, update)
+
+
 def _by_chunks(
     operands: Operands,
     update: Callable[[Tensor, Tensor, tuple[Tensor, ...]], None],

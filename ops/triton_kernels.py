@@ -21,9 +21,12 @@ from . import native
 from .operands import Operands
 
 _ADAM, _ADAGRAD, _LION = tl.constexpr(native.ADAM), tl.constexpr(native.ADAGRAD), tl.constexpr(native.LION)
+_ADAM_SAGE, _SOPHIA = tl.constexpr(native.ADAM_SAGE), tl.constexpr(native.SOPHIA)
+_CURVATURE = tl.constexpr(native.CURVATURE)
 _BLOCK = 1024  # elements per program: with 4 warps, 8 per thread, which accesses 4 of them at a time
 _PARTS = ("keep", "keep_low", "decay", "decay_low", "rate", "rate_low")
-_CONSTANTS = (*_PARTS, "momentum", "blend", "second_keep", "second_blend", "eps")
+_OF_THIRD = ("third_keep", "third_keep_low", "third_past", "third_past_low", "third_eps", "third_eps_low")
+_CONSTANTS = (*_PARTS, "momentum", "blend", "second_keep", "second_blend", "eps", *_OF_THIRD)
 
 
 class Kernels:
@@ -32,7 +35,7 @@ class Kernels:
     def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
         """Queue ``rule`` on the current stream. ``constants``: as :meth:`native.Library.update` gets them."""
         weight, out = operands.weight, operands.out
-        first, second = (*operands.states, None, None)[:2]
+        first, second, third = (*operands.states, None, None, None)[:3]
         nesterov = bool(constants.get("nesterov"))
         parts = native.in_two_parts(constants)
         floats = {name: float(parts.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
@@ -46,6 +49,7 @@ class Kernels:
                     _bits(operands.gradient),
                     first,
                     second,
+                    third,
                     None if out is None else _bits(out),
                     weight.numel(),
                     coefficient,
@@ -69,8 +73,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 # -- one program: BLOCK elements ---------------------------------------------------------------------------------------
 #
 # ``coefficient`` is the address of one fp32 number; nothing is written if it is not finite. The arguments from ``keep`` to
-# ``eps`` are fields of struct Step in optimizer.cpp, which says what they mean. Whole blocks are accessed without a mask,
-# so that accesses are 16 bytes wide whatever the length of the tensor is.
+# ``third_eps_low`` are fields of struct Step in optimizer.cpp, which says what they mean. Whole blocks are accessed without
+# a mask, so that accesses are 16 bytes wide whatever the length of the tensor is.
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -79,6 +83,7 @@ def _update(
     gradient,
     first,
     second,
+    third,
     out,
     numel,
     coefficient,
@@ -93,6 +98,12 @@ def _update(
     second_keep,
     second_blend,
     eps,
+    third_keep,
+    third_keep_low,
+    third_past,
+    third_past_low,
+    third_eps,
+    third_eps_low,
     RULE: tl.constexpr,
     NESTEROV: tl.constexpr,
     COUPLED: tl.constexpr,
@@ -103,12 +114,43 @@ def _update(
     start = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
     at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, the same for all dtypes
     parts = (keep, keep_low, decay, decay_low, rate, rate_low)
-    constants = (momentum, blend, second_keep, second_blend, eps)
+    of_third = (third_keep, third_keep_low, third_past, third_past_low, third_eps, third_eps_low)
+    constants = (momentum, blend, second_keep, second_blend, eps, of_third)
     if writes & (start + BLOCK <= numel):
-        _elements(weight, gradient, first, second, out, at, None, scale, parts, constants, RULE, NESTEROV, COUPLED)
+        _elements(
+            weight,
+            gradient,
+            first,
+            second,
+            third,
+            out,
+            at,
+            None,
+            scale,
+            parts,
+            constants,
+            RULE,
+            NESTEROV,
+            COUPLED,
+        )
     elif writes:
         mask = at < numel
-        _elements(weight, gradient, first, second, out, at, mask, scale, parts, constants, RULE, NESTEROV, COUPLED)
+        _elements(
+            weight,
+            gradient,
+            first,
+            second,
+            third,
+            out,
+            at,
+            mask,
+            scale,
+            parts,
+            constants,
+            RULE,
+            NESTEROV,
+            COUPLED,
+        )
 
 
 @triton.jit
@@ -117,6 +159,7 @@ def _elements(
     gradient,
     first,
     second,
+    third,
     out,
     at,
     mask,
@@ -128,8 +171,8 @@ def _elements(
     COUPLED: tl.constexpr,
 ):
     keep, keep_low, decay, decay_low, rate, rate_low = parts
-    momentum, blend, second_keep, second_blend, eps = constants
-    w, g, m, v = _load(weight, gradient, first, second, at, mask, coefficient)
+    momentum, blend, second_keep, second_blend, eps, of_third = constants
+    w, g, m, v, s = _load(weight, gradient, first, second, third, at, mask, coefficient)
     if RULE == _ADAM:
         k, d, r = _whole(keep, keep_low), _whole(decay, decay_low), _whole(rate, rate_low)
         w, m, v = _adam(w, g, m, v, k, d, r, blend, second_keep, second_blend, eps, COUPLED)
@@ -137,34 +180,47 @@ def _elements(
         w, m = _adagrad(w, g, m, _whole(decay, decay_low), _whole(rate, rate_low), eps, COUPLED)
     elif RULE == _LION:
         w, m = _lion(w, g, m, keep, rate, momentum, blend, second_keep, second_blend)
+    elif RULE == _ADAM_SAGE:
+        k, r = _whole(keep, keep_low), _whole(rate, rate_low)
+        w, m, v, s = _adam_sage(w, g, m, v, s, k, r, blend, second_keep, second_blend, eps, of_third)
+    elif RULE == _SOPHIA:
+        w, m = _sophia(w, g, m, v, _whole(keep, keep_low), _whole(rate, rate_low), blend, second_keep, eps)
+    elif RULE == _CURVATURE:
+        m = second_keep * m + (second_blend * g) * g
     elif first is None:
         w = w - rate * _decayed(w, g, decay, COUPLED)
     else:
         w, m = _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV, COUPLED)
-    _store(weight, first, second, out, at, mask, w, m, v)
+    _store(None if RULE == _CURVATURE else weight, first, second, third, out, at, mask, w, m, v, s)
 
 
 @triton.jit
-def _load(weight, gradient, first, second, at, mask, coefficient):
+def _load(weight, gradient, first, second, third, at, mask, coefficient):
     """Return weight, scaled gradient and states, fp32. The weight stands for a state that does not exist."""
     w = tl.load(weight + at, mask=mask)
     g = _to_fp32(tl.load(gradient + at, mask=mask))
     m = w
     v = w
+    s = w
     if first is not None:
         m = tl.load(first + at, mask=mask)
     if second is not None:
         v = tl.load(second + at, mask=mask)
-    return w, g * coefficient, m, v
+    if third is not None:
+        s = tl.load(third + at, mask=mask)
+    return w, g * coefficient, m, v, s
 
 
 @triton.jit
-def _store(weight, first, second, out, at, mask, w, m, v):
-    tl.store(weight + at, w, mask=mask)
+def _store(weight, first, second, third, out, at, mask, w, m, v, s):
+    if weight is not None:
+        tl.store(weight + at, w, mask=mask)
     if first is not None:
         tl.store(first + at, m, mask=mask)
     if second is not None:
         tl.store(second + at, v, mask=mask)
+    if third is not None:
+        tl.store(third + at, s, mask=mask)
     if out is not None:
         if out.dtype.element_ty == tl.int16:
             tl.store(out + at, _to_bf16(w), mask=mask)
@@ -216,9 +272,38 @@ def _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, eps, 
         v = (kept + _double(second_blend) * (decayed * decayed)).to(tl.float32)
     else:
         v = second_keep * v + (second_blend * g) * g
-    m = tl.where(blend > 0.0, m, g) + blend * (g - m)
+    m = _lerp(m, g, blend)
     quotient = tl.div_rn(m, tl.sqrt_rn(v) + eps)
     return (keep * wide - rate * quotient.to(tl.float64)).to(tl.float32), m, v
+
+
+@triton.jit
+def _lerp(m, g, blend):
+    return tl.where(blend > 0.0, m, g) + blend * (g - m)
+
+
+@triton.jit
+def _adam_sage(w, g, m, v, s, keep, rate, blend, second_keep, second_blend, eps, of_third):
+    keep_high, keep_low, past_high, past_low, eps_high, eps_low = of_third
+    third_keep, past, third_eps = _whole(keep_high, keep_low), _whole(past_high, past_low), _whole(eps_high, eps_low)
+    wide, before = w.to(tl.float64), s.to(tl.float64)
+    m = _lerp(m, g, blend)
+    v = second_keep * v + (second_blend * g) * g
+    sensitivity = tl.abs(wide * g.to(tl.float64))
+    average = third_keep * before + (1.0 - third_keep) * sensitivity
+    apart = third_keep * tl.abs(past * sensitivity - before)
+    root = tl.sqrt_rn(v) + eps
+    step = m.to(tl.float64) * apart / (root.to(tl.float64) * (average + third_eps * third_eps))
+    return (keep * wide - rate * step).to(tl.float32), m, v, average.to(tl.float32)
+
+
+@triton.jit
+def _sophia(w, g, m, v, keep, rate, blend, second_keep, eps):
+    m = _lerp(m, g, blend)
+    quotient = m.to(tl.float64) / (_double(second_keep) * v.to(tl.float64) + _double(eps))
+    below = tl.where(quotient > 1.0, 1.0, quotient)  # a NaN stays
+    clipped = tl.where(below < -1.0, -1.0, below)
+    return (keep * w.to(tl.float64) - rate * clipped).to(tl.float32), m
 
 
 @triton.jit

@@ -29,6 +29,77 @@ class Lion(torch.optim.Optimizer):
                     momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
 
 
+class AdamSAGE(torch.optim.Optimizer):
+    """Liang et al., ICLR 2022: AdamW, times |I - J| / (J + eps^2) with I = |weight * gradient| and J its average."""
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], beta3: float, eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "beta3": beta3, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            (beta1, beta2), beta3, eps = group["betas"], group["beta3"], group["eps"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= {"step": 0} | {key: torch.zeros_like(param) for key in ("m", "v", "average")}
+                state["step"] += 1
+                sensitivity = (param * param.grad).abs()
+                for key, beta, value in (
+                    ("m", beta1, param.grad),
+                    ("v", beta2, param.grad.square()),
+                    ("average", beta3, sensitivity),
+                ):
+                    state[key].mul_(beta).add_(value, alpha=1 - beta)
+                m, v, average = (
+                    state[key] / (1 - beta ** state["step"])
+                    for key, beta in (("m", beta1), ("v", beta2), ("average", beta3))
+                )
+                update = m / (v.sqrt() + eps) * (sensitivity - average).abs() / (average + eps**2)
+                param.sub_(group["lr"] * (update + group["weight_decay"] * param))
+
+
+class Sophia(torch.optim.Optimizer):
+    """Sophia-G: Liu et al. 2023, arXiv:2305.14342, Alg. 3, in the parametrization of its authors' code."""
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], rho: float, bs: float, weight_decay: float
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "rho": rho, "bs": bs, "weight_decay": weight_decay})
+
+    def _state(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not self.state[param]:
+            self.state[param] |= {"exp_avg": torch.zeros_like(param), "hessian": torch.zeros_like(param)}
+        return self.state[param]
+
+    @torch.no_grad()
+    def take_curvature(self) -> None:
+        """From gradients of the mean loss against sampled labels, which are dropped."""
+        for group in self.param_groups:
+            beta2 = group["betas"][1]
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._state(param)["hessian"].mul_(beta2).add_(param.grad.square(), alpha=1 - beta2)
+                    param.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, (beta1, _) = group["lr"], group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self._state(param)
+                param.mul_(1 - lr * group["weight_decay"])
+                m = state["exp_avg"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
+                ratio = (m.abs() / (group["rho"] * group["bs"] * state["hessian"] + 1e-15)).clamp(max=1)
+                param.sub_(lr * m.sign() * ratio)
+
+
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     # eps keeps Adam from magnifying the rounding of gradients that are nearly zero.
     "AdamW": (torch.optim.AdamW, {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1}),
@@ -36,6 +107,13 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "eps": 1e-4}),
     "Lion": (Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
+    # eps keeps the ratio of sensitivities from magnifying the rounding of gradients that are nearly zero.
+    "AdamSAGE": (
+        AdamSAGE,
+        {"lr": 3e-3, "betas": (0.9, 0.999), "beta3": 0.75, "eps": 1e-2, "weight_decay": 0.1},
+    ),
+    # Without a curvature of its own it would only follow signs: see test_curvature.py.
+    "Sophia": (Sophia, {"lr": 1e-3, "betas": (0.9, 0.95), "rho": 0.04, "bs": 64, "weight_decay": 0.1}),
 }
 
 

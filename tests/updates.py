@@ -96,6 +96,35 @@ def sgd_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k:
     yield w - k["lr"] * direction, w.abs() + k["lr"] * size
 
 
+def adam_sage_reference(
+    w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]
+) -> Iterator[Expected]:
+    (m, v, average), (beta1, beta2), beta3, t = old, k["betas"], k["beta3"], k["step"]
+    yield torch.lerp(m, g, 1 - beta1), m.abs() + g.abs()
+    yield beta2 * v + (1 - beta2) * g * g, beta2 * v.abs() + (1 - beta2) * g**2
+    sensitivity = (w * g).abs()
+    # The average is used before it is rounded for its state.
+    following = beta3 * average + (1 - beta3) * sensitivity
+    yield following, following.abs()
+    unbiased = following / (1 - beta3**t)
+    ratio = (sensitivity - unbiased).abs() / (unbiased + k["eps"] ** 2)
+    terms = (sensitivity + unbiased).abs() / (unbiased + k["eps"] ** 2)
+    root = (1 - beta2**t) ** 0.5
+    quotient = new[0] / (new[1].sqrt() + k["eps"] * root)
+    step = k["lr"] / (1 - beta1**t) * root * quotient
+    kept = w * (1 - k["lr"] * k["weight_decay"])
+    yield kept - step * ratio, kept.abs() + (step * ratio).abs() + 1e-7 * (step * terms).abs() + beyond(quotient)
+
+
+def sophia_reference(w: Tensor, g: Tensor, old: list[Tensor], new: list[Tensor], k: dict[str, Any]) -> Iterator[Expected]:
+    (m, h), beta1 = old, k["betas"][0]
+    yield torch.lerp(m, g, 1 - beta1), m.abs() + g.abs()
+    yield h, torch.zeros_like(h)  # as it was
+    ratio = (new[0] / (k["rho"] * k["bs"] * h + k["eps"])).clamp(-1, 1)
+    kept = w * (1 - k["lr"] * k["weight_decay"])
+    yield kept - k["lr"] * ratio, kept.abs() + k["lr"] * ratio.abs()
+
+
 @dataclass(frozen=True)
 class Rule:
     function: Callable[..., None]
@@ -108,6 +137,8 @@ class Rule:
 
 
 ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+SAGE = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "beta3": 0.75, "eps": 1e-6, "weight_decay": 0.1}
+SOPHIA = {"lr": 1e-4, "betas": (0.4, 0.99), "rho": 0.04, "bs": 1024, "eps": 1e-15, "weight_decay": 0.1}
 PLAIN_SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False}
 MOMENTUM = {**PLAIN_SGD, "momentum": 0.9, "dampening": 0.1}
 RULES = {
@@ -123,6 +154,8 @@ RULES = {
         1,
         {"step": 3, "lr": 0.01, "lr_decay": 0.1, "eps": 1e-10, "weight_decay": 0.01},
     ),
+    "adam-sage": Rule(single_pass.adam_sage, adam_sage_reference, 3, SAGE),
+    "sophia": Rule(single_pass.sophia, sophia_reference, 2, SOPHIA),
     "lion": Rule(single_pass.lion, lion_reference, 1, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}),
     "sgd": Rule(single_pass.sgd, sgd_reference, 0, PLAIN_SGD),
     "sgd, no decay": Rule(single_pass.sgd, sgd_reference, 0, {**PLAIN_SGD, "weight_decay": 0.0}),
@@ -134,8 +167,9 @@ RULES = {
 def training(rule: Rule, numel: int, seed: int = 0) -> Work:
     """Sizes as in training: moments like gradients, and their squares."""
     generator = torch.Generator().manual_seed(seed)
-    weight, gradient, first, second = (torch.randn(numel, generator=generator) * size for size in (0.05, 0.01, 0.01, 0.01))
-    states = (first**2,) if rule.function is single_pass.adagrad else (first, second**2)[: rule.states]
+    sizes = (0.05, 0.01, 0.01, 0.01, 0.0005)
+    weight, gradient, first, second, third = (torch.randn(numel, generator=generator) * size for size in sizes)
+    states = (first**2,) if rule.function is single_pass.adagrad else (first, second**2, third.abs())[: rule.states]
     return Work(weight, gradient, states)
 
 
@@ -147,14 +181,15 @@ def random_bits(rule: Rule, numel: int, seed: int = 1) -> Work:
     generator = torch.Generator().manual_seed(seed)
     tensors = [
         torch.randint(-(2**31), 2**31, (numel,), generator=generator, dtype=torch.int64).to(torch.int32).view(torch.float32)
-        for _ in range(4)
+        for _ in range(5)
     ]
     special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), TINIEST, -TINIEST, 2.0**-126, 1.0])
     grid = torch.cartesian_prod(special, special, special, special)  # each with each
-    for place, tensor in enumerate(tensors):
+    for place, tensor in enumerate(tensors[:4]):
         tensor[: len(grid)] = grid[:, place]
-    weight, gradient, first, second = tensors
-    states = (first.abs(),) if rule.function is single_pass.adagrad else (first, second.abs())[: rule.states]
+    weight, gradient, first, second, third = tensors
+    third[: len(grid)] = grid[:, 2]  # the first state has them beside it
+    states = (first.abs(),) if rule.function is single_pass.adagrad else (first, second.abs(), third.abs())[: rule.states]
     return Work(weight, gradient, states)
 
 

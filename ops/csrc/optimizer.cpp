@@ -25,7 +25,7 @@
 namespace {
 
 enum Type : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
-enum Rule : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3 };
+enum Rule : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM_SAGE = 4, SOPHIA = 5, CURVATURE = 6 };
 enum Isa : int32_t { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
 
 struct Step {
@@ -33,6 +33,7 @@ struct Step {
     const void* gradient;  // [numel] of gradient_type
     float* first;          // [numel] first state, see each rule; null if the rule has none
     float* second;         // [numel] second state, or null
+    float* third;          // [numel] third state, or null
     void* out;             // [numel] of out_type: the new weight, rounded to nearest even; null for NONE
     int64_t numel;
     Type gradient_type;
@@ -51,11 +52,17 @@ struct Step {
     float blend;
     float second_keep;
     float second_blend;
-    float eps;  // added to the root of the sum of squares or, corrected like it, of the second state
+    float eps;         // added to the root of the sum of squares or, corrected like it, of the second state; see SOPHIA
+    float third_keep;  // see ADAM_SAGE, as for the rest
+    float third_keep_low;
+    float third_past;
+    float third_past_low;
+    float third_eps;
+    float third_eps_low;
     int32_t nesterov;
 };
 
-constexpr int64_t BLOCK = 1024;            // elements; 20 KB with all its tensors
+constexpr int64_t BLOCK = 1024;            // elements; 24 KB with all its tensors
 constexpr int64_t THREAD_NUMEL = 1 << 14;  // least work worth a thread: about 10 us, and waking one takes 1 to 5 us
 
 INLINE uint32_t bits_of(float value) {
@@ -209,6 +216,58 @@ INLINE void sgd(const Step& s, int64_t count, const float* __restrict gradient, 
     }
 }
 
+// AdamW-SAGE (Liang et al., ICLR 2022): first, second and their constants as for AdamW; third is exp_avg_sensitivity, the
+// average of I = |w g|. The step is AdamW's times |I - J| / (J + eps^2), where J is the average corrected for its bias.
+// third_keep = beta3; third_past = 1 - beta3^(t-1); third_eps = eps sqrt(1 - beta3^t). Both terms are multiplied by
+// 1 - beta3^t, and the difference is written by the average before this step: it is 0 at the first step, without rounding.
+// I is the product of two fp32 numbers, which double holds exactly.
+INLINE void adam_sage(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
+                      float* __restrict first, float* __restrict second, float* __restrict third) {
+    const double keep = whole(s.keep, s.keep_low), rate = whole(s.rate, s.rate_low);
+    const double third_keep = whole(s.third_keep, s.third_keep_low), past = whole(s.third_past, s.third_past_low);
+    const double third_eps = whole(s.third_eps, s.third_eps_low), least = third_eps * third_eps;
+    const double third_blend = 1 - third_keep;
+    const float eps = s.eps, blend = s.blend, second_keep = s.second_keep, second_blend = s.second_blend;
+    const bool from_first = blend > 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float g = gradient[i];
+        const float m = (from_first ? first[i] : g) + blend * (g - first[i]);
+        const float v = second_keep * second[i] + (second_blend * g) * g;
+        const double sensitivity = std::fabs(double(weight[i]) * g), before = third[i];
+        const double average = third_keep * before + third_blend * sensitivity;
+        const double apart = third_keep * std::fabs(past * sensitivity - before);
+        const float root = std::sqrt(v) + eps;
+        first[i] = m;
+        second[i] = v;
+        third[i] = float(average);
+        weight[i] = float(keep * weight[i] - rate * (m * apart / (root * (average + least))));
+    }
+}
+
+// Sophia-G (arXiv:2305.14342, Alg. 3): first is exp_avg, blend as for Adam; second is the average of squared gradients that
+// CURVATURE fills, second_keep = rho times the number of tokens of a step, which makes a curvature of it.
+INLINE void sophia(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
+                   float* __restrict first, const float* __restrict second) {
+    const double keep = whole(s.keep, s.keep_low), rate = whole(s.rate, s.rate_low);
+    const double eps = s.eps, second_keep = s.second_keep;
+    const float blend = s.blend;
+    const bool from_first = blend > 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const float g = gradient[i];
+        const float m = (from_first ? first[i] : g) + blend * (g - first[i]);
+        const double quotient = m / (second_keep * second[i] + eps);
+        const double below = quotient > 1 ? 1 : quotient;  // a NaN stays
+        first[i] = m;
+        weight[i] = float(keep * weight[i] - rate * (below < -1 ? -1 : below));
+    }
+}
+
+// The curvature for Sophia-G: first is an average of squares, second_keep = beta2, second_blend = 1 - beta2. The weight stays.
+INLINE void curvature(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict first) {
+    const float second_keep = s.second_keep, second_blend = s.second_blend;
+    for (int64_t i = 0; i < count; ++i) first[i] = second_keep * first[i] + (second_blend * gradient[i]) * gradient[i];
+}
+
 // -- a range of elements, for each instruction set ---------------------------------------------------------------------
 
 INLINE void run(const Step& step, int64_t begin, int64_t end) {
@@ -223,6 +282,10 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
             adam<true>(step, count, gradient, weight, step.first + at, step.second + at);
         if (step.rule == ADAGRAD) adagrad(step, count, gradient, weight, step.first + at);
         if (step.rule == LION) lion(step, count, gradient, weight, step.first + at);
+        if (step.rule == ADAM_SAGE)
+            adam_sage(step, count, gradient, weight, step.first + at, step.second + at, step.third + at);
+        if (step.rule == SOPHIA) sophia(step, count, gradient, weight, step.first + at, step.second + at);
+        if (step.rule == CURVATURE) curvature(step, count, gradient, step.first + at);
         if (step.rule == SGD) sgd(step, count, gradient, weight, step.first ? step.first + at : nullptr);
         store(step, at, count, weight);
     }

@@ -609,8 +609,8 @@ MUTANTS = (
         "lerp-from-the-other-end",
         "sign",
         "ops/single_pass.py",
-        '        "blend": 1 - beta1 if beta1 > 0.5 else -beta1,',
-        '        "blend": 1 - beta1 if beta1 > 0.5 else beta1,',
+        "    return 1 - beta if beta > 0.5 else -beta",
+        "    return 1 - beta if beta > 0.5 else beta",
         ("tests/unit/test_single_pass.py::test_close_to_float64[scalar-0.37-training-adam, small betas]",),
     ),
     Mutant(

@@ -51,6 +51,8 @@ def refused(name: str, params: dict[str, Any], *tensors: Tensor) -> dict[str, st
     return {problem.key: str(problem) for problem in caught.value.problems}
 
 
+SAGE = {"lr": 0.01, "betas": (0.9, 0.999), "beta3": 0.75, "eps": 1e-4, "weight_decay": 0.1}
+SOPHIA = {"lr": 0.01, "betas": (0.965, 0.99), "rho": 0.04, "bs": 64, "weight_decay": 0.1}
 CONFIGS: list[tuple[str, dict[str, Any], type, dict[str, Any]]] = [
     ("Adam", {"weight_decay": 0.1, "torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.1}),
     ("Adam", {"weight_decay": 0.1, "adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.1}),
@@ -76,10 +78,14 @@ CONFIGS: list[tuple[str, dict[str, Any], type, dict[str, Any]]] = [
     ("Rprop", {}, torch.optim.Rprop, {}),
     ("ASGD", {}, torch.optim.ASGD, {}),
     ("Lion", {"lr": 0.01, "weight_decay": 0.1}, reference.Lion, {"lr": 0.01, "betas": (0.9, 0.999), "weight_decay": 0.1}),
+    ("AdamSAGE", {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}, reference.AdamSAGE, SAGE),
+    ("Sophia", {"lr": 0.01, "bs": 64}, reference.Sophia, SOPHIA),
 ]
 
 
 ONCE: dict[type, type] = {
+    reference.AdamSAGE: single_pass.AdamSAGE,
+    reference.Sophia: single_pass.Sophia,
     torch.optim.Adam: single_pass.Adam,
     torch.optim.AdamW: single_pass.Adam,
     torch.optim.Adagrad: single_pass.Adagrad,
@@ -123,10 +129,10 @@ def test_adam_means_adamw() -> None:
     assert torch.equal(tensor, torch.ones(4) * (1 - 0.1 * 0.5))
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD", "Lion"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD", "Lion", "AdamSAGE", "Sophia"])
 def test_host_tensors_are_updated_in_one_pass_unless_more_is_asked_for(name: str) -> None:
-    assert isinstance(build(name, {}, start()), SinglePassOptimizer)
-    if name == "Lion":
+    assert isinstance(build(name, {"bs": 8} if name == "Sophia" else {}, start()), SinglePassOptimizer)
+    if name in ("Lion", "AdamSAGE", "Sophia"):
         return
     for asked in ({"fused": False}, {"foreach": True}, {"maximize": True}):
         assert not isinstance(build(name, asked, start()), SinglePassOptimizer)
@@ -172,6 +178,9 @@ def test_bad_params_are_all_named() -> None:
     assert set(refused("SGD", {"bias_correction": True})) == {"optimizer.params.bias_correction"}
     assert set(refused("SGD", {"nesterov": True})) == {"optimizer.params.nesterov"}
     assert set(refused("Lion", {"eps": 1.0, "betas": [0.9, 0.99]})) == {"optimizer.params.eps"}
+    assert set(refused("AdamSAGE", {"beta3": 1.0, "eps": 0.0})) == {"optimizer.params.beta3", "optimizer.params.eps"}
+    assert set(refused("SophiaG", {"bs": 8, "rho": -1.0})) == {"optimizer.params.rho"}
+    assert set(refused("Sophia", {"bs": 0, "update_interval": 0})) >= {"optimizer.params.bs"}
 
 
 def test_refuse_unusable() -> None:
@@ -212,6 +221,38 @@ def test_lion_closure_missing_gradients_and_state_dict() -> None:
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert other.param_groups[0]["lr"] == 0.1
     assert torch.equal(other.state[other.param_groups[0]["params"][0]]["exp_avg"], optimizer.state[used]["exp_avg"])
+
+
+def test_sage_s_first_step_only_decays() -> None:
+    """The average is what it averages then, so that the difference is 0, and not some rounding of it."""
+    tensor, decayed = start(), start()
+    run(build("AdamSAGE", {"lr": 0.1}, tensor), gradients(1))
+    run(build("AdamSAGE", {"lr": 0.1, "weight_decay": 0.5}, decayed), gradients(1))
+    assert torch.equal(tensor, start())
+    torch.testing.assert_close(decayed, start() * (1 - 0.1 * 0.5), rtol=2e-7, atol=0)
+
+
+def test_sophia_divides_by_the_curvature_that_it_was_given() -> None:
+    """Some elements are clipped, and some not; without a curvature all are."""
+    tensor, twin = start(), start()
+    optimizer, expected = (
+        build("Sophia", {"lr": 0.01, "bs": 64}, tensor),
+        reference.Sophia([twin], **{**SOPHIA, "lr": 0.01}),
+    )
+    assert isinstance(optimizer, single_pass.Sophia)
+    for number, gradient in enumerate(gradients(6)):
+        if number % 2 == 0:
+            (settings,) = optimizer.prepare([tensor])
+            optimizer.update_curvature(tensor, 4 * gradient.flip(0), settings, 0.25)
+            twin.grad = gradient.flip(0)
+            expected.take_curvature()
+        before = tensor.clone()
+        run(optimizer, [gradient])
+        run(expected, [gradient])
+        clipped = (tensor - before * (1 - 0.01 * 0.1)).abs() > 0.01 * (1 - 1e-5)
+        assert clipped.any() and not clipped.all()
+    torch.testing.assert_close(tensor, twin, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(optimizer.state[tensor]["hessian"], expected.state[twin]["hessian"], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1}])

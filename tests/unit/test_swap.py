@@ -102,6 +102,8 @@ OPTIMIZERS: dict[str, tuple[Callable[[Tensors], single_pass.SinglePassOptimizer]
     "Adam": (lambda params: single_pass.Adam(params, lr=0.1), 2),
     "Adagrad": (lambda params: single_pass.Adagrad(params, lr=0.1, initial_accumulator_value=0.5), 1),
     "Lion": (lambda params: single_pass.Lion(params, lr=0.1), 1),
+    "AdamSAGE": (lambda params: single_pass.AdamSAGE(params, lr=0.1), 3),
+    "Sophia": (lambda params: single_pass.Sophia(params, lr=0.1, bs=8), 2),
     "SGD": (lambda params: single_pass.SGD(params, lr=0.1, momentum=0.9, dampening=0.3), 1),
     "SGD without momentum": (lambda params: single_pass.SGD(params, lr=0.1), 0),
 }

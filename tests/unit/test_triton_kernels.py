@@ -33,6 +33,16 @@ ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 SIZES = (1, 2, 15, 1023, 1024, 1025, 2500)
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 CUDA = torch.device("cuda", 0)
+STATES_OF = (
+    (native.ADAM, 2),
+    (native.ADAGRAD, 1),
+    (native.LION, 1),
+    (native.SGD, 1),
+    (native.SGD, 0),
+    (native.ADAM_SAGE, 3),
+    (native.SOPHIA, 2),
+    (native.CURVATURE, 1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +154,21 @@ def test_every_length_and_any_start(rule: Rule, on_cpu: Any) -> None:
             assert same(result[inner], all_done[inner])
 
 
+def test_the_curvature_has_the_bits_of_the_native_library(interpreted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any bits in; the weight stays."""
+    start = random_bits(RULES["sophia"], 6561)
+    done = []
+    for library in (native.library(), interpreted):
+        if library is None:
+            pytest.skip("there is no native library to compare with")
+        monkeypatch.setattr(native, "library", lambda library=library: library)
+        work = start.copy()
+        single_pass.curvature(work.weight, work.gradient.half(), work.states[1], beta2=0.9, coefficient=0.37)
+        assert same(work.weight, start.weight) and same(work.states[0], start.states[0])
+        done.append(work.states[1])
+    assert same(*done) and not same(done[0], start.states[1])
+
+
 def test_autograd_notices_an_update(on_cpu: Any) -> None:
     weight = torch.ones(3, requires_grad=True)
     product = (weight * weight).sum()
@@ -164,10 +189,9 @@ def compiled(
 
     kernel = triton_kernels._update
     signature = dict.fromkeys(kernel.arg_names, "fp32")
-    signature |= {"weight": "*fp32", "gradient": gradient, "first": "*fp32", "second": "*fp32", "numel": "i64"}
-    signature |= {"coefficient": "*fp32"}
+    signature |= dict.fromkeys(("weight", *native.STATES, "coefficient"), "*fp32") | {"gradient": gradient, "numel": "i64"}
     constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "COUPLED": coupled, "BLOCK": 1024}
-    constants |= dict.fromkeys(("first", "second")[states:]) | ({} if out else {"out": None})
+    constants |= dict.fromkeys(native.STATES[states:]) | ({} if out else {"out": None})
     signature |= {"out": out or ""} | dict.fromkeys(constants, "constexpr")
     pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
     attributes = {(place,): [["tt.divisibility", 16]] for place in pointers if aligned}
@@ -186,11 +210,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("capability", by_day((80, 90), 90))
 @pytest.mark.parametrize("coupled", by_day((False, True), True))
 def test_machine_code_rounds_as_the_source_says(capability: int, coupled: bool, cache: None) -> None:
-    for rule, states in ((native.ADAM, 2), (native.ADAGRAD, 1), (native.LION, 1), (native.SGD, 1), (native.SGD, 0)):
+    for rule, states in STATES_OF:
         for types in (("*i16", "*i16"), ("*fp16", "*fp16"), ("*fp32", None)):
             ptx = compiled(rule, states, *types, capability, coupled=coupled).asm["ptx"]
             assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full|(mul|add|sub)\.f(32|64)", ptx)
-            assert ("div.rn.f32" in ptx and "sqrt.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD))
+            assert ("sqrt.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD, native.ADAM_SAGE))
+            assert ("div.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD))
+            assert ("div.rn.f64" in ptx) == (rule in (native.ADAM_SAGE, native.SOPHIA))
 
 
 def test_machine_code_accesses_16_bytes_at_a_time(cache: None) -> None:

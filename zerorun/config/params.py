@@ -199,10 +199,39 @@ class LionParams(Section):
     ] = None
 
 
-class ScheduleParams(Section):
-    """Keywords of a schedule. All those in ``required`` must be given."""
+class AdamSAGEParams(Section):
+    """AdamW-SAGE: AdamW with a learning rate for each element, by how much its sensitivity varies."""
+
+    lr: NonNegative | None = None
+    betas: Betas | None = None
+    beta3: Annotated[Real, Field(ge=0, lt=1)] | None = None
+    eps: Annotated[Real, Field(gt=0)] | None = None
+    weight_decay: NonNegative | None = None
+
+
+class CheckedParams(Section):
+    """Keywords of which those in ``required`` must be given. ``meanings``: what they are, for those that need words."""
 
     required: ClassVar[tuple[str, ...]] = ()
+    meanings: ClassVar[Mapping[str, str]] = {}
+
+
+class SophiaParams(CheckedParams):
+    """Sophia-G: momentum divided by a curvature that ``engine.backward(loss, curvature=True)`` gives, and clipped."""
+
+    required: ClassVar[tuple[str, ...]] = ("bs",)
+    meanings: ClassVar[Mapping[str, str]] = {"bs": "the tokens of a step, train_batch_size times the length of a sequence"}
+    lr: NonNegative | None = None
+    betas: Betas | None = None
+    rho: NonNegative | None = None
+    bs: Annotated[Real, Field(gt=0)] | None = None
+    eps: Annotated[Real, Field(gt=0)] | None = None
+    weight_decay: NonNegative | None = None
+    update_interval: SomeSteps | None = None
+
+
+class ScheduleParams(CheckedParams):
+    """Keywords of a schedule."""
 
 
 class FormulaParams(ScheduleParams):
@@ -288,6 +317,9 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "ASGD": ASGDParams,
     "Adafactor": AdafactorParams,
     "Lion": LionParams,
+    "AdamSAGE": AdamSAGEParams,
+    "Sophia": SophiaParams,
+    "SophiaG": SophiaParams,
     "Lamb": LambParams,
 }
 SCHEDULERS: dict[str, type[ScheduleParams]] = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from zerorun.config.batch import resolve_batch
 from zerorun.config.fields import ConfigNote, EffectiveValue
-from zerorun.config.params import ScheduleParams, find_kind
+from zerorun.config.params import CheckedParams, find_kind
 from zerorun.config.reader import AUTO, ConfigReader
 from zerorun.config.rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
 from zerorun.config.schema import Config, Optimizer, Provenance, Scheduler, ZeroOptimization, flatten
@@ -228,10 +228,15 @@ def resolve(
 
 
 def _required_keywords(config: Config) -> dict[str, str]:
-    """Return dotted key -> what to do if it says "auto", for the keywords that the schedule requires."""
-    kind = find_kind("scheduler", config.scheduler.type) if config.scheduler is not None else None
-    words = kind.params.required if kind is not None and issubclass(kind.params, ScheduleParams) else ()
-    return {f"scheduler.params.{word}": "Write a value, or pass lr_scheduler= to initialize()." for word in words}
+    """Return dotted key -> what to do if it says "auto", for the keywords that optimizer and schedule require."""
+    found: dict[str, str] = {}
+    for section, given in (("optimizer", config.optimizer), ("scheduler", config.scheduler)):
+        kind = find_kind(section, given.type) if given is not None else None
+        if kind is not None and issubclass(kind.params, CheckedParams):
+            instead = "lr_scheduler=" if section == "scheduler" else "optimizer="
+            remedy = f"Write a value, or pass {instead} to initialize()."
+            found |= dict.fromkeys((f"{section}.params.{word}" for word in kind.params.required), remedy)
+    return found
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zerorun.config.fields import NOT_ENABLED, ConfigNote, Feature, Section, quoted_words, section_of
-from zerorun.config.params import ScheduleParams, find_kind
+from zerorun.config.params import CheckedParams, find_kind
 from zerorun.config.schema import Config, Optimizer, Scheduler
 from zerorun.errors import ConfigProblem, did_you_mean
 
@@ -127,15 +127,16 @@ class ConfigReader:
             return {word: item for word, item in value.items() if item != AUTO and not is_comment(word)}
         params = self.build(kind.params, value, f"{key}.")
         self.params.append((f"{key}.", params))
-        if isinstance(params, ScheduleParams):
+        if isinstance(params, CheckedParams):
             self._require(params, f"{key}.", kind.name)
         return params.model_dump(exclude_unset=True)
 
-    def _require(self, params: ScheduleParams, path: str, name: str) -> None:
+    def _require(self, params: CheckedParams, path: str, name: str) -> None:
         for word in params.required:
             known = word in params.model_fields_set or path + word in self.auto or path + word in self.invalid
             if not known:
-                self._add(path + word, None, f"{name} needs it.", f'Add "{word}" to scheduler.params.')
+                meaning = f", {params.meanings[word]}" if word in params.meanings else ""
+                self._add(path + word, None, f"{name} needs it{meaning}.", f'Add "{word}" to {path.rstrip(".")}.')
 
     def _feature(self, path: str, value: Any, feature: Feature) -> None:
         """Check that a section that must be off is off, and check the spelling of its keys."""

@@ -51,8 +51,8 @@ class Optimizer(Section):
     """The optimizer to build when ``initialize`` is given none. ``params`` are its keywords."""
 
     type: Text
-    """Adam, AdamW, Adagrad, Lion, SGD, RAdam, NAdam, Adamax, Adadelta, RMSprop, Rprop, ASGD or Adafactor; case does not
-    matter. `Adam` has decoupled weight decay, as in DeepSpeed."""
+    """Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD, Sophia, RAdam, NAdam, Adamax, Adadelta, RMSprop, Rprop, ASGD or Adafactor;
+    case does not matter. `Adam` has decoupled weight decay, as in DeepSpeed."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Keywords of the optimizer, checked by name and type. `lr` and `weight_decay` may be "auto" if a Trainer sets them."""
     allow_fallback: Flag = False

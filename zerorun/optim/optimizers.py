@@ -1,7 +1,7 @@
 """Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
 
-Every name but ``Lion`` and ``Lamb`` stands for a ``torch.optim`` class; some of these are replaced by single-pass updates,
-and Adafactor by one that works on parts of parameters.
+Every name but ``Lion``, ``Lamb``, ``AdamSAGE`` and ``Sophia`` stands for a ``torch.optim`` class; some of these are
+replaced by single-pass updates, and Adafactor by one that works on parts of parameters.
 DeepSpeed's deviations from torch are reproduced here by parameters: type ``Adam`` means decoupled weight decay, and the
 default ``weight_decay`` of AdamW is 0.
 """
@@ -46,6 +46,8 @@ ELEMENTWISE: frozenset[type] = frozenset(
         single_pass.Adagrad,
         single_pass.Lion,
         single_pass.SGD,
+        single_pass.AdamSAGE,
+        single_pass.Sophia,
     }
 )
 
@@ -260,11 +262,12 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     classes |= {"lion": single_pass.Lion, "lamb": Lamb, "adam": torch.optim.AdamW}
+    classes |= {"adamsage": single_pass.AdamSAGE, "sophia": single_pass.Sophia, "sophiag": single_pass.Sophia}
     if lower in _UNSUPPORTED_NAMES:
         reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
     if lower not in classes:
-        known = sorted(["Adam", *(value.__name__ for key, value in classes.items() if key != "adam")])
+        known = sorted({"Adam", *(value.__name__ for key, value in classes.items() if key != "adam")})
         remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}, or a class of your own by package.Class."
         raise ConfigError([ConfigProblem("optimizer.type", name, "no optimizer has this name.", remedy)])
     if classes[lower] in _UNUSABLE:
@@ -365,12 +368,14 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def _constructor_problems(optimizer_class: Any, kwargs: dict[str, Any], error: Exception) -> list[ConfigProblem]:
-    """Find the parameters that the class refuses, by passing it each parameter alone, with a tensor made for this."""
+    """Find the parameters that the class refuses, by passing it each parameter alone, and those it cannot do without."""
     problems = []
     allowed = ", ".join(_keywords(optimizer_class))
+    required = [found.name for found in _parameters(optimizer_class) if found.default is inspect.Parameter.empty]
+    given = {key: kwargs[key] for key in required if key in kwargs}
     for key, value in kwargs.items():
         try:
-            optimizer_class([torch.zeros(1, 1)], **{key: value})
+            optimizer_class([torch.zeros(1, 1)], **given | {key: value})
         except (TypeError, ValueError, RuntimeError) as refusal:
             reason = f"{optimizer_class.__name__} refused it: {refusal}."
             remedy = f"Correct the value. Allowed parameters: {allowed}."

@@ -142,7 +142,7 @@ def state_count(raw: RawOptimizer) -> int:
     name, key = type(tried).__name__, "zero_optimization.offload_optimizer.device"
     what = f"{name} as optimizer.type" if raw.optimizer is None else f"the {name} that was passed to initialize()"
     reason = f"{what} has no update that works unit by unit on what a disk holds."
-    remedy = 'Name Adam, AdamW, Adagrad, Lion or SGD as optimizer.type in the configuration, or set device to "cpu".'
+    remedy = 'Name Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD or Sophia as optimizer.type, or set device to "cpu".'
     raise ConfigError([ConfigProblem(key, "nvme", reason, remedy)])
 
 
