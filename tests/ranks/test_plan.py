@@ -74,6 +74,13 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
+def has_matrices(seed: int) -> bool:
+    """True if there are repeated blocks, of which a matrix is trained."""
+    with torch.device("meta"):
+        blocks = Net(seed).blocks
+    return len(blocks) > 1 and any(param.dim() == 2 and param.requires_grad for param in blocks.parameters())
+
+
 def config_of(seed: int, world: int) -> dict[str, Any]:
     """Everything that plans depend on, at random."""
     rng = random.Random(-seed)
@@ -94,7 +101,7 @@ def config_of(seed: int, world: int) -> dict[str, Any]:
     stage = rng.randrange(4)
     if stage and rng.random() < 0.4:
         zero["shard_degree"] = rng.choice([degree for degree in (1, 2, 4) if world % degree == 0])
-    optimizer = rng.choice(("AdamW", "SGD", "Adagrad", "Lion", "RAdam", "Adafactor"))
+    optimizer = rng.choice(("AdamW", "SGD", "Adagrad", "Lion", "RAdam", "Adafactor", *(["Muon"] * has_matrices(seed))))
     if stage and rng.random() < 0.4:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": rng.choice((1.0, 0.5))}
     if stage == 3 and rng.random() < 0.3:

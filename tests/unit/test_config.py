@@ -424,7 +424,6 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
-        ({"optimizer": {"type": "Muon"}}, "optimizer.type"),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
         ({"optimizer": {"type": "Lion", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
     ],

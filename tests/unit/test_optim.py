@@ -120,7 +120,7 @@ def test_adafactor_builds_on_shards_and_other_names_pass_through() -> None:
     run(optimizer, gradients(2, (8,)))
     assert type(optimizer) is Adafactor
     assert type(build("Adafactor", {"foreach": True}, start((8,)))) is torch.optim.Adafactor
-    assert type(build("Muon", {"lr": 0.01}, start())) is torch.optim.Muon
+    assert type(build("RAdam", {"lr": 0.01}, start())) is torch.optim.RAdam
 
 
 def test_adam_means_adamw() -> None:
@@ -162,7 +162,7 @@ def test_unknown_and_unsupported_types() -> None:
     assert "Use Adam" in refused("OneBitAdam", {})["optimizer.type"]
     assert "LBFGS" in refused("LBFGS", {})["optimizer.type"]
     assert "sparse" in refused("SparseAdam", {})["optimizer.type"]
-    assert "2D" in refused("Muon", {}, torch.zeros(4))["optimizer.type"]
+    assert "adjust_lr_fn" in refused("Muon", {"adjust_lr_fn": "none"}, torch.zeros(4))["optimizer.params.adjust_lr_fn"]
 
 
 def test_bad_params_are_all_named() -> None:

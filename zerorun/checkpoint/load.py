@@ -34,7 +34,7 @@ from .write_plan import MASTER, MODEL, OPTIMIZER
 # Keys of parameter groups that say how a step is computed, not what it computes.
 IMPLEMENTATION = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled", "decoupled_weight_decay"}
-    | {"bias_correction"}
+    | {"bias_correction", "ns_method", "ns_dtype"}
 )
 _SHOWN = 5
 

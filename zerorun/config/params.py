@@ -26,9 +26,17 @@ def _betas(value: object) -> list[float]:
 
 
 def _two_numbers(value: object) -> list[float]:
-    valid = isinstance(value, (list, tuple)) and len(value) == 2
+    return _numbers(value, "two", [0.5, 1.2])
+
+
+def _three_numbers(value: object) -> list[float]:
+    return _numbers(value, "three", [3.4445, -4.775, 2.0315])
+
+
+def _numbers(value: object, count: str, example: list[float]) -> list[float]:
+    valid = isinstance(value, (list, tuple)) and len(value) == len(example)
     if not valid or not all(type(item) in (int, float) for item in value):  # type: ignore[attr-defined]
-        fail("must be two numbers.", "Write for example [0.5, 1.2].")
+        fail(f"must be {count} numbers.", f"Write for example {example}.")
     return list(value)  # type: ignore[call-overload, no-any-return]
 
 
@@ -42,6 +50,7 @@ def _adafactor_eps(value: object) -> list[float | None]:
 NonNegative = Annotated[Real, Field(ge=0)]
 Betas = Annotated[list[float], BeforeValidator(_betas)]
 TwoNumbers = Annotated[list[float], BeforeValidator(_two_numbers)]
+ThreeNumbers = Annotated[list[float], BeforeValidator(_three_numbers)]
 Steps = Annotated[Int, Field(ge=0)]
 SomeSteps = Annotated[Int, Field(ge=1)]
 WarmupType = Annotated[Literal["log", "linear"], LowerCase]
@@ -199,6 +208,31 @@ class LionParams(Section):
     ] = None
 
 
+class MuonParams(Section):
+    """Muon for matrices of repeated blocks, AdamW for the rest: ``betas`` and ``eps`` are AdamW's.
+
+    ``muon_lr`` and ``adam_lr`` take the place of ``lr``. ``adjust_lr_fn``: how Muon's learning rate follows the shape.
+    """
+
+    lr: NonNegative | None = None
+    muon_lr: NonNegative | None = None
+    adam_lr: NonNegative | None = None
+    momentum: Annotated[Real, Field(ge=0, lt=1)] | None = None
+    nesterov: Flag | None = None
+    weight_decay: NonNegative | None = None
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    adjust_lr_fn: Annotated[Literal["match_rms_adamw", "original"], LowerCase] | None = None
+    ns_coefficients: ThreeNumbers | None = None
+    ns_steps: Annotated[Int, Field(ge=1)] | None = None
+    ns_method: Annotated[Literal["standard", "gram"], LowerCase] | None = None
+    ns_dtype: Annotated[Literal["bf16", "fp32"], LowerCase] | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
 class AdamSAGEParams(Section):
     """AdamW-SAGE: AdamW with a learning rate for each element, by how much its sensitivity varies."""
 
@@ -321,6 +355,7 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "Sophia": SophiaParams,
     "SophiaG": SophiaParams,
     "Lamb": LambParams,
+    "Muon": MuonParams,
 }
 SCHEDULERS: dict[str, type[ScheduleParams]] = {
     "WarmupLR": WarmupLRParams,
@@ -349,7 +384,6 @@ TORCH_SCHEDULERS: dict[str, type[ScheduleParams]] = {
 }
 # Lower-case name -> (what to use instead, why).
 _REFUSED_OPTIMIZERS = {
-    "muon": ("AdamW", "Muon needs whole matrices on one rank, which is not built yet"),
     "onebitadam": ("Adam", "compressed 1-bit communication is not built"),
     "zerooneadam": ("Adam", "compressed 0/1 communication is not built"),
     "onebitlamb": ("AdamW", "compressed 1-bit communication is not built"),

@@ -288,7 +288,7 @@ class ZeroOptimization(Section):
     override_module_apply: Annotated[Flag, Inert("module.apply is left as torch has it.", unless=False)] = True
     log_trace_cache_warnings: Annotated[Flag, Inert("there is no trace cache to be invalidated.", False)] = False
     enable_sanity_checks: Annotated[Flag, Inert("the checks are always on.", unless=True)] = False
-    save_muon_momentum_buffer_in_memory: Annotated[Flag, Inert("Muon is refused.")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[Flag, Inert("momentum is where offload_optimizer puts states.")] = False
     zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
     zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False

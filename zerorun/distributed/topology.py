@@ -5,7 +5,7 @@ Ranks are numbered row-major over ``pipe x replicate x shard x tensor``: the ran
 they communicate most and should share a host; pipeline stages are farthest apart, because they communicate least.
 Data-parallel ranks (axis "data") are ``replicate x shard``; together they see the whole batch. "model" is
 ``pipe x tensor``: the ranks that hold one copy of the model's layers between them. "replica" is ``pipe x shard x tensor``:
-the ranks that hold one copy of all states between them.
+the ranks that hold one copy of all states between them; "stage", ``shard x tensor``, those of one pipeline stage.
 
 ``python -m zerorun.topology --world-size 64 --tensor 8 --pipe 2`` prints the picture of a topology.
 """
@@ -35,7 +35,12 @@ from .waits import waiting
 
 AXES = ("pipe", "replicate", "shard", "tensor")
 _MEMBERS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}
-_MEMBERS |= {"data": ("replicate", "shard"), "model": ("pipe", "tensor"), "replica": ("pipe", "shard", "tensor")}
+_MEMBERS |= {
+    "data": ("replicate", "shard"),
+    "model": ("pipe", "tensor"),
+    "replica": ("pipe", "shard", "tensor"),
+    "stage": ("shard", "tensor"),
+}
 
 
 class Coordinate(NamedTuple):
@@ -54,8 +59,8 @@ class Topology:
     ``shard`` is the number of ranks that a unit's states are divided over, ``replicate`` the number of such groups,
     ``tensor`` the number of ranks that divide each layer between them, ``pipe`` the number of pipeline stages.
 
-    Wherever an ``axis`` is asked for, it is one of pipe, replicate, shard, tensor, data, model, replica. Look-ups need
-    no process group and raise TopologyError for what does not exist; their cost grows only with the length of the answer.
+    Wherever an ``axis`` is asked for, it is one of pipe, replicate, shard, tensor, data, model, replica, stage. Look-ups
+    need no process group and raise TopologyError for what does not exist; their cost grows only with the answer's length.
     """
 
     replicate: int

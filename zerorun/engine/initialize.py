@@ -36,6 +36,7 @@ from ..monitors.observer import RunObserver
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
+from ..optim.muon import Muon
 from ..optim.optimizers import build_optimizer, split_state
 from ..optim.parts import PartsOptimizer
 from ..optim.requested import RawOptimizer, without_elsewhere
@@ -53,6 +54,7 @@ from ..zero.builder import build, mapped_sizes
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from ..zero.leaf_modules import mark_chosen
+from ..zero.matrix_updates import MatrixUpdates
 from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
 from ..zero.part_sums import PartSums
@@ -366,7 +368,10 @@ def _shard_optimizer(
     link = next((link for link in links_of(units) if link.store is not None), None)
     if link is not None and isinstance(optimizer, SinglePassOptimizer):
         optimizer.state_home = link.home
-    return ShardedOptimizer(optimizer, pieces, units, comm, split_state, refuse_unused=refuse_unused)
+    matrices = None
+    if plan.matrices is not None and isinstance(optimizer, Muon):
+        matrices = MatrixUpdates(plan, plan.matrices, optimizer, units, comm.stage())
+    return ShardedOptimizer(optimizer, pieces, units, comm, split_state, refuse_unused=refuse_unused, matrices=matrices)
 
 
 def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:

@@ -8,7 +8,7 @@ two are one, and its peak is that of their sum, ``both``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -102,12 +102,29 @@ def never_written(plan: ShardingPlan) -> int:
 
 
 def heaviest_rank(plan: ShardingPlan) -> int:
-    """Return the shard rank that holds the most elements. Shards are equal but for rounding unless parameters are whole."""
+    """Return the shard rank that holds the most. Shards are equal but for rounding unless parameters are whole.
+
+    Of equal ones, with Muon, the rank with the most elements that AdamW updates has the most states.
+    """
     layouts = [group.layout for group in plan.flat_groups]
+    if plan.matrices is not None and plan.policy.shard_optimizer:
+        states = [_states_on(plan, rank) for rank in range(plan.topology.shard)]
+        return states.index(max(states))
     if all(layout.even for layout in layouts):
         return 0
     totals = [sum(layout.shard_numel(rank) for layout in layouts) for rank in range(layouts[0].degree)]
     return totals.index(max(totals))
+
+
+def _states_on(plan: ShardingPlan, rank: int) -> int:
+    """Return the number of states on shard rank ``rank``: Muon's one for each element of a matrix, or AdamW's two."""
+    matrices = plan.matrices.matrices if plan.matrices is not None else ()
+    of_muon, total = {plan.trainable[m.group].optimizer_groups[m.entry] for m in matrices}, 0
+    for group in plan.trainable:
+        bounds = group.layout.bounds
+        there = replace(group, shard_rank=rank, owned=(bounds[rank], bounds[rank + 1]))
+        total += sum(piece.shape[0] * (1 if piece.group in of_muon else 2) for piece in there.pieces(whole=False))
+    return total
 
 
 def _beyond_shard(group: FlatGroupPlan) -> int:

@@ -1,7 +1,7 @@
 """Optimizers from the config, by DeepSpeed's names, and what ZeRO needs to know about any optimizer.
 
-Every name but ``Lion``, ``Lamb``, ``AdamSAGE`` and ``Sophia`` stands for a ``torch.optim`` class; some of these are
-replaced by single-pass updates, and Adafactor by one that works on parts of parameters.
+Every name but ``Lion``, ``Lamb``, ``AdamSAGE``, ``Sophia`` and ``Muon`` stands for a ``torch.optim`` class; some of these
+are replaced by single-pass updates, and Adafactor by one that works on parts of parameters.
 DeepSpeed's deviations from torch are reproduced here by parameters: type ``Adam`` means decoupled weight decay, and the
 default ``weight_decay`` of AdamW is 0.
 """
@@ -24,6 +24,7 @@ from zerorun.ops.single_pass import SinglePassOptimizer
 
 from .adafactor import Adafactor
 from .lamb import Lamb
+from .muon import Muon
 from .needs import Needs, copy_over, try_needs
 from .parts import PartsOptimizer
 
@@ -55,7 +56,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
 BY_SUMS: frozenset[type] = frozenset({Adafactor, Lamb})
 
 # The update depends on all of a parameter, and on nothing of others.
-BY_MATRICES: frozenset[type] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
+BY_MATRICES: frozenset[type] = frozenset({torch.optim.Adafactor, torch.optim.Muon, Muon})
 
 # Classes with a fused kernel, and the device types on which it is used. The CPU kernels (torch 2.13) round the last
 # (numel mod 16) elements of an fp32 tensor differently from the rest, by up to one unit in the last place. So cuts at
@@ -261,7 +262,7 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
-    classes |= {"lion": single_pass.Lion, "lamb": Lamb, "adam": torch.optim.AdamW}
+    classes |= {"lion": single_pass.Lion, "lamb": Lamb, "muon": Muon, "adam": torch.optim.AdamW}
     classes |= {"adamsage": single_pass.AdamSAGE, "sophia": single_pass.Sophia, "sophiag": single_pass.Sophia}
     if lower in _UNSUPPORTED_NAMES:
         reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]

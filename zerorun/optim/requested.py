@@ -16,7 +16,8 @@ class RawOptimizer:
     """The optimizer before sharding: an instance, or the name and parameters of one that is still to be made.
 
     ``group_of``: id(parameter) -> index of its group. ``whole``: the optimizer needs uncut parameters. ``parts``: its
-    class, if it gets one tensor for each part of a parameter, and is told which it is.
+    class, if it gets one tensor for each part of a parameter, and is told which it is. ``matrix_dtype``: in which Muon's
+    matrices travel to their owners; None for other optimizers.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -26,6 +27,7 @@ class RawOptimizer:
     params: dict[str, Any]
     whole: bool
     parts: type[PartsOptimizer] | None = None
+    matrix_dtype: torch.dtype | None = None
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:

@@ -72,6 +72,7 @@ class PipelineModule(Pipelined):
             refuse_partitioned((), "a PipelineModule of several stages")
         given = _list_of(layers)
         described = describe(given)
+        self.layer_classes = tuple(layer.facts.class_name for layer in described)
         bounds = bounds_of(partition_method, [layer.facts for layer in described], found * chunks, chunks)
         self._cut = StageCut(bounds, found, chunks, own)
         places: dict[Any, list[tuple[int, str]]] = {}

@@ -98,6 +98,8 @@ class StageCut:
 class Pipelined(nn.Module):
     """Base class of PipelineModule and PretrainedPipeline. See the notes at the top of this file."""
 
+    # The class of each layer of the whole model, where layers are given one by one.
+    layer_classes: tuple[str, ...] = ()
     _cut: StageCut
     _ties: tuple[Tie, ...]
     _names: tuple[str, ...]

@@ -25,9 +25,9 @@ def kind_in(place: str, kind: str) -> str:
 def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
     """Return the bytes by kind, as ``engine.memory_report()`` counts them after a step.
 
-    ``slots``: everything that the formula of the stage does not include (shared slots, receive buffers, and what a unit
-    with a slot of its own holds beyond its shard). Each kind includes the padding of flat buffers. The optimizer's states
-    are missing if the plan does not know them.
+    ``slots``: everything that the formula of the stage does not include (shared slots, receive buffers, those for matrices
+    on their way, and what a unit with a slot of its own holds beyond its shard). Each kind includes the padding of flat
+    buffers. The optimizer's states are missing if the plan does not know them.
     """
     ledger: defaultdict[str, int] = defaultdict(int)
     ledger |= dict.fromkeys(DEVICE_KINDS, 0)
@@ -41,6 +41,7 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
                 ledger[kind_in(unit.states_place, "moments")] += size
     ledger["parameters"] += plan.kept_apart
     ledger["slots"] += plan.param_slots.bytes + plan.grad_slots.bytes + receive_buffer_bytes(plan)
+    ledger["slots"] += plan.matrices.bytes if plan.matrices is not None else 0
     ledger["buffers"] = plan.buffers
     if plan.staging.bytes:
         ledger["host staging"] = plan.staging.bytes

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from ..errors import TopologyError
 from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
 from ..zero.offload.nvme import buffer_bytes
+from .matrices import MatrixExchange, plan_exchange
 from .optimizer_states import state_count
 from .placement import Placement, place_units
 from .policy import STAGES, Policy
@@ -254,6 +256,7 @@ class _Planner:
             kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())),
             buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in self.model.buffers()),
             by_parts=self.raw.parts is not None,
+            matrices=self._matrices(units),
         )
         return plan if self.raw.parts is None else replace(plan, sums=self.raw.parts.planned_sums(plan.parts))
 
@@ -279,7 +282,7 @@ class _Planner:
 
     @cached_property
     def tensor_shards(self) -> dict[int, TensorShard]:
-        return shards_of(self.model) if self.raw.parts is not None else {}
+        return shards_of(self.model) if self.raw.parts is not None or self.raw.matrix_dtype is not None else {}
 
     def _lay_out(self, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]
@@ -373,6 +376,27 @@ class _Planner:
             yield Buffer("host_grad", "gradients", group.shard_numel * _FP32, HOST)
         elif policy.share_grad_slots:
             yield Buffer("grad_shard", "gradients", group.shard_numel * _FP32)
+
+    # -- matrices ------------------------------------------------------------------------------------------------
+
+    def _matrices(self, units: Sequence[UnitPlan]) -> MatrixExchange | None:
+        """Plan the exchange of the matrices of Muon's groups, in the order of the model."""
+        if self.raw.matrix_dtype is None:
+            return None
+        chosen = {name: param for name, param in self.model.named_parameters() if self._is_matrix(param)}
+        divided = {name: self.tensor_shards[id(p)] for name, p in chosen.items() if id(p) in self.tensor_shards}
+        whole = {name: divided[name].shape if name in divided else tuple(p.shape) for name, p in chosen.items()}
+        return plan_exchange(
+            [group.layout for unit in units for group in unit.trainable],
+            {name: (shape[0], prod(shape[1:])) for name, shape in whole.items()},
+            frozenset(divided),
+            self.topology,
+            shares=not self.policy.shard_optimizer,
+            fp32=self.raw.matrix_dtype == torch.float32,
+        )
+
+    def _is_matrix(self, param: nn.Parameter) -> bool:
+        return self._is_trained(param) and bool(self.raw.groups[self.raw.group_of[id(param)]]["use_muon"])
 
     # -- what units have in common -------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_peers
 from ..optim.parts import Part, SumOfParts
+from .matrices import MatrixExchange
 from .placement import ON_DEVICE, Placement
 from .policy import Policy
 
@@ -296,6 +297,7 @@ class ShardingPlan:
     told of ``parts``, and ``sums`` are what ranks sum for it in a step.
     ``micro_batches``: their number per step. ``kept_apart``: bytes of the parameters that are in no unit. ``buffers``:
     bytes of the module's buffers. ``states``: bytes of optimizer states by trained flat group; None if they are not known.
+    ``matrices``: what Muon's matrices need; None for other optimizers.
     """
 
     topology: Place
@@ -318,6 +320,7 @@ class ShardingPlan:
     states: tuple[int, ...] | None = None
     by_parts: bool = False
     sums: tuple[SumOfParts, ...] = ()
+    matrices: MatrixExchange | None = None
 
     @cached_property
     def flat_groups(self) -> tuple[FlatGroupPlan, ...]:

@@ -14,6 +14,7 @@ import torch
 
 from ..distributed.transports import NCCL
 from ..optim.parts import SumOfParts
+from .matrices import FROM_OWNERS, TO_OWNERS
 from .part_hops import hops
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
@@ -68,6 +69,10 @@ class _Step:
                 self._issued.append(Collective(NORM, sent))
         for summed in plan.sums:
             self._sum_parts(summed)
+        if plan.matrices is not None and plan.matrices.size > 1:
+            for turn in range(len(plan.matrices.turns)):
+                there, back = plan.matrices.sent(turn)
+                self._issued += [Collective(TO_OWNERS, there), Collective(FROM_OWNERS, back)]
         if plan.policy.shard_optimizer:
             self._occupants.clear()
             for unit in plan.units:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ..config.fields import ConfigNote
 from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
+from ..optim import muon
 from ..optim.lr_schedules import build_schedule
 from ..optim.needs import Needs
-from ..optim.optimizers import build_optimizer, needs_of, parts_kind, refuse_unusable, settings_of
+from ..optim.optimizers import build_optimizer, needs_of, parts_kind, refuse_unusable, resolve_optimizer, settings_of
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import refuse_unusable_weights
+from .matrix_roles import described, divide_by_role
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -66,6 +70,9 @@ def take_in(
     )
     raw = _raw_optimizer(model, wanted, client, model_parameters, world_size)
     refuse_unusable_weights(model, trains=bool(raw.groups))
+    if raw.matrix_dtype is not None:
+        note = ConfigNote("optimizer.type", described(raw.groups))
+        wanted = wanted.stating(replace(wanted.provenance, notes=(*wanted.notes, note)))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
         build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
     return wanted, raw
@@ -183,7 +190,7 @@ def _raw_optimizer(
     world_size: int,
 ) -> RawOptimizer:
     """Return which parameters are optimized, in which groups, and by which optimizer. Raises ModelError."""
-    name, params = "", {}
+    name, params, matrix_dtype = "", {}, None
     if client is not None:
         refuse_unusable(client)
         _refuse_used(client)
@@ -191,9 +198,13 @@ def _raw_optimizer(
     elif config.optimizer is not None:
         name, params = config.optimizer.type, dict(config.optimizer.params)
         groups = _groups(model, model_parameters)
+        if resolve_optimizer(name, params)[0] is muon.Muon:
+            groups = divide_by_role(model, groups)
+            matrix_dtype = muon.DTYPES[params.get("ns_dtype", "bf16")]
     else:
         return RawOptimizer(None, [], {}, "", {}, False)
-    needs = needs_of(client, name, params, groups)
+    # Muon by its name needs elements: its matrices go to their owners (plan/matrices.py).
+    needs = needs_of(client, name, params, groups) if matrix_dtype is None else Needs.ELEMENTS
     chosen = type(client).__name__ if client is not None else name
     is_divided = data_parallel_degree(config, world_size) < world_size
     if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or is_divided):
@@ -229,7 +240,7 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    return RawOptimizer(client, groups, group_of, name, params, whole, parts)
+    return RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype)
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:

@@ -13,12 +13,15 @@ import torch
 from ..distributed.device import Arrival
 from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
+from ..optim.muon import Muon
 from ..watch.board import NOBODY
 from .flat_group import ROUNDED, TrainedGroup
 from .offload.host_link import HostLink
 from .offload.nvme import StateFile
 from .pieces import OptimizerPiece
 from .unit import Unit, links_of
+
+_AnyWhere = Callable[[Where | None], None]  # work on states, given where they are now
 
 
 def begin_updates(
@@ -45,6 +48,41 @@ def begin_updates(
             assert unit.link.store is not None
             work = partial(_update_on_disk, unit, unit.link, unit.link.store, found, following.get(unit.index))
         unit.update_by(partial(_let_wait, unit.link.begin(work)))
+
+
+def advance(
+    units: Sequence[Unit], pieces: Sequence[OptimizerPiece], optimizer: Muon, coefficient: float | torch.Tensor
+) -> None:
+    """Take the gradients of ``pieces`` into their momentum, see ``Muon.advance``. ``units``: in which they may be."""
+    settings = optimizer.prepare(piece.tensor for piece in pieces)
+    jobs: dict[int, list[_AnyWhere]] = {}
+    for piece, taken in zip(pieces, settings, strict=True):
+        job = partial(optimizer.advance, piece.tensor, piece.gradient, taken, coefficient)
+        jobs.setdefault(id(piece.flat_group), []).append(job)
+    on_disk: list[tuple[Unit, list[_AnyWhere]]] = []
+    for unit in units:
+        own = [job for flat_group in unit.trainable for job in jobs.get(id(flat_group), ())]
+        if unit.placement.states_on_disk and own:
+            on_disk.append((unit, own))
+        else:
+            for begin in own:
+                begin(None)
+    if on_disk:
+        link = on_disk[0][0].link
+        link.begin(partial(_advance_on_disk, link, on_disk))()
+
+
+def _advance_on_disk(link: HostLink, jobs: Sequence[tuple[Unit, Sequence[_AnyWhere]]]) -> None:
+    assert link.store is not None
+    _begin_disk(link.store, jobs[0][0].index)
+    following = [unit.index for unit, _ in jobs[1:]]
+    for (unit, own), after in zip(jobs, [*following, None], strict=True):
+        where = link.store.open(unit.index)
+        if after is not None:
+            link.store.prefetch(after)
+        for job in own:
+            job(where)
+        link.store.release(unit.index)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
     ledger["slots"] += runtime.made.param_slots.bytes + runtime.made.grad_slots.bytes + runtime.comm.buffer_bytes
     ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
     if sharded is not None:
+        ledger["slots"] += sharded.buffer_bytes
         for kind, size in _states(runtime, sharded):
             ledger[kind] += size
     staging = sum(link.bytes for link in links_of(runtime.units)) + runtime.made.states.bytes_kept

@@ -17,6 +17,7 @@ from ..log import warn_once
 from ..ops.single_pass import SinglePassOptimizer, is_native, leave_to_torch
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates
+from .matrix_updates import MatrixUpdates
 from .pieces import OptimizerPiece, split_lengths, split_piece
 from .unit import Unit, finish_updates
 
@@ -38,8 +39,10 @@ class ShardedOptimizer:
         split: Splitter,
         *,
         refuse_unused: bool = False,
+        matrices: MatrixUpdates | None = None,
     ) -> None:
-        """``refuse_unused``: a parameter without a gradient on any rank is an error."""
+        """``refuse_unused``: a parameter without a gradient on any rank is an error. ``matrices``: of a Muon."""
+        self._matrices = matrices
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
         self._split, self._refuses_unused = split, refuse_unused
         self.stepping = False  # the optimizer's step is running
@@ -77,6 +80,11 @@ class ShardedOptimizer:
         """True if ``update`` can leave it to the device to read the coefficient, and to write nothing if it is NaN."""
         on_device = all(not unit.placement.optimizer for unit in self.units if unit.trainable)
         return isinstance(self.optimizer, SinglePassOptimizer) and on_device and not self._has_hooks()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The bytes of the buffers for matrices on their way."""
+        return 0 if self._matrices is None else self._matrices.bytes
 
     def take_back(self) -> None:
         """Forget the last update, whose coefficient was NaN."""
@@ -116,6 +124,8 @@ class ShardedOptimizer:
         if left_out:  # parameters that move must not share a piece with those that do not
             self.cut(lambda piece: len({(id(piece.flat_group), run.entry) in left_out for run in piece.runs}) == 2)
         moving = [p for p in self.pieces if any((id(p.flat_group), run.entry) not in left_out for run in p.runs)]
+        if self._matrices is not None:
+            self._matrices.direct(moving, coefficient)
         once = isinstance(self.optimizer, SinglePassOptimizer)
         alone = once and not self._has_hooks()  # which look at gradients before the step, or change masters after it
         behind = [unit for unit in order if alone and unit.placement.optimizer and unit.trainable]

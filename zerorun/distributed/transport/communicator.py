@@ -46,6 +46,7 @@ class Communicator:
         self._shard = self._connect("shard", topology.shard_rank, topology.shard)
         self._replicate = self._connect("replicate", topology.replicate_rank, topology.replicate)
         self.model_axes = model_axes or {}
+        self._stage: Transport | None = None  # made when it is needed
         self._world = self._connect_world()
         memory = next((axis.memory for axis in self._axes() if axis.memory is not None), None)
         self.control = Control(topology, self.statistics, memory)
@@ -65,7 +66,21 @@ class Communicator:
         return connect_axis("world", group, topology.rank, topology.world_size, self.device, self.statistics)
 
     def _axes(self) -> tuple[Transport, ...]:
-        return (self._shard, self._replicate, *self.model_axes.values())
+        stage = [] if self._stage is None or self._stage is self._shard else [self._stage]
+        return (self._shard, self._replicate, *self.model_axes.values(), *stage)
+
+    def stage(self) -> Transport:
+        """The ranks that have one copy of a pipeline stage's states between them, tensor ranks side by side.
+
+        The first call connects them: all ranks must make it.
+        """
+        topology = self.topology
+        if self._stage is None and topology.tensor == 1:
+            self._stage = self._shard
+        elif self._stage is None:
+            number = topology.shard_rank * topology.tensor + topology.tensor_rank
+            self._stage = self._connect("stage", number, topology.shard * topology.tensor)
+        return self._stage
 
     # -- flat tensors --------------------------------------------------------------------------------------------
 

@@ -57,6 +57,12 @@ class Gloo(Transport):
 
         return Pending(self.statistics, label, works, finish_and_give)
 
+    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+        tag, others = self.statistics.tag(label), [peer for peer in range(self.size) if peer != self.rank]
+        works = [self._receiving(received[peer], peer, tag, label) for peer in others if received[peer].numel()]
+        works += [self._sending(sent[peer], peer, tag, label) for peer in others if sent[peer].numel()]
+        return Pending(self.statistics, label, works)
+
     def sum_of(self, flat: torch.Tensor, label: str) -> torch.Tensor:
         """Between two ranks each takes all of the other's: as many bytes as in two phases, in one."""
         if self.size != 2:

@@ -86,6 +86,13 @@ class Nccl(Transport):
                 self.calls.allreduce([wire]).wait()
             store(wire, buffer, accumulate=False)
 
+    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+        self.statistics.order.note(label)
+        empty = sent[0].new_empty(0)
+        apart = [[empty if peer == self.rank else flat for peer, flat in enumerate(flats)] for flats in (sent, received)]
+        work = self.calls.alltoall(apart[1], apart[0], dist.AllToAllOptions())
+        return Pending(self.statistics, label, [work])
+
     def sum_after(self, first: Pending, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype) -> Pending:
         """The device goes on from ``first`` to the sum by itself, on a stream for which nothing else waits."""
         self.statistics.order.note(label)

@@ -94,6 +94,16 @@ class SimulatedNccl:
         sent = simulated.snapshot(flat)  # flat is NaN until the sum is there
         return self._begin("all_reduce", tensors, tensors, tensors, lambda: flat.copy_(self._sum(sent)))
 
+    def alltoall(self, received: list[torch.Tensor], sent: list[torch.Tensor], options: Any) -> dist.Work:
+        def call() -> None:
+            others = [peer for peer in range(self._size) if peer != self._rank]
+            works = [self._group.recv([received[peer]], peer, _GIVEN) for peer in others if received[peer].numel()]
+            works += [self._group.send([sent[peer]], peer, _GIVEN) for peer in others if sent[peer].numel()]
+            for work in works:
+                work.wait()
+
+        return self._begin("all_to_all", sent, received, received, call)
+
     def _sum(self, flat: torch.Tensor) -> torch.Tensor:
         """Over ranks ascending, as the transports of CPUs have it, so that runs can be compared with theirs."""
         table = flat.new_empty(self._size, flat.numel())

@@ -42,6 +42,16 @@ class ThroughHost(Transport):
         inner = self._inner._reduce_scatter(host, bounds, own, label, False, wire_dtype)
         return Pending(self.statistics, label, [inner], lambda: store(own.to(out.device), out, accumulate))
 
+    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+        there, here = [flat.to("cpu") for flat in sent], [torch.empty_like(flat, device="cpu") for flat in received]
+
+        def finish() -> None:
+            for peer, flat in enumerate(received):
+                if peer != self.rank:
+                    flat.copy_(here[peer])
+
+        return Pending(self.statistics, label, [self._inner._all_to_all(there, here, label)], finish)
+
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         if self.size > 1:
             host = buffer.to("cpu")

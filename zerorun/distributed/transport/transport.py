@@ -177,6 +177,22 @@ class Transport(ABC):
         """
         raise NotImplementedError(f"{self.name} sums what is packed")
 
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+        """Send each rank its tensor of ``sent``, and fill ``received`` with those of the others, by rank.
+
+        They are flat, and of one dtype. One tensor may go to several ranks. After ``wait``, all of them may change.
+        """
+        others = [flat for peer, flat in enumerate(sent) if peer != self.rank]
+        received[self.rank].copy_(sent[self.rank])
+        if self.size == 1:
+            return Pending(self.statistics, label)
+        self.statistics.count(label, sum(flat.numel() * flat.element_size() for flat in others))
+        return self._all_to_all(sent, received, label)
+
+    @abstractmethod
+    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+        """``all_to_all`` over more than one rank. What goes to this rank itself is in its place."""
+
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
         """Replace ``tensor``, in place, by that of rank ``source``. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():

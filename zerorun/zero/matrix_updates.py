@@ -1,0 +1,174 @@
+"""Directions of matrices: momentum goes to the owners, which orthogonalize it, and comes back in the gradient's place.
+
+What goes where is in the plan (plan/matrices.py), but for what only the other ranks know: which elements they have. They
+tell it once. What a rank has of the matrices of one owner, in one turn, is a *parcel*: first what it gives, then what it
+only gets back, because another rank gives the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import torch
+
+from ..distributed.tensor_shard import TensorShard
+from ..distributed.transport.transport import Transport
+from ..ops.newton_schulz import scale_of
+from ..optim.muon import Muon, orthogonalized
+from ..optim.parts import Part
+from ..plan.matrices import FROM_OWNERS, TO_OWNERS, Matrix, MatrixExchange
+from ..plan.sharding_plan import ShardingPlan
+from .host_updates import advance
+from .pieces import OptimizerPiece, owned_gradient
+from .unit import Unit
+
+
+class MatrixUpdates:
+    """The exchange of one engine's matrices. All ranks of a pipeline stage make the same calls."""
+
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        exchange: MatrixExchange,
+        optimizer: Muon,
+        units: Sequence[Unit],
+        transport: Transport,
+    ) -> None:
+        """``exchange``: that of ``plan``. ``transport``: over its ranks, in its order."""
+        self._exchange, self._optimizer, self._units, self._transport = exchange, optimizer, units, transport
+        groups = [flat_group for unit in units for flat_group in unit.trainable]
+        self._group_of = [groups[matrix.group] for matrix in exchange.matrices]
+        runs = {id(group): {run.entry: run for run in group.plan.owned_runs()} for group in groups}
+        self._runs = [runs[id(g)].get(m.entry) for g, m in zip(self._group_of, exchange.matrices, strict=True)]
+        here = [plan.part(plan.trainable[matrix.group], matrix.entry) for matrix in exchange.matrices]
+        self._held: list[list[Part]] = transport.values(here) if exchange.size > 1 else [here]
+        room = (exchange.staging, exchange.owned) if exchange.size > 1 else (0, 0)
+        self._staging, self._owned = (torch.empty(n, dtype=exchange.dtype, device=transport.device) for n in room)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the buffers for what is on its way."""
+        return self._staging.nbytes + self._owned.nbytes
+
+    def direct(self, pieces: Sequence[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
+        """Take the gradients of ``pieces``, times ``coefficient``, into the momentum; put directions in their place.
+
+        Of other pieces nobody may use the gradients afterwards. All ranks must call it, whichever pieces they have.
+        """
+        members = [piece for piece in pieces if self._optimizer.param_groups[piece.group]["use_muon"]]
+        advance(self._units, members, self._optimizer, coefficient)
+        for turn in self._exchange.turns:
+            if self._exchange.size == 1:
+                for index in turn:
+                    self._put(index, self._orthogonalized(index, self._gradient(index).to(self._exchange.dtype)))
+            else:
+                self._take_turn(turn)
+
+    def _take_turn(self, turn: Sequence[int]) -> None:
+        exchange, ranks = self._exchange, range(self._exchange.size)
+        mine = [self._parcel(exchange.rank, owner, turn) for owner in ranks]
+        theirs = [self._parcel(peer, exchange.rank, turn) for peer in ranks]
+        staged = _consecutive(self._staging, [sum(self._held[exchange.rank][i].numel for i in parcel) for parcel in mine])
+        for flat, parcel in zip(staged, mine, strict=True):
+            for index, part in self._parts(exchange.rank, parcel, flat):
+                part.copy_(self._gradient(index))
+        sent = [flat[: self._given(exchange.rank, parcel)] for flat, parcel in zip(staged, mine, strict=True)]
+        received = _consecutive(self._owned, [self._given(peer, parcel) for peer, parcel in enumerate(theirs)])
+        self._transport.all_to_all(sent, received, TO_OWNERS).wait()
+        results = {i: self._orthogonalized(i, self._joined(i, theirs, received)) for i in turn if self._is_mine(i)}
+        self._transport.all_to_all(self._answers(theirs, results), staged, FROM_OWNERS).wait()
+        for flat, parcel in zip(staged, mine, strict=True):
+            for index, part in self._parts(exchange.rank, parcel, flat):
+                self._put(index, part)
+
+    # -- what ranks have -----------------------------------------------------------------------------------------
+
+    def _matrix(self, index: int) -> Matrix:
+        return self._exchange.matrices[index]
+
+    def _is_mine(self, index: int) -> bool:
+        return self._matrix(index).owner == self._exchange.rank
+
+    def _parcel(self, rank: int, owner: int, turn: Sequence[int]) -> list[int]:
+        """The matrices of ``owner`` of which ``rank`` has elements, those that it gives first."""
+        found = [i for i in turn if self._matrix(i).owner == owner and self._held[rank][i].numel]
+        return sorted(found, key=lambda i: not self._exchange.gives(rank, self._matrix(i)))
+
+    def _given(self, rank: int, parcel: Sequence[int]) -> int:
+        """How many elements of its ``parcel`` the rank gives."""
+        return sum(self._held[rank][i].numel for i in parcel if self._exchange.gives(rank, self._matrix(i)))
+
+    def _parts(self, rank: int, parcel: Sequence[int], flat: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(index of a matrix, what ``rank`` has of it), for each of its ``parcel``, which begins where ``flat`` does."""
+        return list(zip(parcel, _consecutive(flat, [self._held[rank][i].numel for i in parcel]), strict=True))
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        """This rank's elements of the gradient of a matrix: flat, fp32, where the master is."""
+        run, group = self._runs[index], self._group_of[index]
+        return owned_gradient(group)[run.offset : run.offset + run.numel] if run else group.grad_shard[:0]
+
+    # -- as an owner ---------------------------------------------------------------------------------------------
+
+    def _joined(self, index: int, parcels: Sequence[Sequence[int]], received: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The matrix, from what ranks have given."""
+        found: dict[TensorShard | None, list[tuple[int, torch.Tensor]]] = {}
+        for peer, parcel in enumerate(parcels):
+            given = [i for i in parcel if self._exchange.gives(peer, self._matrix(i))]
+            for i, part in self._parts(peer, given, received[peer]):
+                if i == index:
+                    held = self._held[peer][i]
+                    found.setdefault(held.shard, []).append((held.start, part))
+        joined = {shard: torch.cat([part for _, part in sorted(parts, key=_start)]) for shard, parts in found.items()}
+        if None in joined:
+            return joined[None]
+        whole = self._owned.new_empty(self._matrix(index).shape)
+        for shard, part in joined.items():
+            assert shard is not None
+            shard.put(part.view(shard.local_shape), whole)
+        return whole
+
+    def _orthogonalized(self, index: int, matrix: torch.Tensor) -> torch.Tensor:
+        on_device = matrix.to(self._transport.device).view(self._matrix(index).shape)
+        return orthogonalized(on_device, self._optimizer.param_groups[self._settings_of(index)])
+
+    def _settings_of(self, index: int) -> int:
+        return self._group_of[index].plan.optimizer_groups[self._matrix(index).entry]
+
+    def _answers(self, parcels: Sequence[Sequence[int]], results: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What each rank gets, in the buffer of owned matrices. Ranks that have the same elements get the same tensor."""
+        made: dict[tuple[tuple[int, Part], ...], torch.Tensor] = {}
+        cuts: dict[tuple[int, TensorShard], torch.Tensor] = {}
+        used = 0
+        for peer, parcel in enumerate(parcels):
+            key = self._contents(peer, parcel)
+            if key in made:
+                continue
+            flat = self._owned[used : used + sum(held.numel for _, held in key)]
+            used += flat.numel()
+            for (index, held), part in zip(key, _consecutive(flat, [h.numel for _, h in key]), strict=True):
+                if held.shard is not None and (index, held.shard) not in cuts:
+                    cuts[index, held.shard] = held.shard.cut(results[index])
+                source = results[index] if held.shard is None else cuts[index, held.shard]
+                part.copy_(source.reshape(-1)[held.start : held.start + held.numel])
+            made[key] = flat
+        return [made[self._contents(peer, parcel)] for peer, parcel in enumerate(parcels)]
+
+    def _contents(self, peer: int, parcel: Sequence[int]) -> tuple[tuple[int, Part], ...]:
+        return tuple((i, self._held[peer][i]) for i in parcel)
+
+    # -- back ----------------------------------------------------------------------------------------------------
+
+    def _put(self, index: int, direction: torch.Tensor) -> None:
+        """Let the gradient of a matrix, as far as this rank has it, be ``direction``, scaled by the matrix's shape."""
+        settings = self._optimizer.param_groups[self._settings_of(index)]
+        self._gradient(index).copy_(direction.view(-1)).mul_(scale_of(self._matrix(index).shape, settings["adjust_lr_fn"]))
+
+
+def _start(part: tuple[int, torch.Tensor]) -> int:
+    return part[0]
+
+
+def _consecutive(flat: torch.Tensor, numels: Sequence[int]) -> list[torch.Tensor]:
+    """Views of ``flat``, one after the other, of so many elements."""
+    return [flat[low:high] for low, high in pairwise(accumulate(numels, initial=0))]
