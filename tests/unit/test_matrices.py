@@ -13,12 +13,14 @@ from torch import nn
 from torch.optim import _muon as theirs
 
 import zerorun
+from zerorun.distributed.layout import build_layout
+from zerorun.distributed.topology import Topology
 from zerorun.errors import ModelError
 from zerorun.ops import newton_schulz
 from zerorun.ops.newton_schulz import orthogonalize
 from zerorun.optim.muon import Muon
 from zerorun.plan.make import make_plan, planned_topology
-from zerorun.plan.matrices import TURN_NUMEL, MatrixExchange, choose_owners, cost_of
+from zerorun.plan.matrices import TURN_NUMEL, MatrixExchange, choose_owners, cost_of, plan_exchange
 from zerorun.startup.inputs import take_in
 
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
@@ -74,23 +76,31 @@ def exchange_of(model: nn.Module, config: dict[str, Any], world: int, rank: int)
     return plan.matrices
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("world", [2, 8])
-def test_bytes_are_those_of_the_formula(world: int, stage: int) -> None:
-    """4 Psi (N - 1) / N^2 for each rank, less what owners have beyond an even part: shards are even in units."""
-    with torch.device("meta"):
-        model = Blocks()
-    psi = sum(p.numel() for block in model.blocks for p in block.parameters() if p.dim() == 2)
-    found = [exchange_of(model, config_of(stage), world, rank) for rank in range(world)]
+def llama_8b(ranks: int) -> list[MatrixExchange]:
+    """Of the blocks, on each of the ranks that share them."""
+    norms = [(4096,), (4096,)]
+    names = {f"{block}.{n}": shape for block in range(32) for n, shape in enumerate([*LLAMA_8B, *norms])}
+    by_block = [[name for name in names if name.startswith(f"{block}.")] for block in range(32)]
+    layouts = [build_layout(own, [names[name] for name in own], ranks) for own in by_block]
+    shapes = {name: shape for name, shape in names.items() if len(shape) == 2}
+    places = [Topology.plan(ranks, rank) for rank in range(ranks)]
+    return [plan_exchange(layouts, shapes, frozenset(), place, shares=False, fp32=False) for place in places]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_bytes_are_those_of_the_formula(ranks: int) -> None:
+    """4 Psi (N - 1) / N^2 for each rank, up to what owners have beyond an even part of their own matrices."""
+    found = llama_8b(ranks)
+    psi, formula = 32 * sum(map(prod, LLAMA_8B)), 4 * 32 * sum(map(prod, LLAMA_8B)) * (ranks - 1) / ranks**2
     assert all([m.owner for m in one.matrices] == [m.owner for m in found[0].matrices] for one in found)
+    assert sum(m.here for one in found for m in one.matrices) == psi
     sent = [[sum(way) for way in zip(*(one.sent(turn) for turn in range(len(one.turns))), strict=True)] for one in found]
     there, back = (sum(way) for way in zip(*sent, strict=True))
-    assert there == back  # what is no owner's own goes to it, and comes back
-    assert sum(m.here for one in found for m in one.matrices) == psi
-    elsewhere = sum(m.here for one in found for m in one.matrices if m.owner != one.rank)
-    assert there + back == 4 * elsewhere
-    assert there + back <= 1.1 * 4 * psi * (world - 1) / world
+    assert there == back == 2 * sum(m.here for one in found for m in one.matrices if m.owner != one.rank)
+    assert there + back == pytest.approx(ranks * formula, rel=0.02)
+    assert max(map(sum, sent)) <= 1.06 * formula
     assert {(one.staging, one.owned) for one in found} == {(found[0].staging, found[0].owned)}
+    assert found[0].bytes < 400 << 20
 
 
 def test_ranks_that_have_it_all_send_results_only() -> None:
