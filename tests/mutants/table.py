@@ -1413,6 +1413,6 @@ MUTANTS = (
         "zerorun/plan/matrices.py",
         "        return (1 if matrix.divided else self.tensor) * (self.shard if self.shares else 1)",
         "        return self.shard if self.shares else 1",
-        ("tests/ranks/test_muon.py::test_a_divided_model_equals_one_process",),
+        ("tests/ranks/test_muon.py::test_what_is_sent_is_planned",),
     ),
 )

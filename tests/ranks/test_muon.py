@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import torch
 from harness import run_ranks
 from models import CASES, VOCAB
 from reference import Result, differences, train_reference
-from test_parallel_matrix import VOCABULARY, compare
+from test_parallel_matrix import VOCABULARY, build, compare, data_of, one_step
 from test_parallel_matrix import reference as parallel_reference
 from test_parallel_matrix import train as parallel_train
-from training import make_config, train
+from training import make_config, merged, train
+
+import zerorun
+from zerorun.plan.matrices import FROM_OWNERS, TO_OWNERS
+from zerorun.plan.step import step_collectives
 
 STEPS = 10
 ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
@@ -123,3 +128,35 @@ def test_a_divided_model_equals_one_process(which: str) -> None:
     config = config_of(stage, accumulation=2, **changes)
     found = run_ranks(tensor * pipe * data, parallel_train, name, tensor, pipe, config)
     compare(found, parallel_reference(name, data, 2, optimizer_of=APART[name]), 1e-5)
+
+
+def sent_and_held(name: str, tensor: int, pipe: int, config: dict[str, Any]) -> tuple[Any, ...]:
+    """Of the third step, what goes to owners and back, as (calls, bytes): counted, and planned. Then what is held."""
+    degrees = {"tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}}
+    engine = zerorun.initialize(build(name), merged(config, degrees))
+    data = data_of(engine.topology.data_parallel_rank, 3 * 2)
+    counted = []
+    for _ in range(3):
+        one_step(engine, data, 2, pipe)
+        report = engine.communication_report()
+        counted.append([(report[label]["calls"], report[label]["bytes"]) for label in (TO_OWNERS, FROM_OWNERS)])
+    steps = [[(c - c0, b - b0) for (c0, b0), (c, b) in zip(*pair, strict=True)] for pair in pairwise(counted)]
+    calls = step_collectives(engine.plan)
+    own = [[call.bytes for call in calls if call.label == label] for label in (TO_OWNERS, FROM_OWNERS)]
+    held = engine.memory_report()["slots"], engine.sharded.buffer_bytes
+    exchange = engine.plan.matrices
+    engine.destroy()
+    return steps, [(len(sizes), sum(sizes)) for sizes in own], held, exchange
+
+
+@pytest.mark.parametrize("which", ["tensor, whole", "tensor, sharded", "uneven, and whole"])
+def test_what_is_sent_is_planned(which: str) -> None:
+    name, stage, tensor, pipe, data, changes = PARTS[which]
+    config = config_of(stage, accumulation=2, **changes)
+    found = run_ranks(tensor * pipe * data, sent_and_held, name, tensor, pipe, config)
+    owners = [[(m.name, m.owner) for m in exchange.matrices] for *_, exchange in found]
+    assert owners[1:] == owners[:-1]
+    assert len({m.owner for *_, exchange in found for m in exchange.matrices}) == len(found)
+    for steps, planned, (_, buffers), exchange in found:
+        assert steps == [planned] * 2
+        assert buffers == exchange.bytes
