@@ -64,4 +64,4 @@ def with_states(plan: ShardingPlan, states: OptimizerStates) -> ShardingPlan:
 def _states_of(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> int:
     if plan.by_parts:
         return sum(states.bytes_of_part(plan.part(group, run.entry)) for run in group.owned_runs() if run.numel)
-    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=plan.whole))
+    return sum(states.bytes(piece.group, piece.shape, piece.format) for piece in group.pieces(whole=plan.whole))
