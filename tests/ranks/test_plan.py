@@ -101,7 +101,8 @@ def config_of(seed: int, world: int) -> dict[str, Any]:
     stage = rng.randrange(4)
     if stage and rng.random() < 0.4:
         zero["shard_degree"] = rng.choice([degree for degree in (1, 2, 4) if world % degree == 0])
-    optimizer = rng.choice(("AdamW", "SGD", "Adagrad", "Lion", "RAdam", "Adafactor", *(["Muon"] * has_matrices(seed))))
+    own = ("Muon",) * has_matrices(seed)
+    optimizer = rng.choice(("AdamW", "SGD", "Adagrad", "Lion", "RAdam", "Adafactor", "Lamb", *own))
     if stage and rng.random() < 0.4:
         zero["offload_optimizer"] = {"device": "cpu", "ratio": rng.choice((1.0, 0.5))}
     if stage == 3 and rng.random() < 0.3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,10 @@ from torch.utils._pytree import tree_leaves
 import zerorun
 from zerorun.errors import ConfigError, TopologyError
 from zerorun.log import in_bytes
+from zerorun.plan.ledger import planned_bytes, with_states
+from zerorun.plan.make import make_plan, planned_topology
+from zerorun.plan.optimizer_states import OptimizerStates
+from zerorun.startup.inputs import take_in
 
 GB = 10**9
 
@@ -184,6 +189,23 @@ def test_factored_states() -> None:
     assert estimate.kinds["moments"] == 4 * (256 + 512) * 4
     given["optimizer"]["params"] = {"foreach": True}
     assert zerorun.estimate_memory(blocks_of(4, 512), given, 2, device="cpu").kinds["moments"] == 4 * 2 * 4 * 512
+
+
+@pytest.mark.parametrize("optimizer", ["Adafactor", "Lamb", "AdamW"])
+def test_ranks_hold_equally_much(optimizer: str) -> None:
+    """Also with optimizers that go by sums: at most 1 % more than the mean."""
+    for stage, ranks in product((1, 2, 3), (2, 3, 8, 64)):
+        given = config(stage, optimizer=optimizer)
+        module = on_meta(Decoder, 2, 512, 4096, kv=128, inner=1376)
+        wanted, raw = take_in(module, given, None, None, None, ranks)
+        states = OptimizerStates(raw, torch.device("cpu"))
+        found = []
+        for rank in range(ranks):
+            plan = make_plan(module, wanted, raw, planned_topology(wanted, ranks, 8, rank), "nccl", "cuda")
+            found.append(sum(planned_bytes(with_states(plan, states)).values()))
+        assert max(found) <= 1.01 * sum(found) / ranks, (stage, ranks)
+        estimate = zerorun.estimate_memory(module, given, ranks, device="cuda", transport="nccl")
+        assert sum(estimate.kinds.values()) == max(found)
 
 
 class Picky(torch.optim.SGD):

@@ -49,7 +49,8 @@ CONFIGS = {
     "stage 0": make_config(0),
     "stage 3 in bf16": make_config(3, precision="bf16", accumulation=2),
     "hybrid": make_config(3, zero_optimization={"shard_degree": 4}),
-    "whole parameters": make_config(2) | {"optimizer": {"type": "Adafactor", "params": {}}},
+    "whole parameters": make_config(2) | {"optimizer": {"type": "Adafactor", "params": {"foreach": True}}},
+    "parts": make_config(2) | {"optimizer": {"type": "Adafactor", "params": {}}},
     "on disk": make_config(3, zero_optimization={"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}),
 }
 

@@ -315,7 +315,7 @@ def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
 def ranges_of(optimizer: torch.optim.Optimizer, piece: OptimizerPiece, key: str) -> tuple[StateRange, ...] | None:
     """What of the stored state ``key`` the state of ``piece`` is, for states of parts that have not one value for each of
     its elements."""
-    if not isinstance(optimizer, PartsOptimizer):
+    if not isinstance(optimizer, PartsOptimizer) or key not in optimizer.factors:
         return None
     return optimizer.state_ranges(key, optimizer.part_of(piece.tensor))
 

@@ -17,14 +17,14 @@ from ..distributed.transport import peer_memory
 from ..distributed.transports import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
 from ..log import in_bytes
-from ..plan.ledger import planned_bytes, total_of, with_states
+from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make import planned_topology
 from ..plan.optimizer_states import OptimizerStates
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.weights import stays_apart, stored_bytes
 from ..startup.inputs import OptimizerLike, take_in
 from ..startup.planned_parts import PlannedPart, planned_parts
-from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, heaviest_rank, start_up
+from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, start_up
 
 _RANKS_PER_NODE = 8  # the default
 
@@ -194,7 +194,7 @@ def _estimate(
 ) -> Estimate:
     topology, states = part.topology, OptimizerStates(part.raw, torch.device("cpu"))
     plan = with_states(part.plan(config, transport, device), states)
-    heaviest = heaviest_rank(plan)
+    heaviest = heaviest_rank(plan, states)
     if heaviest:
         part = replace(part, topology=replace(topology, rank=topology.rank_at(shard=heaviest)))
         plan = with_states(part.plan(config, transport, device), states)

@@ -24,7 +24,7 @@ from ..errors import ConfigError, DoesNotFitError, TopologyError
 from ..log import in_bytes
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.ledger import planned_bytes, total_of, with_states
+from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make import make_plan, planned_topology
 from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
@@ -32,7 +32,7 @@ from ..plan.sharding_plan import ShardingPlan
 from ..zero.init import part_of
 from .estimate import held_whole
 from .limits import Limit, cgroup_path, host_limits, node_name
-from .start_up import Bytes, Holding, heaviest_rank, never_written, start_up
+from .start_up import Bytes, Holding, never_written, start_up
 
 _TO_HOST = {"device": "cpu"}
 _TO_DISK = {"device": "nvme", "nvme_path": "a folder on a local disk"}
@@ -190,7 +190,7 @@ class Fitting:
             except TopologyError:
                 continue
             plan = self._planned(choice.config, topology)
-            heaviest = heaviest_rank(plan)
+            heaviest = heaviest_rank(plan, self._states)
             if heaviest:
                 plan = self._planned(choice.config, replace(topology, rank=topology.rank_at(shard=heaviest)))
             needed = self._demand_of(plan)

@@ -8,11 +8,10 @@ two are one, and its peak is that of their sum, ``both``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
-from ..ops.state_format import StateFormat
 from ..plan.reductions import MAX_REDUCING
 from ..plan.sharding_plan import DEVICE, DISK, Buffer, FlatGroupPlan, ShardingPlan
 
@@ -100,42 +99,6 @@ def never_written(plan: ShardingPlan) -> int:
     """Return the bytes of gradient slots that are not written while ranks sum gradients where autograd leaves them."""
     own = sum(_beyond_shard(group) for group in plan.trainable if group.unpacked)
     return own + (plan.grad_slots.bytes if any(group.unpacked for group in plan.trainable) else 0)
-
-
-def heaviest_rank(plan: ShardingPlan) -> int:
-    """Return the shard rank that holds the most. Shards are equal but for rounding unless parameters are whole.
-
-    Of equal ones, with Muon, the rank with the most elements that AdamW updates has the most states; and where states differ
-    in format, the one whose states take the most bytes.
-    """
-    layouts = [group.layout for group in plan.flat_groups]
-    if plan.matrices is not None and plan.policy.shard_optimizer:
-        states = [_states_on(plan, rank) for rank in range(plan.topology.shard)]
-        return states.index(max(states))
-    formats = {format for group in plan.trainable for format in group.state_formats}
-    if all(layout.even for layout in layouts) and formats <= {StateFormat.FP32}:
-        return 0
-    totals = [
-        (sum(layout.shard_numel(rank) for layout in layouts), sum(_state_bytes(group, rank) for group in plan.trainable))
-        for rank in range(layouts[0].degree)
-    ]
-    return totals.index(max(totals))
-
-
-def _states_on(plan: ShardingPlan, rank: int) -> int:
-    """Return the number of states on shard rank ``rank``: Muon's one for each element of a matrix, or AdamW's two."""
-    matrices = plan.matrices.matrices if plan.matrices is not None else ()
-    of_muon, total = {plan.trainable[m.group].optimizer_groups[m.entry] for m in matrices}, 0
-    for group in plan.trainable:
-        bounds = group.layout.bounds
-        there = replace(group, shard_rank=rank, owned=(bounds[rank], bounds[rank + 1]))
-        total += sum(piece.shape[0] * (1 if piece.group in of_muon else 2) for piece in there.pieces(whole=False))
-    return total
-
-
-def _state_bytes(group: FlatGroupPlan, rank: int) -> int:
-    """Return the bytes of one state of what ``rank`` has in its shard."""
-    return sum(group.state_formats[piece.entry].nbytes(piece.numel) for piece in group.layout.pieces(rank))
 
 
 def _beyond_shard(group: FlatGroupPlan) -> int:

@@ -26,6 +26,8 @@ class Adafactor(PartsOptimizer):
     as mean(C), which is the same number.
     """
 
+    factors = frozenset({"row_var", "col_var"})
+
     def __init__(
         self,
         params: Any,
@@ -68,7 +70,8 @@ class Adafactor(PartsOptimizer):
         return loss
 
     def _moving(self) -> list[tuple[dict[str, Any], Tensor]]:
-        return [(group, param) for group in self.param_groups for param in group["params"] if param.grad is not None]
+        each = ((group, param) for group in self.param_groups for param in group["params"])
+        return [(group, param) for group, param in each if param.grad is not None and param.numel()]
 
     def _begin(self, group: dict[str, Any], param: Tensor) -> _Update:
         """Count a step of ``param``, and take the squares of its gradient."""
@@ -97,10 +100,8 @@ class Adafactor(PartsOptimizer):
         return {"row_var": factors.row_count, "col_var": factors.matrix_count * factors.width}
 
     @staticmethod
-    def state_ranges(key: str, part: Part) -> tuple[StateRange, ...] | None:
-        if key == "row_var":
-            return Factors(part).stored_rows
-        return Factors(part).stored_columns if key == "col_var" else None
+    def state_ranges(key: str, part: Part) -> tuple[StateRange, ...]:
+        return Factors(part).stored_rows if key == "row_var" else Factors(part).stored_columns
 
 
 def _is_shared(part: Part) -> int:

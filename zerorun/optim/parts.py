@@ -105,6 +105,7 @@ class PartsOptimizer(torch.optim.Optimizer):
     1-D fp32 tensors, and a step may leave anything in their gradients, which are of no use afterwards.
     """
 
+    factors: frozenset[str] = frozenset()  # names of states that have not one value for each element
     parts: tuple[Part, ...] = ()  # of all parameters that this rank's pipeline stage trains
     _places: Mapping[Tensor, int] = {}  # tensor -> the index of its part
     _sum: SumOverRanks | None = None
@@ -155,6 +156,6 @@ class PartsOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @staticmethod
-    def state_ranges(key: str, part: Part) -> tuple[StateRange, ...] | None:
-        """Return what of the stored state ``key`` of its parameter the state of ``part`` is; None: its elements."""
-        return None
+    def state_ranges(key: str, part: Part) -> tuple[StateRange, ...]:
+        """Return what of the stored state ``key`` of its parameter, one of ``factors``, the state of ``part`` is."""
+        raise NotImplementedError

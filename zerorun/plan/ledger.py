@@ -5,8 +5,9 @@ Kinds in host memory are named "host ...", and those in files "disk ...". They a
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from .optimizer_states import OptimizerStates
@@ -61,7 +62,39 @@ def with_states(plan: ShardingPlan, states: OptimizerStates) -> ShardingPlan:
     return replace(plan, states=tuple(_states_of(plan, group, states) for group in plan.trainable))
 
 
+def heaviest_rank(plan: ShardingPlan, states: OptimizerStates) -> int:
+    """Return the shard rank that holds the most.
+
+    Shards are equal but for rounding unless parameters are whole. Of equal ones it is that of the most states: an optimizer
+    that is told of parts keeps more for some than for others, and so does Muon, for what AdamW updates.
+    """
+    layouts, ranks = [group.layout for group in plan.flat_groups], range(plan.topology.shard)
+    totals = [sum(layout.shard_numel(rank) for layout in layouts) for rank in ranks]
+    if plan.by_parts and plan.policy.shard_optimizer:
+        totals = [0 for _ in ranks]
+        for group in plan.trainable:
+            for rank, size in _states_of_parts(plan, group, states):
+                totals[rank] += size
+    elif plan.matrices is not None and plan.policy.shard_optimizer:
+        totals = [sum(_states_of(plan, _at(group, rank), states) for group in plan.trainable) for rank in ranks]
+    return totals.index(max(totals))
+
+
+def _states_of_parts(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> Iterator[tuple[int, int]]:
+    """Yield (rank of the shard axis, bytes of its states) for each part of each parameter of ``group``."""
+    for number, entry in enumerate(group.layout.entries):
+        bounds = group.layout.bounds
+        for rank in range(bisect_right(bounds, entry.offset) - 1, bisect_left(bounds, entry.end)) if entry.numel else ():
+            yield rank, states.bytes_of_part(plan.part(_at(group, rank), number))
+
+
+def _at(group: FlatGroupPlan, rank: int) -> FlatGroupPlan:
+    """Return ``group`` with what rank ``rank`` of the shard axis updates."""
+    bounds = group.layout.bounds
+    return replace(group, shard_rank=rank, owned=(bounds[rank], bounds[rank + 1]))
+
+
 def _states_of(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> int:
     if plan.by_parts:
         return sum(states.bytes_of_part(plan.part(group, run.entry)) for run in group.owned_runs() if run.numel)
-    return sum(states.bytes(piece.group, piece.shape, piece.format) for piece in group.pieces(whole=plan.whole))
+    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=plan.whole))
