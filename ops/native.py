@@ -25,23 +25,52 @@ import torch  # before the library: both then share the OpenMP runtime that torc
 from . import build
 from .build import BuildError
 from .operands import Operands
+from .state_format import State, cell_table, codes_map
 
 ISAS = ("scalar", "avx2", "avx512")  # as enum Isa in optimizer.cpp; likewise the two below
 ADAM, ADAGRAD, LION, SGD, ADAM_SAGE, SOPHIA, CURVATURE = range(7)
-STATES = ("first", "second", "third")  # fields of Step, in the order of Operands.states
 # Constants that have a second part, and what they are if a rule does not read them.
 _IN_TWO_PARTS = {"keep": 1.0, "decay": 0.0, "rate": 0.0, "third_keep": 0.0, "third_past": 0.0, "third_eps": 0.0}
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+SIGNED8, UNSIGNED8 = 4, 5  # types of states in blocks
+STATES = 3  # a rule has at most
 
 _logger = logging.getLogger("zerorun")
 _lock = threading.Lock()
+
+
+class StateFields(ctypes.Structure):
+    """One state, as ``struct State`` in optimizer.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "map", "words")),
+        *((name, ctypes.c_int32) for name in ("first_cell", "cells", "type")),
+    )
+
+    @classmethod
+    def of(cls, state: State) -> StateFields:
+        """Describe ``state``, which must outlive what is returned."""
+        if isinstance(state, torch.Tensor):
+            return cls(data=state.data_ptr(), type=_TYPES[state.dtype])
+        table = cell_table(state.signed)
+        return cls(
+            data=state.codes.data_ptr(),
+            scale=state.scale.data_ptr(),
+            map=codes_map(state.signed).data_ptr(),
+            words=table.words.data_ptr(),
+            first_cell=table.first,
+            cells=table.words.numel(),
+            type=SIGNED8 if state.signed else UNSIGNED8,
+        )
 
 
 class Step(ctypes.Structure):
     """One update, field by field as ``struct Step`` in optimizer.cpp, which explains them."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "gradient", *STATES, "out")),
+        *((name, ctypes.c_void_p) for name in ("weight", "gradient")),
+        ("states", StateFields * STATES),
+        ("out", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("gradient_type", "out_type", "rule", "isa", "threads")),
         *((name, ctypes.c_float) for name in ("coefficient", "keep", "keep_low", "decay", "decay_low", "rate", "rate_low")),
@@ -114,13 +143,13 @@ class Library:
             coefficient=coefficient,
             **in_two_parts(constants),
         )
-        for field, state in zip(STATES, operands.states, strict=False):
-            setattr(step, field, state.data_ptr())
+        for number, state in enumerate(operands.states):
+            step.states[number] = StateFields.of(state)
         if out is not None:
             step.out, step.out_type = out.data_ptr(), _TYPES[out.dtype]
         self.functions.zerorun_update(ctypes.byref(step))
         # Autograd must know that these tensors have changed, although torch did not change them.
-        torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
+        torch.autograd.graph.increment_version(operands.written)
 
 
 @dataclass(frozen=True)

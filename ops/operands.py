@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .state_format import BLOCK, Blocks, State
+
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -20,7 +22,7 @@ class Operands:
 
     weight: Tensor  # [numel] fp32, updated
     gradient: Tensor  # [numel] fp32, bf16 or fp16, read only
-    states: tuple[Tensor, ...]  # [numel] fp32 each, updated
+    states: tuple[State, ...]  # [numel] fp32 or bf16 each, or in blocks that begin where the weight begins; updated
     out: Tensor | None  # [numel] fp32, bf16 or fp16: receives the new weight, rounded to nearest even
     # Multiplies the gradient. A tensor is an fp32 scalar that only the device reads: if it is not finite, the update writes
     # nothing.
@@ -30,11 +32,21 @@ class Operands:
         _check("weight", self.weight, self.weight, (torch.float32,))
         _check("gradient", self.gradient, self.weight, _ROUNDED)
         for state in self.states:
-            _check("state", state, self.weight, (torch.float32,))
+            if isinstance(state, Blocks):
+                _check("state", state.codes, self.weight, (torch.uint8,))
+                _check("scale", state.scale, self.weight, (torch.float32,), -(-self.weight.numel() // BLOCK))
+            else:
+                _check("state", state, self.weight, (torch.float32, torch.bfloat16))
         if self.out is not None:
             _check("out", self.out, self.weight, _ROUNDED)
         if isinstance(self.coefficient, Tensor) and (self.coefficient.dtype, self.coefficient.dim()) != (torch.float32, 0):
             raise TypeError(f"the coefficient is {self.coefficient}; it must be a number, or an fp32 scalar on the device")
+
+    @property
+    def written(self) -> list[Tensor]:
+        """All tensors that the update writes to: the weight first, and ``out`` last."""
+        parts = [[s.codes, s.scale] if isinstance(s, Blocks) else [s] for s in self.states]
+        return [self.weight, *(tensor for part in parts for tensor in part), *([] if self.out is None else [self.out])]
 
 
 class Updates(Protocol):
@@ -47,16 +59,18 @@ class Updates(Protocol):
         """
 
 
-def _check(name: str, tensor: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check(name: str, tensor: Tensor, weight: Tensor, dtypes: tuple[torch.dtype, ...], numel: int | None = None) -> None:
+    """``numel``: if it has another number of elements than the weight."""
+    numel = weight.numel() if numel is None else numel
     if tensor.layout is not torch.strided:
         raise TypeError(f"the {name} is {tensor.layout}; a single-pass update needs dense tensors")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"the {name} is {tensor.dtype}; it must be {names}")
-    if tensor.dim() != 1 or tensor.numel() != weight.numel() or not tensor.is_contiguous():
+    if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
         raise ValueError(
             f"the {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; "
-            f"it must be 1-D and contiguous, with {weight.numel()} elements as the weight has"
+            f"it must be 1-D and contiguous, with {numel} elements, as the weight has {weight.numel()}"
         )
     if tensor.device != weight.device:
         raise ValueError(f"the {name} is on {tensor.device}, the weight on {weight.device}")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from . import native, on_cuda, torch_path
 from .operands import Operands, Updates
+from .state_format import SCALE, Blocks, State, StateFormat, StatePart, held, keep_state
 
 ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is 0
 
@@ -56,8 +57,8 @@ def leave_to_torch(device: torch.device) -> None:
 def adam(
     weight: Tensor,
     gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    exp_avg: State,
+    exp_avg_sq: State,
     out: Tensor | None = None,
     *,
     step: int,
@@ -103,7 +104,7 @@ def _blend(beta: float) -> float:
 def adagrad(
     weight: Tensor,
     gradient: Tensor,
-    sum: Tensor,
+    sum: State,
     out: Tensor | None = None,
     *,
     step: int,
@@ -126,7 +127,7 @@ def adagrad(
 def lion(
     weight: Tensor,
     gradient: Tensor,
-    exp_avg: Tensor,
+    exp_avg: State,
     out: Tensor | None = None,
     *,
     lr: float,
@@ -160,7 +161,7 @@ def lion(
 def sgd(
     weight: Tensor,
     gradient: Tensor,
-    momentum_buffer: Tensor | None = None,
+    momentum_buffer: State | None = None,
     out: Tensor | None = None,
     *,
     lr: float,
@@ -284,13 +285,15 @@ Where = Callable[[Tensor], Tensor]
 class SinglePassOptimizer(torch.optim.Optimizer):
     """The base of the optimizers below. Parameters are contiguous fp32 tensors of any shape.
 
-    Four attributes say what else the pass does. A step does not change gradients.
+    Five attributes say what else the pass does. A step does not change gradients.
 
     - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`, which may find out only on the device
       that it is not finite, and write nothing (see Operands). Whoever learns of it calls :meth:`take_back`.
     - ``gradients``: parameter -> its gradient (as many elements, fp32, bf16 or fp16); without one, ``param.grad`` is used.
     - ``outputs``: parameter -> the tensor for its new value, rounded (as many elements, fp32, bf16 or fp16).
-    - ``state_home``: called with a parameter and the number of a state; makes that state, zeros of the parameter's shape.
+    - ``formats``: parameter -> the format of its states; without one, ``default_format`` decides.
+    - ``state_home``: called with a parameter, the number of a state and one of its parts; makes that part, all zeros. If it
+      has as many elements as the parameter, it has its shape, too; otherwise it is 1-D.
 
     A step raises what :class:`Operands` raises, and ValueError for a group to which a checkpoint gave an unknown variant.
     """
@@ -343,7 +346,13 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         self._stepped: list[tuple[Tensor, list[str]]] = []  # of the last step: parameter, the states that it made
         self.gradients: dict[Tensor, Tensor] = getattr(self, "gradients", {})
         self.outputs: dict[Tensor, Tensor] = getattr(self, "outputs", {})
-        self.state_home: Callable[[Tensor, int], Tensor] = getattr(self, "state_home", _zeros)
+        self.formats: dict[Tensor, StateFormat] = getattr(self, "formats", {})
+        self.state_home: Callable[[Tensor, int, StatePart], Tensor] = getattr(self, "state_home", _zeros)
+        for param, states in self._held.items():  # torch casts what it loads to the parameter's dtype
+            for key in [key for key in states if key + SCALE in states]:
+                states[key] = states[key].to(torch.uint8)
+            for key in self._states(self.defaults) if self.format_of(param) is StateFormat.BF16 else ():
+                states[key] = states[key].to(torch.bfloat16)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -405,15 +414,30 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         first = False
         for number, (key, start) in enumerate(self._states(group).items()):
             if self._held[param].get(key) is None:
-                self._held[param][key] = made = self.state_home(param, number)
+                for part in self.format_of(param).parts:
+                    self._held[param][key + part.key] = self.state_home(param, number, part)
                 if start:
-                    made.fill_(start)
+                    keep_state(self._held[param], key, torch.full_like(param, start))
                 first = True
         kept = {key: value for key, value in group.items() if key != "params"}
         return {**kept, "lr": float(group["lr"]), "first": first}
 
+    def format_of(self, param: Tensor) -> StateFormat:
+        """Return the format of the states of ``param``."""
+        return self.formats.get(param, self.default_format(param.numel()))
+
+    def default_format(self, numel: int, *, is_embedding: bool = False) -> StateFormat:
+        """Return the format for the states of a parameter with ``numel`` elements, not of a part of it."""
+        return StateFormat.FP32
+
+    def inherit(self, param: Tensor, parts: Iterable[Tensor]) -> None:
+        """Let ``parts``, into which ``param`` was cut, have what is known of it besides its state."""
+        found = self.format_of(param)
+        self.formats.pop(param, None)
+        self.formats.update(dict.fromkeys(parts, found))
+
     def state_count(self) -> int:
-        """Return how many state tensors of its own size a parameter has, at most."""
+        """Return how many states of its own size a parameter has, at most."""
         return max(len(self._states(group)) for group in self.param_groups)
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
@@ -434,12 +458,12 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
         ``where``: maps ``param`` and each of its states to the tensor that stands for it now.
         """
-        held = [param, *(self._held[param][key] for key in self._states(settings))]
-        weight, *states = (_flat("tensor", tensor if where is None else where(tensor)) for tensor in held)
+        there = _itself if where is None else where
+        states = [_operand(self._held[param], key) for key in self._states(settings)]
         self._function(
-            weight,
+            _flat("tensor", there(param)),
             _flat("gradient", gradient),
-            *states,
+            *(_flat_state(state, there) for state in states),
             out=None if out is None else _flat("output", out),
             coefficient=coefficient,
             **self._options(param, settings),
@@ -462,8 +486,22 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         return int(state["step"])
 
 
-def _zeros(param: Tensor, number: int) -> Tensor:
-    return torch.zeros_like(param, memory_format=torch.contiguous_format)
+def _zeros(param: Tensor, number: int, part: StatePart) -> Tensor:
+    return part.zeros(param)
+
+
+def _operand(states: dict[str, Any], key: str) -> State:
+    return held(states, key) if key + SCALE in states else states[key]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _flat_state(state: State, where: Where) -> State:
+    if isinstance(state, Blocks):
+        return Blocks(_flat("tensor", where(state.codes)), where(state.scale), state.signed)
+    return _flat("tensor", where(state))
 
 
 def _flat(name: str, tensor: Tensor) -> Tensor:
@@ -508,6 +546,38 @@ class Adam(SinglePassOptimizer):
         names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
         kept = {name: settings[name] for name in names}
         return {**kept, "decoupled": settings["decoupled_weight_decay"], "step": self._count(param)}
+
+
+class Adam8bit(Adam):
+    """Adam or, by default, AdamW, whose states take two bytes and a 64th per element: see state_format.py.
+
+    Parameters with less than ``min_8bit_size`` elements have fp32 states. So have, with ``fp32_embeddings``, those of
+    ``nn.Embedding`` modules, where this class is told which they are (``default_format``): rows of an embedding get
+    gradients that differ by orders of magnitude, and share scales.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
+        min_8bit_size: int = 4096,
+        fp32_embeddings: bool = True,
+    ) -> None:
+        if not min_8bit_size >= 0:
+            raise ValueError(f"min_8bit_size must be at least 0, got {min_8bit_size}")
+        self.min_8bit_size, self.fp32_embeddings = min_8bit_size, fp32_embeddings
+        how = {"decoupled_weight_decay": decoupled_weight_decay, "bias_correction": bias_correction}
+        super().__init__(params, lr, betas, eps, weight_decay, **how)
+
+    def default_format(self, numel: int, *, is_embedding: bool = False) -> StateFormat:
+        small = numel < self.min_8bit_size or (is_embedding and self.fp32_embeddings)
+        return StateFormat.FP32 if small else StateFormat.BLOCK8
 
 
 class Adagrad(SinglePassOptimizer):

@@ -1,8 +1,8 @@
 """The updates of single_pass.py by torch's own kernels, for use without the native library and Triton.
 
-Tensors are updated in chunks, whose gradients are copied to an fp32 buffer, so that gradients are not changed and no
-temporary is as large as a tensor. On a CPU a chunk stays in the cache. Results differ from the native ones by rounding:
-torch's kernels contract multiplications and additions.
+Tensors are updated in chunks, whose gradients are copied to an fp32 buffer, and so are states in other formats than fp32.
+So gradients are not changed, and no temporary is as large as a tensor. On a CPU a chunk stays in the cache. Results differ
+from the native ones by rounding: torch's kernels contract multiplications and additions.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .operands import Operands
+from .state_format import BLOCK, Blocks, State
 
 _CPU_CHUNK = 1 << 18  # elements: 1 MiB of fp32
 _DEVICE_CHUNK = 1 << 24  # elements: 64 MiB of fp32; enough work per kernel to hide the cost of its launch
@@ -175,16 +176,41 @@ def _by_chunks(
         scaled = buffer[: high - low].copy_(operands.gradient[low:high])
         if applies is not None or coefficient != 1.0:
             scaled.mul_(coefficient)
-        weights, *states = written = [tensor[low:high] for tensor in (weight, *operands.states)]
-        if out is not None:
-            written.append(out[low:high])
-        before = [] if applies is None else [tensor.clone() for tensor in written]
-        update(weights, scaled, tuple(states))
-        if out is not None:
-            written[-1].copy_(weights)
+        chunk = Operands(
+            weight[low:high],
+            operands.gradient[low:high],
+            tuple(_chunk(state, low, high) for state in operands.states),
+            None if out is None else out[low:high],
+            coefficient,
+        )
+        before = [] if applies is None else [tensor.clone() for tensor in chunk.written]
+        states = tuple(_wide(state) for state in chunk.states)
+        update(chunk.weight, scaled, states)
+        for state, new in zip(chunk.states, states, strict=True):
+            _keep(state, new)
+        if chunk.out is not None:
+            chunk.out.copy_(chunk.weight)
         if applies is not None:
-            for tensor, kept in zip(written, before, strict=True):
+            for tensor, kept in zip(chunk.written, before, strict=True):
                 torch.where(applies, tensor, kept, out=tensor)
+
+
+def _chunk(state: State, low: int, high: int) -> State:
+    if isinstance(state, Blocks):
+        return Blocks(state.codes[low:high], state.scale[low // BLOCK : -(-high // BLOCK)], state.signed)
+    return state[low:high]
+
+
+def _wide(state: State) -> Tensor:
+    """Return the values in fp32: the state itself if it is that."""
+    return state.wide() if isinstance(state, Blocks) else state.float()
+
+
+def _keep(state: State, values: Tensor) -> None:
+    if isinstance(state, Blocks):
+        state.keep(values)
+    elif state is not values:
+        state.copy_(values)
 
 
 def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:

@@ -13,17 +13,25 @@ Constants that change from step to step are plain arguments, so that nothing is 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from . import native
 from .operands import Operands
+from .state_format import BLOCK, Blocks, State, cell_table, codes_map
 
 _ADAM, _ADAGRAD, _LION = tl.constexpr(native.ADAM), tl.constexpr(native.ADAGRAD), tl.constexpr(native.LION)
 _ADAM_SAGE, _SOPHIA = tl.constexpr(native.ADAM_SAGE), tl.constexpr(native.SOPHIA)
 _CURVATURE = tl.constexpr(native.CURVATURE)
 _BLOCK = 1024  # elements per program: with 4 warps, 8 per thread, which accesses 4 of them at a time
+_SCALED = tl.constexpr(BLOCK)
+# The first cell of each table, and the number of cells.
+_SIGNED_FIRST, _UNSIGNED_FIRST = tl.constexpr(cell_table(True).first), tl.constexpr(cell_table(False).first)
+_SIGNED_CELLS = tl.constexpr(cell_table(True).words.numel())
+_UNSIGNED_CELLS = tl.constexpr(cell_table(False).words.numel())
 _PARTS = ("keep", "keep_low", "decay", "decay_low", "rate", "rate_low")
 _OF_THIRD = ("third_keep", "third_keep_low", "third_past", "third_past_low", "third_eps", "third_eps_low")
 _CONSTANTS = (*_PARTS, "momentum", "blend", "second_keep", "second_blend", "eps", *_OF_THIRD)
@@ -35,7 +43,9 @@ class Kernels:
     def update(self, rule: int, operands: Operands, constants: dict[str, float]) -> None:
         """Queue ``rule`` on the current stream. ``constants``: as :meth:`native.Library.update` gets them."""
         weight, out = operands.weight, operands.out
-        first, second, third = (*operands.states, None, None, None)[:3]
+        first, second, third = states = (*operands.states, None, None, None)[: native.STATES]
+        in_blocks = any(isinstance(state, Blocks) for state in operands.states)
+        maps, words = _tables(weight.device) if in_blocks else (None, None)
         nesterov = bool(constants.get("nesterov"))
         parts = native.in_two_parts(constants)
         floats = {name: float(parts.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
@@ -47,14 +57,20 @@ class Kernels:
                 _update[(triton.cdiv(weight.numel(), _BLOCK),)](
                     weight,
                     _bits(operands.gradient),
-                    first,
-                    second,
-                    third,
+                    _data(first),
+                    _data(second),
+                    _data(third),
                     None if out is None else _bits(out),
+                    *(state.scale if isinstance(state, Blocks) else None for state in states),
+                    maps,
+                    words,
                     weight.numel(),
                     coefficient,
                     **floats,
                     RULE=rule,
+                    FIRST_SIGNED=_is_signed(first),
+                    SECOND_SIGNED=_is_signed(second),
+                    THIRD_SIGNED=_is_signed(third),
                     NESTEROV=nesterov,
                     COUPLED=floats["decay"] != 0.0,
                     BLOCK=_BLOCK,
@@ -62,12 +78,28 @@ class Kernels:
                     enable_fp_fusion=False,
                 )
         # Autograd must know that these tensors have changed, although torch did not change them.
-        torch.autograd.graph.increment_version([weight, *operands.states, *([] if out is None else [out])])
+        torch.autograd.graph.increment_version(operands.written)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a bf16 tensor as int16, which the kernel converts itself; others as they are."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def _data(state: State | None) -> torch.Tensor | None:
+    """Return the tensor with one item per element."""
+    return state.codes if isinstance(state, Blocks) else None if state is None else _bits(state)
+
+
+def _is_signed(state: State | None) -> bool:
+    return not isinstance(state, Blocks) or state.signed
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (maps, words of cells) on ``device``: those of signed states, then those of the others."""
+    maps = torch.cat([codes_map(signed) for signed in (True, False)])
+    return maps.to(device), torch.cat([cell_table(signed).words for signed in (True, False)]).to(device)
 
 
 # -- one program: BLOCK elements ---------------------------------------------------------------------------------------
@@ -85,6 +117,11 @@ def _update(
     second,
     third,
     out,
+    first_scale,
+    second_scale,
+    third_scale,
+    maps,
+    words,
     numel,
     coefficient,
     keep,
@@ -105,6 +142,9 @@ def _update(
     third_eps,
     third_eps_low,
     RULE: tl.constexpr,
+    FIRST_SIGNED: tl.constexpr,
+    SECOND_SIGNED: tl.constexpr,
+    THIRD_SIGNED: tl.constexpr,
     NESTEROV: tl.constexpr,
     COUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -117,62 +157,37 @@ def _update(
     of_third = (third_keep, third_keep_low, third_past, third_past_low, third_eps, third_eps_low)
     constants = (momentum, blend, second_keep, second_blend, eps, of_third)
     if writes & (start + BLOCK <= numel):
-        _elements(
-            weight,
-            gradient,
-            first,
-            second,
-            third,
-            out,
-            at,
-            None,
-            scale,
-            parts,
-            constants,
-            RULE,
-            NESTEROV,
-            COUPLED,
-        )
+        g = _to_fp32(tl.load(gradient + at)) * scale
+        w = tl.load(weight + at)
+        m = _widen(first, first_scale, maps, w, at, None, FIRST_SIGNED)
+        v = _widen(second, second_scale, maps, w, at, None, SECOND_SIGNED)
+        s = _widen(third, third_scale, maps, w, at, None, THIRD_SIGNED)
+        w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED)
+        _store(None if RULE == _CURVATURE else weight, w, at, None)
+        _narrow(first, first_scale, words, m, at, None, start, numel, FIRST_SIGNED, BLOCK)
+        _narrow(second, second_scale, words, v, at, None, start, numel, SECOND_SIGNED, BLOCK)
+        _narrow(third, third_scale, words, s, at, None, start, numel, THIRD_SIGNED, BLOCK)
+        _store(out, w, at, None)
     elif writes:
         mask = at < numel
-        _elements(
-            weight,
-            gradient,
-            first,
-            second,
-            third,
-            out,
-            at,
-            mask,
-            scale,
-            parts,
-            constants,
-            RULE,
-            NESTEROV,
-            COUPLED,
-        )
+        g = _to_fp32(tl.load(gradient + at, mask=mask)) * scale
+        w = tl.load(weight + at, mask=mask)
+        m = _widen(first, first_scale, maps, w, at, mask, FIRST_SIGNED)
+        v = _widen(second, second_scale, maps, w, at, mask, SECOND_SIGNED)
+        s = _widen(third, third_scale, maps, w, at, mask, THIRD_SIGNED)
+        w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED)
+        _store(None if RULE == _CURVATURE else weight, w, at, mask)
+        _narrow(first, first_scale, words, m, at, mask, start, numel, FIRST_SIGNED, BLOCK)
+        _narrow(second, second_scale, words, v, at, mask, start, numel, SECOND_SIGNED, BLOCK)
+        _narrow(third, third_scale, words, s, at, mask, start, numel, THIRD_SIGNED, BLOCK)
+        _store(out, w, at, mask)
 
 
 @triton.jit
-def _elements(
-    weight,
-    gradient,
-    first,
-    second,
-    third,
-    out,
-    at,
-    mask,
-    coefficient,
-    parts,
-    constants,
-    RULE: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    COUPLED: tl.constexpr,
-):
+def _updated(first, w, g, m, v, s, parts, constants, RULE: tl.constexpr, NESTEROV: tl.constexpr, COUPLED: tl.constexpr):
+    """Return new weight and states."""
     keep, keep_low, decay, decay_low, rate, rate_low = parts
     momentum, blend, second_keep, second_blend, eps, of_third = constants
-    w, g, m, v, s = _load(weight, gradient, first, second, third, at, mask, coefficient)
     if RULE == _ADAM:
         k, d, r = _whole(keep, keep_low), _whole(decay, decay_low), _whole(rate, rate_low)
         w, m, v = _adam(w, g, m, v, k, d, r, blend, second_keep, second_blend, eps, COUPLED)
@@ -191,41 +206,65 @@ def _elements(
         w = w - rate * _decayed(w, g, decay, COUPLED)
     else:
         w, m = _sgd(w, g, m, decay, rate, momentum, blend, NESTEROV, COUPLED)
-    _store(None if RULE == _CURVATURE else weight, first, second, third, out, at, mask, w, m, v, s)
+    return w, m, v, s
 
 
 @triton.jit
-def _load(weight, gradient, first, second, third, at, mask, coefficient):
-    """Return weight, scaled gradient and states, fp32. The weight stands for a state that does not exist."""
-    w = tl.load(weight + at, mask=mask)
-    g = _to_fp32(tl.load(gradient + at, mask=mask))
-    m = w
-    v = w
-    s = w
-    if first is not None:
-        m = tl.load(first + at, mask=mask)
-    if second is not None:
-        v = tl.load(second + at, mask=mask)
-    if third is not None:
-        s = tl.load(third + at, mask=mask)
-    return w, g * coefficient, m, v, s
+def _widen(state, scale, maps, w, at, mask, SIGNED: tl.constexpr):
+    """Return the values of a state in fp32. The weight stands for a state that does not exist."""
+    if state is None:
+        value = w
+    elif scale is None:
+        value = _to_fp32(tl.load(state + at, mask=mask))
+    else:
+        code = tl.load(state + at, mask=mask).to(tl.int32)
+        number = tl.load(maps + (code if SIGNED else code + 256), mask=mask)
+        value = number * tl.load(scale + at // _SCALED, mask=mask)
+    return value
 
 
 @triton.jit
-def _store(weight, first, second, third, out, at, mask, w, m, v, s):
-    if weight is not None:
-        tl.store(weight + at, w, mask=mask)
-    if first is not None:
-        tl.store(first + at, m, mask=mask)
-    if second is not None:
-        tl.store(second + at, v, mask=mask)
-    if third is not None:
-        tl.store(third + at, s, mask=mask)
-    if out is not None:
-        if out.dtype.element_ty == tl.int16:
-            tl.store(out + at, _to_bf16(w), mask=mask)
+def _narrow(state, scale, words, value, at, mask, start, numel, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the values of a state in its format."""
+    if scale is not None:
+        _quantise(state, scale, words, value, at, mask, start, numel, SIGNED, BLOCK)
+    elif state is not None:
+        _store(state, value, at, mask)
+
+
+@triton.jit
+def _quantise(state, scale, words, value, at, mask, start, numel, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    if mask is not None:
+        value = tl.where(mask, value, 0.0)
+    magnitude = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    top = tl.max(tl.reshape(magnitude, (BLOCK // _SCALED, _SCALED)), axis=1)
+    place = start // _SCALED + tl.arange(0, BLOCK // _SCALED)
+    largest = tl.where(top < 0x7F800000, top, 0x7FC00000).to(tl.float32, bitcast=True)
+    tl.store(scale + place, largest, mask=place * _SCALED < numel)
+    tops = tl.reshape(tl.broadcast_to(top[:, None], (BLOCK // _SCALED, _SCALED)), (BLOCK,))
+    finite = tops < 0x7F800000
+    divisor = tl.where(finite & (tops > 0), tops, 0x3F800000).to(tl.float32, bitcast=True)
+    magnitude = tl.where(finite, tl.div_rn(value, divisor).to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    if SIGNED:
+        cell = tl.minimum(tl.maximum((magnitude >> 16) - _SIGNED_FIRST, 0), _SIGNED_CELLS - 1)
+    else:
+        cell = tl.minimum(tl.maximum((magnitude >> 16) - _UNSIGNED_FIRST, 0), _UNSIGNED_CELLS - 1) + _SIGNED_CELLS
+    word = tl.load(words + cell)
+    code = (word >> 16) + ((magnitude & 0xFFFF) > (word & 0xFFFF)).to(tl.int32)
+    if SIGNED:
+        negative = finite & (value.to(tl.int32, bitcast=True) < 0)
+        code = tl.where(negative, 127 - tl.minimum(code, 127), 127 + code)
+    tl.store(state + at, code.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _store(to, value, at, mask):
+    """Write fp32 values in the type of ``to``, if there is such a tensor."""
+    if to is not None:
+        if to.dtype.element_ty == tl.int16:
+            tl.store(to + at, _to_bf16(value), mask=mask)
         else:
-            tl.store(out + at, w.to(out.dtype.element_ty), mask=mask)
+            tl.store(to + at, value.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit

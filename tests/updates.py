@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from zerorun.ops import single_pass
+from zerorun.ops import native, single_pass
 
 EPSILON = 2.0**-23
 TINIEST = 2.0**-149
@@ -221,3 +222,14 @@ def same(one: Tensor, other: Tensor) -> bool:
     integers = {2: torch.int16, 4: torch.int32}[one.element_size()]
     equal = one.view(integers) == other.view(integers)
     return bool((equal | (one.isnan() & other.isnan())).all())
+
+
+def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let updates take ``path``; skip the test where this machine has not got it."""
+    library = native.library()
+    if path == "torch":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif library is None or path not in library.isas:
+        pytest.skip(f"{path} cannot be used here")
+    else:
+        monkeypatch.setattr(library, "isa", path)

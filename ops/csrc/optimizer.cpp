@@ -1,5 +1,8 @@
 // Optimizer updates of flat tensors in one pass over memory: gradient to fp32, decay, update, rounded weight.
 //
+// States are fp32, bf16, or one byte per element with a scale for each 256 of them (ops/state_format.py says how). The rules
+// work on fp32: states in other formats are widened into a buffer before, and rounded from there.
+//
 // A plain C interface without torch headers, so that it builds in a second and fits every torch version. ops/native.py is
 // the only caller and mirrors struct Step.
 //
@@ -24,16 +27,26 @@
 
 namespace {
 
-enum Type : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3 };
+enum Type : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3, SIGNED8 = 4, UNSIGNED8 = 5 };
 enum Rule : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM_SAGE = 4, SOPHIA = 5, CURVATURE = 6 };
 enum Isa : int32_t { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
+
+constexpr int STATES = 3;  // a rule has at most
+
+struct State {
+    void* data;             // [numel] of type; for SIGNED8 and UNSIGNED8 the codes
+    float* scale;           // [numel / 256, rounded up]; like the rest, only for SIGNED8 and UNSIGNED8
+    const float* map;       // [256] the number of each code
+    const uint32_t* words;  // [cells] see ops/state_format.py, likewise for the next two
+    int32_t first_cell;
+    int32_t cells;
+    Type type;  // NONE if the rule has no such state
+};
 
 struct Step {
     float* weight;         // [numel]
     const void* gradient;  // [numel] of gradient_type
-    float* first;          // [numel] first state, see each rule; null if the rule has none
-    float* second;         // [numel] second state, or null
-    float* third;          // [numel] third state, or null
+    State states[STATES];  // see each rule
     void* out;             // [numel] of out_type: the new weight, rounded to nearest even; null for NONE
     int64_t numel;
     Type gradient_type;
@@ -63,6 +76,7 @@ struct Step {
 };
 
 constexpr int64_t BLOCK = 1024;            // elements; 24 KB with all its tensors
+constexpr int64_t SCALED = 256;            // elements that share a scale; BLOCK is a multiple of it
 constexpr int64_t THREAD_NUMEL = 1 << 14;  // least work worth a thread: about 10 us, and waking one takes 1 to 5 us
 
 INLINE uint32_t bits_of(float value) {
@@ -108,7 +122,72 @@ INLINE uint16_t to_fp16(float value) {
     return uint16_t((magnitude >= (143u << 23) ? special : finite) | (bits >> 16 & 0x8000));
 }
 
+// -- 8-bit states -------------------------------------------------------------------------------------------------------
+
+INLINE void dequantise(const State& state, int64_t at, int64_t count, float* __restrict to) {
+    const uint8_t* codes = static_cast<const uint8_t*>(state.data) + at;
+    const float* map = state.map;
+    for (int64_t low = 0; low < count; low += SCALED) {
+        const float scale = state.scale[(at + low) / SCALED];
+        const int64_t high = std::min(low + SCALED, count);
+        for (int64_t i = low; i < high; ++i) to[i] = map[codes[i]] * scale;
+    }
+}
+
+template <bool with_sign>
+INLINE void quantise(const State& state, int64_t at, int64_t count, const float* __restrict from) {
+    uint8_t* __restrict codes = static_cast<uint8_t*>(state.data) + at;
+    const uint32_t* words = state.words;
+    const int32_t first = state.first_cell, last = state.cells - 1;
+    for (int64_t low = 0; low < count; low += SCALED) {
+        const int64_t size = std::min(SCALED, count - low);
+        const float* __restrict values = from + low;
+        uint32_t top = 0;
+        for (int64_t i = 0; i < size; ++i) top = std::max(top, bits_of(values[i]) & 0x7fffffff);
+        const bool finite = top < 0x7f800000;
+        const float divisor = finite && top ? float_of(top) : 1.0f;
+        const uint32_t kept = finite ? 0xffffffff : 0;
+        state.scale[(at + low) / SCALED] = float_of(finite ? top : 0x7fc00000);
+        alignas(64) uint32_t magnitudes[SCALED], found[SCALED];
+        alignas(64) int32_t cells[SCALED];
+        for (int64_t i = 0; i < size; ++i) {
+            magnitudes[i] = bits_of(values[i] / divisor) & 0x7fffffff & kept;
+            cells[i] = std::min(std::max(int32_t(magnitudes[i] >> 16) - first, 0), last);
+        }
+        for (int64_t i = 0; i < size; ++i) found[i] = words[cells[i]];
+        for (int64_t i = 0; i < size; ++i) {
+            const int32_t place = int32_t(found[i] >> 16) + int32_t((magnitudes[i] & 0xffff) > (found[i] & 0xffff));
+            const int32_t code = int32_t(bits_of(values[i]) & kept) < 0 ? 127 - std::min(place, 127) : 127 + place;
+            codes[low + i] = uint8_t(with_sign ? code : place);
+        }
+    }
+}
+
 // -- one block ----------------------------------------------------------------------------------------------------------
+
+// The values of a state from element `at` on: where they are if they are fp32, else in `buffer`. Null if there is no state.
+INLINE float* widen(const State& state, int64_t at, int64_t count, float* __restrict buffer) {
+    if (state.type == NONE) return nullptr;
+    if (state.type == FP32) return static_cast<float*>(state.data) + at;
+    if (state.type == BF16) {
+        const uint16_t* from = static_cast<const uint16_t*>(state.data) + at;
+        for (int64_t i = 0; i < count; ++i) buffer[i] = from_bf16(from[i]);
+    } else {
+        dequantise(state, at, count, buffer);
+    }
+    return buffer;
+}
+
+INLINE void narrow(const State& state, int64_t at, int64_t count, const float* __restrict buffer) {
+    if (state.type == BF16) {
+        uint16_t* __restrict to = static_cast<uint16_t*>(state.data) + at;
+        for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(buffer[i]);
+    } else if (state.type == SIGNED8) {
+        quantise<true>(state, at, count, buffer);
+    } else if (state.type == UNSIGNED8) {
+        quantise<false>(state, at, count, buffer);
+    }
+}
 
 INLINE void load(const Step& step, int64_t at, int64_t count, float* __restrict to) {
     const float coefficient = step.coefficient;
@@ -271,22 +350,21 @@ INLINE void curvature(const Step& s, int64_t count, const float* __restrict grad
 // -- a range of elements, for each instruction set ---------------------------------------------------------------------
 
 INLINE void run(const Step& step, int64_t begin, int64_t end) {
-    alignas(64) float gradient[BLOCK];
+    alignas(64) float gradient[BLOCK], buffers[STATES][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         const int64_t count = std::min(BLOCK, end - at);
-        float* weight = step.weight + at;
+        float *weight = step.weight + at, *states[STATES];
         load(step, at, count, gradient);
-        if (step.rule == ADAM && step.decay == 0)
-            adam<false>(step, count, gradient, weight, step.first + at, step.second + at);
-        if (step.rule == ADAM && step.decay != 0)
-            adam<true>(step, count, gradient, weight, step.first + at, step.second + at);
-        if (step.rule == ADAGRAD) adagrad(step, count, gradient, weight, step.first + at);
-        if (step.rule == LION) lion(step, count, gradient, weight, step.first + at);
-        if (step.rule == ADAM_SAGE)
-            adam_sage(step, count, gradient, weight, step.first + at, step.second + at, step.third + at);
-        if (step.rule == SOPHIA) sophia(step, count, gradient, weight, step.first + at, step.second + at);
-        if (step.rule == CURVATURE) curvature(step, count, gradient, step.first + at);
-        if (step.rule == SGD) sgd(step, count, gradient, weight, step.first ? step.first + at : nullptr);
+        for (int i = 0; i < STATES; ++i) states[i] = widen(step.states[i], at, count, buffers[i]);
+        if (step.rule == ADAM && step.decay == 0) adam<false>(step, count, gradient, weight, states[0], states[1]);
+        if (step.rule == ADAM && step.decay != 0) adam<true>(step, count, gradient, weight, states[0], states[1]);
+        if (step.rule == ADAGRAD) adagrad(step, count, gradient, weight, states[0]);
+        if (step.rule == LION) lion(step, count, gradient, weight, states[0]);
+        if (step.rule == ADAM_SAGE) adam_sage(step, count, gradient, weight, states[0], states[1], states[2]);
+        if (step.rule == SOPHIA) sophia(step, count, gradient, weight, states[0], states[1]);
+        if (step.rule == CURVATURE) curvature(step, count, gradient, states[0]);
+        if (step.rule == SGD) sgd(step, count, gradient, weight, states[0]);
+        for (int i = 0; i < STATES; ++i) narrow(step.states[i], at, count, buffers[i]);
         store(step, at, count, weight);
     }
 }

@@ -955,7 +955,7 @@ MUTANTS = (
         "states-of-one-group",
         "bytes",
         "zerorun/plan/ledger.py",
-        "    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=plan.whole))",
+        "    return sum(states.bytes(piece.group, piece.shape, piece.format) for piece in group.pieces(whole=plan.whole))",
         "    return sum(states.bytes(0, piece.shape) for piece in group.pieces(whole=False))",
         ("tests/ranks/test_plan.py", "-k", "12-2"),
     ),

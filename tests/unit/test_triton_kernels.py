@@ -181,17 +181,33 @@ def test_autograd_notices_an_update(on_cpu: Any) -> None:
 
 
 def compiled(
-    rule: int, states: int, gradient: str, out: str | None, capability: int, *, aligned: bool = True, coupled: bool = False
+    rule: int,
+    states: int,
+    gradient: str,
+    out: str | None,
+    capability: int,
+    *,
+    aligned: bool = True,
+    coupled: bool = False,
+    kept_as: str = "*fp32",
 ) -> Any:
-    """The kernel for a GPU that need not be there. ``gradient``, ``out``: Triton's names of pointers."""
+    """The kernel for a GPU that need not be there. ``gradient``, ``out``, ``kept_as``: Triton's names of pointers.
+
+    States that are ``kept_as`` bytes are in blocks.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     kernel = triton_kernels._update
     signature = dict.fromkeys(kernel.arg_names, "fp32")
-    signature |= dict.fromkeys(("weight", *native.STATES, "coefficient"), "*fp32") | {"gradient": gradient, "numel": "i64"}
+    states_here = ("first", "second", "third")
+    scales = ("first_scale", "second_scale", "third_scale", "maps")
+    signature |= dict.fromkeys(("weight", "coefficient", *scales), "*fp32") | dict.fromkeys(states_here, kept_as)
+    signature |= {"gradient": gradient, "numel": "i64", "words": "*i32"}
     constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "COUPLED": coupled, "BLOCK": 1024}
-    constants |= dict.fromkeys(native.STATES[states:]) | ({} if out else {"out": None})
+    constants |= {"FIRST_SIGNED": True, "SECOND_SIGNED": False, "THIRD_SIGNED": True}
+    constants |= {"third_scale": None} if kept_as == "*u8" else dict.fromkeys((*scales, "words"))
+    constants |= dict.fromkeys(states_here[states:]) | ({} if out else {"out": None})
     signature |= {"out": out or ""} | dict.fromkeys(constants, "constexpr")
     pointers = [place for place, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
     attributes = {(place,): [["tt.divisibility", 16]] for place in pointers if aligned}
@@ -219,6 +235,14 @@ def test_machine_code_rounds_as_the_source_says(capability: int, coupled: bool, 
             assert ("div.rn.f64" in ptx) == (rule in (native.ADAM_SAGE, native.SOPHIA))
 
 
+def test_machine_code_of_states_in_few_bits(cache: None) -> None:
+    """The maximum of a block goes through no other memory than what its warps share, and nothing is approximate."""
+    for kept_as in ("*u8", "*i16"):
+        ptx = compiled(native.ADAM, 2, "*i16", "*i16", 90, kept_as=kept_as).asm["ptx"]
+        assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full|(mul|add|sub)\.f(32|64)", ptx)
+        assert ".local" not in ptx
+
+
 def test_machine_code_accesses_16_bytes_at_a_time(cache: None) -> None:
     """Of each of four fp32 tensors in whole blocks, and through no other memory; single elements if unaligned."""
     ptx = compiled(native.ADAM, 2, "*i16", "*i16", 90).asm["ptx"]
@@ -237,7 +261,7 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
     """Steps of any learning rate and length use one kernel: what makes another is in the arguments' types alone."""
     kernel = triton_kernels._update
     compiled_in = {name for name, param in zip(kernel.arg_names, kernel.params, strict=True) if param.is_constexpr}
-    assert compiled_in == {"RULE", "NESTEROV", "COUPLED", "BLOCK"}
+    assert compiled_in == {"RULE", "FIRST_SIGNED", "SECOND_SIGNED", "THIRD_SIGNED", "NESTEROV", "COUPLED", "BLOCK"}
     (numel,) = (param for param in kernel.params if param.name == "numel")
     assert numel.do_not_specialize
     calls: list[dict[str, Any]] = []
@@ -251,7 +275,7 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
         patch.setattr(native, "library", lambda: triton_kernels.Kernels())
         for rule in RULES.values():
             rule.run(training(rule, 8))
-    others = ("RULE", "NESTEROV", "COUPLED", "BLOCK", "num_warps", "enable_fp_fusion")
+    others = (*compiled_in, "num_warps", "enable_fp_fusion")
     assert all(type(value) is float for call in calls for key, value in call.items() if key not in others)
     assert all({key: call[key] for key in OPTIONS} == OPTIONS for call in calls)  # as it is compiled above
 

@@ -93,6 +93,23 @@ class AdamParams(OptimizerParams):
     capturable: Flag | None = None
 
 
+class Adam8bitParams(Section):
+    """Adam with states of one byte per element, but for small parameters and embeddings. The decay is as for ``Adam``."""
+
+    lr: NonNegative | None = None
+    betas: Betas | None = None
+    eps: NonNegative | None = None
+    weight_decay: NonNegative | None = None
+    bias_correction: Flag | None = None
+    adam_w_mode: Flag | None = None
+    min_8bit_size: Annotated[Int, Field(ge=0)] | None = None
+    fp32_embeddings: Flag | None = None
+    max_grad_norm: Annotated[
+        Real | None,
+        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
+    ] = None
+
+
 class SGDParams(OptimizerParams):
     """torch's SGD."""
 
@@ -350,6 +367,12 @@ def _torch_schedule(required: str, others: str) -> type[ScheduleParams]:
 OPTIMIZERS: dict[str, type[Section]] = {
     "Adam": AdamParams,
     "AdamW": AdamParams,
+    "Adam8bit": Adam8bitParams,
+    "AdamW8bit": Adam8bitParams,
+    # The same by the names of bitsandbytes' users' other options.
+    "adam_8bit": Adam8bitParams,
+    "adamw_8bit": Adam8bitParams,
+    "adamw_bnb_8bit": Adam8bitParams,
     "SGD": SGDParams,
     "Adagrad": AdagradParams,
     "RAdam": RAdamParams,
@@ -400,6 +423,9 @@ _REFUSED_OPTIMIZERS = {
     "muadam": ("Adam", "the mup package's optimizers are not supported"),
     "muadamw": ("AdamW", "the mup package's optimizers are not supported"),
     "musgd": ("SGD", "the mup package's optimizers are not supported"),
+    "pagedadam8bit": ("Adam8bit", "states are not paged; offload_optimizer keeps them in host memory"),
+    "pagedadamw8bit": ("AdamW8bit", "states are not paged; offload_optimizer keeps them in host memory"),
+    "paged_adamw_8bit": ("AdamW8bit", "states are not paged; offload_optimizer keeps them in host memory"),
     "lbfgs": ("AdamW", "LBFGS evaluates the model several times in one step and takes dot products over all parameters"),
     "sparseadam": ("Adam", "SparseAdam needs sparse gradients, and gradients are reduced as parts of flat buffers"),
 }

@@ -7,6 +7,10 @@ of ``ALIGNMENT`` elements and, where shards may cut parameters, every shard boun
 kernel therefore meets an odd tail only at the end of a parameter, whatever the shard degree, which is why an element-wise
 update gives the same bits at every stage and world size.
 
+Optimizers whose states have blocks of elements with a scale in common ask for a larger ``quantum``: parameters whose states
+are kept so begin at multiples of it, and so do all shards. No block is then in two parameters or two shards, and the blocks
+of a parameter are counted from its own beginning.
+
 Optimizers that need a whole matrix (Adafactor, Muon, or any that zerorun does not know) ask for ``whole=True``: then no
 bound is inside a parameter, and shards have unequal sizes.
 """
@@ -88,19 +92,32 @@ class Layout:
         return found
 
 
-def _align(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+def _align(numel: int, quantum: int = ALIGNMENT) -> int:
+    return -(-numel // quantum) * quantum
 
 
-def build_layout(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int, *, whole: bool = False) -> Layout:
-    """Lay parameters end to end for ``degree`` shards. ``whole`` keeps every parameter inside one shard."""
+def build_layout(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    degree: int,
+    *,
+    whole: bool = False,
+    quantum: int | Sequence[int] = ALIGNMENT,
+) -> Layout:
+    """Lay parameters end to end for ``degree`` shards. ``whole`` keeps every parameter inside one shard.
+
+    ``quantum``: elements, of all parameters or of each; a multiple of ALIGNMENT. A parameter fills whole quanta, and begins
+    at a multiple of its own; shard bounds are multiples of the largest. With ``whole``, it has no effect.
+    """
     if whole:
         return _build_whole(names, shapes, degree)
+    quanta = [quantum] * len(names) if isinstance(quantum, int) else quantum
     entries, offset = [], 0
-    for name, shape in zip(names, shapes, strict=True):
+    for name, shape, own in zip(names, shapes, quanta, strict=True):
+        offset = _align(offset, own)
         entries.append(ParameterSpan(name, tuple(shape), offset, prod(shape)))
-        offset += _align(prod(shape))
-    shard = _align(-(-offset // degree))
+        offset += _align(prod(shape), own)
+    shard = _align(-(-offset // degree), max(quanta, default=ALIGNMENT))
     if shard >= LARGE_SHARD:
         shard = -(-shard // PAGED) * PAGED
     return Layout(tuple(entries), tuple(shard * rank for rank in range(degree + 1)))

@@ -365,9 +365,11 @@ def _shard_optimizer(
         number = {part.name: index for index, part in enumerate(plan.parts)}
         places = {piece.tensor: number[piece.flat_group.names[piece.runs[0].entry]] for piece in pieces}
         optimizer.take_parts(plan.parts, places, PartSums(plan, comm))
-    link = next((link for link in links_of(units) if link.store is not None), None)
-    if link is not None and isinstance(optimizer, SinglePassOptimizer):
-        optimizer.state_home = link.home
+    if isinstance(optimizer, SinglePassOptimizer):
+        optimizer.formats.update({piece.tensor: piece.format for piece in pieces})
+        link = next((link for link in links_of(units) if link.store is not None), None)
+        if link is not None:
+            optimizer.state_home = link.home
     matrices = None
     if plan.matrices is not None and isinstance(optimizer, Muon):
         matrices = MatrixUpdates(plan, plan.matrices, optimizer, units, comm.stage())

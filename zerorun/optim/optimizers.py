@@ -21,6 +21,7 @@ from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
 from zerorun.log import warn_once
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import SinglePassOptimizer
+from zerorun.ops.state_format import BLOCK, is_scale
 
 from .adafactor import Adafactor
 from .lamb import Lamb
@@ -44,6 +45,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
         torch.optim.Rprop,
         torch.optim.ASGD,
         single_pass.Adam,
+        single_pass.Adam8bit,
         single_pass.Adagrad,
         single_pass.Lion,
         single_pass.SGD,
@@ -85,6 +87,9 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
     single_pass.Lion: {"lr": 1e-3, "betas": (0.9, 0.999)},
 }
 
+# Spellings of our Adam in 8 bits: bitsandbytes', and those of other trainers' options.
+EIGHT_BIT = ("adam8bit", "adamw8bit", "adam_8bit", "adamw_8bit", "adamw_bnb_8bit")
+
 _UNUSABLE: dict[type, tuple[str, str]] = {
     torch.optim.LBFGS: (
         "evaluates the model several times in one step and takes dot products over all parameters.",
@@ -102,6 +107,9 @@ _UNSUPPORTED_NAMES = {
     "onebitlamb": "Use AdamW; communication_data_type lowers the volume of gradients.",
     "muadam": "Build it with the mup package and pass the optimizer to initialize().",
     "muadamw": "Build it with the mup package and pass the optimizer to initialize().",
+    "pagedadam8bit": "Use AdamW8bit with zero_optimization.offload_optimizer, which keeps states in host memory.",
+    "pagedadamw8bit": "Use AdamW8bit with zero_optimization.offload_optimizer, which keeps states in host memory.",
+    "paged_adamw_8bit": "Use AdamW8bit with zero_optimization.offload_optimizer, which keeps states in host memory.",
     "musgd": "Build it with the mup package and pass the optimizer to initialize().",
 }
 
@@ -135,6 +143,8 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
         optimizer_class, kwargs = _translate_adam(type, kwargs)
     if optimizer_class is torch.optim.Adafactor and "foreach" not in kwargs:
         optimizer_class = Adafactor
+    if optimizer_class is single_pass.Adam8bit:
+        kwargs = _translate_adam8bit(type, kwargs)
     allowed = _keywords(optimizer_class)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(optimizer_class))
     reported = {problem.key.rsplit(".", 1)[1] for problem in problems}
@@ -205,7 +215,8 @@ def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
 def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: list[int]) -> list[Tensor]:
     """Replace one 1-D parameter of an optimizer that needs only elements by consecutive views, and return the views.
 
-    The views take the parameter's place in its group. The gradient and state tensors of its shape are split into views of
+    ``lengths`` of a parameter whose state is in blocks are whole blocks, but for the last. The views take the parameter's
+    place in its group. The gradient and state tensors of its shape are split into views of
     the same storage, step counts (0-dim tensors) are cloned, and Python values are copied. Stepping all pieces is then the
     same as stepping the whole, and a piece without a gradient keeps its value, its state and its step count.
     """
@@ -213,8 +224,14 @@ def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: li
         raise ValueError(f"cannot cut a tensor of shape {tuple(parameter.shape)} into lengths {lengths}")
     group, index = _find(optimizer, parameter)
     state = optimizer.state.get(parameter, {})
-    parts = {key: _cut(key, value, parameter, lengths) for key, value in state.items()}
+    in_blocks = [-(-length // BLOCK) for length in lengths]
+    parts = {
+        key: list(value.split(in_blocks)) if is_scale(key, state) else _cut(key, value, parameter, lengths)
+        for key, value in state.items()
+    }
     pieces = list(parameter.detach().split(lengths))
+    if isinstance(optimizer, SinglePassOptimizer):
+        optimizer.inherit(parameter, pieces)
     grads = parameter.grad.split(lengths) if parameter.grad is not None else None
     for number, piece in enumerate(pieces):
         piece.requires_grad_(parameter.requires_grad)
@@ -264,11 +281,13 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
     }
     classes |= {"lion": single_pass.Lion, "lamb": Lamb, "muon": Muon, "adam": torch.optim.AdamW}
     classes |= {"adamsage": single_pass.AdamSAGE, "sophia": single_pass.Sophia, "sophiag": single_pass.Sophia}
+    classes |= dict.fromkeys(EIGHT_BIT, single_pass.Adam8bit)
     if lower in _UNSUPPORTED_NAMES:
         reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
         raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
     if lower not in classes:
-        known = sorted({"Adam", *(value.__name__ for key, value in classes.items() if key != "adam")})
+        own = {key: value for key, value in classes.items() if key != "adam" and key not in EIGHT_BIT}
+        known = sorted({"Adam", "Adam8bit", "AdamW8bit", *(value.__name__ for value in own.values())})
         remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}, or a class of your own by package.Class."
         raise ConfigError([ConfigProblem("optimizer.type", name, "no optimizer has this name.", remedy)])
     if classes[lower] in _UNUSABLE:
@@ -305,6 +324,14 @@ def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim
     if not kwargs.get("bias_correction", True):  # torch's classes always correct the bias
         return single_pass.Adam, {**kept, "decoupled_weight_decay": decoupled, "bias_correction": False}
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), kept
+
+
+def _translate_adam8bit(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Let ``adam_w_mode`` decide on the kind of decay, as for ``Adam``."""
+    kept = {key: value for key, value in kwargs.items() if key not in ("adam_w_mode", "torch_adam", "set_grad_none")}
+    if "adamw" not in name.lower():
+        kept["decoupled_weight_decay"] = kwargs.get("adam_w_mode", True)
+    return kept
 
 
 def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:

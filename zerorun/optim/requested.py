@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..ops.state_format import StateFormat
 from .parts import PartsOptimizer
 
 
@@ -17,7 +18,8 @@ class RawOptimizer:
 
     ``group_of``: id(parameter) -> index of its group. ``whole``: the optimizer needs uncut parameters. ``parts``: its
     class, if it gets one tensor for each part of a parameter, and is told which it is. ``matrix_dtype``: in which Muon's
-    matrices travel to their owners; None for other optimizers.
+    matrices travel to their owners; None for other optimizers. ``formats``: id(parameter) -> the format of its states, of
+    those that are not kept in fp32.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -28,10 +30,13 @@ class RawOptimizer:
     whole: bool
     parts: type[PartsOptimizer] | None = None
     matrix_dtype: torch.dtype | None = None
+    formats: dict[int, StateFormat] = field(default_factory=dict)
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:
     """Return ``raw`` without the parameters that are no longer in ``model``, because they are on other stages."""
     here = {id(param) for param in model.parameters()}
     groups = [{**group, "params": [param for param in group["params"] if id(param) in here]} for group in raw.groups]
-    return replace(raw, groups=groups, group_of={key: group for key, group in raw.group_of.items() if key in here})
+    kept = {key: group for key, group in raw.group_of.items() if key in here}
+    formats = {key: format for key, format in raw.formats.items() if key in here}
+    return replace(raw, groups=groups, group_of=kept, formats=formats)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from ..ops.state_format import StateFormat
 from .optimizer_states import OptimizerStates
 from .receive_buffers import receive_buffer_bytes
 from .sharding_plan import DEVICE, FlatGroupPlan, ShardingPlan
@@ -66,16 +67,17 @@ def heaviest_rank(plan: ShardingPlan, states: OptimizerStates) -> int:
     """Return the shard rank that holds the most.
 
     Shards are equal but for rounding unless parameters are whole. Of equal ones it is that of the most states: an optimizer
-    that is told of parts keeps more for some than for others, and so does Muon, for what AdamW updates.
+    that is told of parts keeps more for some than for others, so does Muon, for what AdamW updates, and formats differ.
     """
     layouts, ranks = [group.layout for group in plan.flat_groups], range(plan.topology.shard)
     totals = [sum(layout.shard_numel(rank) for layout in layouts) for rank in ranks]
+    formats = {format for group in plan.trainable for format in group.state_formats}
     if plan.by_parts and plan.policy.shard_optimizer:
         totals = [0 for _ in ranks]
         for group in plan.trainable:
             for rank, size in _states_of_parts(plan, group, states):
                 totals[rank] += size
-    elif plan.matrices is not None and plan.policy.shard_optimizer:
+    elif plan.policy.shard_optimizer and (plan.matrices is not None or not formats <= {StateFormat.FP32}):
         totals = [sum(_states_of(plan, _at(group, rank), states) for group in plan.trainable) for rank in ranks]
     return totals.index(max(totals))
 
@@ -97,4 +99,4 @@ def _at(group: FlatGroupPlan, rank: int) -> FlatGroupPlan:
 def _states_of(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> int:
     if plan.by_parts:
         return sum(states.bytes_of_part(plan.part(group, run.entry)) for run in group.owned_runs() if run.numel)
-    return sum(states.bytes(piece.group, piece.shape) for piece in group.pieces(whole=plan.whole))
+    return sum(states.bytes(piece.group, piece.shape, piece.format) for piece in group.pieces(whole=plan.whole))

@@ -16,12 +16,13 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import CPU
-from ..distributed.layout import PAGED, Layout, aligned_bytes, build_layout
+from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Replication
 from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_parts, reads_peers
 from ..errors import TopologyError
+from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
 from ..zero.offload.nvme import buffer_bytes
@@ -38,6 +39,8 @@ from .weights import apart_from, is_packed, stored_bytes
 LARGE_NUMEL = 65536
 # The most address ranges that mapped shards may take. Linux allows a process 65,530 by default.
 MOST_RANGES = 16384
+# Parameters of at least this many elements are not in a flat group with others whose states are smaller per element.
+APART_NUMEL = 4096
 # The first units keep the pages of other ranks' parameters mapped between their turns, up to this many bytes in all: see
 # mapped_shards.py.
 KEPT_BYTES = 32 << 20
@@ -271,24 +274,37 @@ class _Planner:
         return param.dtype if wanted is None or not param.is_floating_point() or is_packed(param) else wanted
 
     def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
-        kinds: dict[tuple[torch.dtype, bool, Replication, bool], _Members] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool], _Members] = defaultdict(list)
         for name, param in spec.params:
-            kind = self._dtype(param), self._is_trained(param), self.replication_of(param), is_packed(param)
+            replication, apart = self.replication_of(param), self._has_large_states(param)
+            kind = self._dtype(param), self._is_trained(param), replication, is_packed(param), apart
             kinds[kind].append((name, param))
-        for (_, trained, _, _), members in kinds.items():
-            if trained:  # neighbouring parameters of one optimizer group form one piece
-                members.sort(key=lambda member: self.raw.group_of[id(member[1])])
+        for (_, trained, *_), members in kinds.items():
+            if trained:  # neighbouring parameters of one optimizer group and state format form one piece
+                members.sort(key=lambda member: (self.raw.group_of[id(member[1])], self._format(member[1])))
             yield members
 
     @cached_property
     def tensor_shards(self) -> dict[int, TensorShard]:
         return shards_of(self.model) if self.raw.parts is not None or self.raw.matrix_dtype is not None else {}
 
+    def _format(self, param: nn.Parameter) -> StateFormat:
+        return self.raw.formats.get(id(param), StateFormat.FP32)
+
+    def _has_large_states(self, param: nn.Parameter) -> bool:
+        """True for a parameter whose states are much larger than those of others of its size, as an embedding's may be.
+
+        In a flat group with others, some ranks would have all of them.
+        """
+        apart = bool(self.raw.formats) and self._is_trained(param) and param.numel() >= APART_NUMEL
+        return apart and self._format(param) is StateFormat.FP32
+
     def _lay_out(self, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]
         trained = self._is_trained(params[0])
         shapes, whole = [tuple(param.shape) for param in params], self.raw.whole and trained
-        layout = build_layout([name for name, _ in members], shapes, self.topology.shard, whole=whole)
+        quanta = [max(ALIGNMENT, self._format(param).quantum) for param in params]
+        layout = build_layout([n for n, _ in members], shapes, self.topology.shard, whole=whole, quantum=quanta)
         laid_out = by_layout(layout, members)
         return FlatGroupPlan(
             layout,
@@ -298,6 +314,7 @@ class _Planner:
             packed=is_packed(params[0]),
             replication=self.replication_of(params[0]),
             optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
+            state_formats=tuple(self._format(param) for param in laid_out) if trained else (),
             tensor_shards=tuple(self.tensor_shards.get(id(param)) for param in laid_out) if self.tensor_shards else (),
         )
 
@@ -418,7 +435,7 @@ class _Planner:
         there = [unit for unit in units if unit.placement.states_on_disk and states_there and self.raw.groups]
         shards = [group for unit in units if params_there and not unit.resident for group in unit.flat_groups]
         return DiskPlan(
-            masters={unit.index: tuple(group.shard_numel for group in unit.trainable) for unit in there},
+            masters={unit.index: tuple(group.stretches() for group in unit.trainable) for unit in there},
             states=state_count(self.raw) if states_there and self.raw.groups else None,
             param_bytes=sum(aligned_bytes(group.shard_numel * group.dtype.itemsize) for group in shards),
         )

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import ConfigError, ConfigProblem
 from ..ops.single_pass import SinglePassOptimizer
+from ..ops.state_format import StateFormat
 from ..optim.needs import copy_over, step_once
 from ..optim.optimizers import build_optimizer
 from ..optim.parts import Part
@@ -72,8 +73,13 @@ class OptimizerStates:
         }
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
 
-    def bytes(self, group: int, shape: Sequence[int]) -> int:
-        """Return the bytes of the states of one tensor of ``shape`` in parameter group ``group``."""
+    def bytes(self, group: int, shape: Sequence[int], format: StateFormat = StateFormat.FP32) -> int:
+        """Return the bytes of the states of one tensor of ``shape`` in parameter group ``group``.
+
+        ``format``: that of its states, if the optimizer is told.
+        """
+        if format is not StateFormat.FP32:
+            return len(self._states.get((group, 1), ())) * format.nbytes(prod(shape))
         first, *more = _alike(group, tuple(shape))
         found = self._tried.get(first)
         if found is None or found == self._as_small(group, first[1]):
@@ -127,6 +133,8 @@ def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) ->
     else:
         groups = [{**group, "params": params} for group, params in zip(raw.groups, members, strict=True)]
         optimizer = build_optimizer(raw.name, raw.params, groups)
+    if isinstance(optimizer, SinglePassOptimizer):  # in training it is told formats, too
+        optimizer.formats.update(dict.fromkeys(tried.values(), StateFormat.FP32))
     step_once(optimizer)
     return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}
 
@@ -142,7 +150,7 @@ def state_count(raw: RawOptimizer) -> int:
     name, key = type(tried).__name__, "zero_optimization.offload_optimizer.device"
     what = f"{name} as optimizer.type" if raw.optimizer is None else f"the {name} that was passed to initialize()"
     reason = f"{what} has no update that works unit by unit on what a disk holds."
-    remedy = 'Name Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD or Sophia as optimizer.type, or set device to "cpu".'
+    remedy = 'Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, SGD or Sophia, or set device to "cpu".'
     raise ConfigError([ConfigProblem(key, "nvme", reason, remedy)])
 
 

@@ -25,12 +25,16 @@ from ..distributed.replication import ALONE, Replication
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_peers
+from ..ops.state_format import StateFormat
 from ..optim.parts import Part, SumOfParts
 from .matrices import MatrixExchange
 from .placement import ON_DEVICE, Placement
 from .policy import Policy
 
 DEVICE, HOST, DISK = "device", "host", "disk"
+
+
+Stretch = tuple[int, StateFormat]  # a number of elements, and the format of their optimizer states
 
 
 def _dtype(value: Any) -> torch.dtype:
@@ -80,13 +84,14 @@ class ParameterRun:
 class PiecePlan:
     """One tensor that the optimizer updates: elements from ``low`` of a flat group's owned range, in ``shape``.
 
-    ``group``: the optimizer's parameter group.
+    ``group``: the optimizer's parameter group. ``format``: that of all its states.
     """
 
     group: int
     low: int
     shape: tuple[int, ...]
     runs: tuple[ParameterRun, ...]
+    format: StateFormat = StateFormat.FP32
 
 
 @dataclass(frozen=True)
@@ -95,11 +100,12 @@ class FlatGroupPlan:
 
     ``dtype``: the dtype in which they are kept; ``given_dtype``: the one that the module has. ``packed``: memory that
     classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
-    parameter group; empty if frozen. ``owned``: the range of elements whose master this rank has; ``master_is_weight``: the
-    master is the weight itself. ``resident``: the flat buffer belongs to this unit alone and is always whole, and the shard
-    is a part of it. ``mapped``: the flat buffer is made of the memory of all ranks, so that gathers move nothing.
-    ``unpacked``: gradients are reduced from where autograd leaves them. ``buffers``: the memory that this rank allocates.
-    ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of parts.
+    parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of elements
+    whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
+    to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
+    of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
+    ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have
+    here, for an optimizer that is told of parts.
     """
 
     layout: Layout
@@ -109,6 +115,7 @@ class FlatGroupPlan:
     packed: bool = False
     replication: Replication = ALONE
     optimizer_groups: tuple[int, ...] = ()
+    state_formats: tuple[StateFormat, ...] = ()
     owned: tuple[int, int] = (0, 0)
     master_is_weight: bool = False
     resident: bool = True
@@ -170,20 +177,31 @@ class FlatGroupPlan:
         parameter is in two shards.
         """
         members: list[list[ParameterRun]] = []
-        group = -1
+        kind = None
         for run in self.owned_runs():
             if parts and not run.numel:
                 continue
-            if whole or parts or not members or group != self.optimizer_groups[run.entry]:
+            own = self.optimizer_groups[run.entry], self.state_formats[run.entry]
+            if whole or parts or kind != own:
                 members.append([])
-                group = self.optimizer_groups[run.entry]
+                kind = own
             members[-1].append(run)
         for runs in members:
             low, last = runs[0].offset, runs[-1]
             flat = (last.offset + last.numel - low,)
             shape = self.layout.entries[last.entry].shape if whole else flat
             inside = tuple(ParameterRun(run.entry, run.start, run.offset - low, run.numel) for run in runs)
-            yield PiecePlan(self.optimizer_groups[last.entry], low, shape, inside)
+            yield PiecePlan(self.optimizer_groups[last.entry], low, shape, inside, self.state_formats[last.entry])
+
+    def stretches(self) -> tuple[Stretch, ...]:
+        """Return the elements that this rank updates as neighbouring stretches whose states have one format."""
+        begins: list[Stretch] = []
+        for piece in self.pieces(whole=False):
+            if not begins or begins[-1][1] is not piece.format:
+                begins.append((piece.low if begins else 0, piece.format))
+        begins = begins or [(0, StateFormat.FP32)]
+        ends = [*(low for low, _ in begins[1:]), self.owned_numel]
+        return tuple((end - low, format) for (low, format), end in zip(begins, ends, strict=True))
 
 
 @dataclass(frozen=True)
@@ -277,12 +295,12 @@ NO_STAGING = StagingPlan()
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What this rank keeps in files. ``masters``: unit -> the number of elements of each of its masters.
+    """What this rank keeps in files. ``masters``: unit -> for each of its masters, stretches of its elements.
 
     ``states``: the number of optimizer states per master; None if masters and states are not kept in files.
     """
 
-    masters: dict[int, tuple[int, ...]]
+    masters: dict[int, tuple[tuple[Stretch, ...], ...]]
     states: int | None
     param_bytes: int
 

@@ -19,8 +19,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..config.fields import ConfigNote
 from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
+from ..distributed.tensor_shard import shards_of
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
+from ..ops.single_pass import SinglePassOptimizer
+from ..ops.state_format import StateFormat
 from ..optim import muon
 from ..optim.lr_schedules import build_schedule
 from ..optim.needs import Needs
@@ -240,7 +243,39 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    return RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype)
+    formats = _state_formats(model, client, name, params, groups)
+    return RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype, formats)
+
+
+def _state_formats(
+    model: nn.Module,
+    client: torch.optim.Optimizer | None,
+    name: str,
+    params: dict[str, Any],
+    groups: list[dict[str, Any]],
+) -> dict[int, StateFormat]:
+    """Return id(parameter) -> the format of its states, of those that the optimizer does not keep in fp32.
+
+    The numbers of elements are those of whole parameters, whatever ranks will have of them. Parameters that several
+    pipeline stages have count as embeddings: each stage sees only its own modules, and must come to the same format.
+    """
+    tried = client
+    if tried is None and issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer):
+        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
+    if not isinstance(tried, SinglePassOptimizer):
+        return {}
+    shards = shards_of(model)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if isinstance(model, Pipelined):
+        shared = [name for tie in model.ties() for name in tie.local_names]
+        embeddings |= {id(param) for name, param in model.named_parameters(remove_duplicate=False) if name in shared}
+    found = {}
+    for param in model.parameters():
+        numel = shards[id(param)].numel if id(param) in shards else param.numel()
+        format = tried.default_format(numel, is_embedding=id(param) in embeddings)
+        if format is not StateFormat.FP32:
+            found[id(param)] = format
+    return found
 
 
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:

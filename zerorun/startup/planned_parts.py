@@ -63,4 +63,5 @@ def _of_shapes(model: nn.Module, raw: RawOptimizer) -> tuple[nn.Module, RawOptim
     same = dict(memo)  # a copy, because deepcopy adds entries to memo
     groups = [{**group, "params": [same[id(param)] for param in group["params"]]} for group in raw.groups]
     group_of = {id(same[key]): group for key, group in raw.group_of.items()}
-    return copy.deepcopy(model, memo), replace(raw, groups=groups, group_of=group_of)
+    formats = {id(same[key]): format for key, format in raw.formats.items()}
+    return copy.deepcopy(model, memo), replace(raw, groups=groups, group_of=group_of, formats=formats)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..distributed.same_request import compare
 from ..errors import ModelError, OrderError, ReleasedParameterError
+from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import copied_to_cpu
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
@@ -438,16 +439,21 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
     if not known:
         return
     store_owned(home.flat_group, home.entry, flat, model.parts.part(param, value))
-    write_state(model, home.flat_group, key, flat)
+    write_state(model, home, key, flat)
 
 
-def write_state(model: ShardedModel, flat_group: FlatGroup, key: str, owned: torch.Tensor) -> None:
-    """Write ``owned`` [owned] into the optimizer state ``key`` of the elements of ``flat_group`` that this rank owns."""
+def write_state(model: ShardedModel, home: ParameterHome, key: str, owned: torch.Tensor) -> None:
+    """Write what ``owned`` [owned] has for the parameter at ``home`` into its optimizer state ``key`` on this rank.
+
+    States of other parameters stay as they are: in few bits, they would be rounded again.
+    """
     assert model.optimizer is not None
     for piece in model.optimizer.pieces:
-        state = model.optimizer.optimizer.state.get(piece.tensor, {}).get(key) if piece.flat_group is flat_group else None
-        if state is not None:
-            state.copy_(owned[piece.low : piece.low + state.numel()].view(state.shape))
+        states = model.optimizer.optimizer.state.get(piece.tensor, {}) if piece.flat_group is home.flat_group else {}
+        for run in piece.runs if key in states else ():
+            if run.entry == home.entry:
+                low = piece.low + run.offset
+                keep_state(states, key, owned[low : low + run.numel], run.offset)
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -491,9 +497,10 @@ def owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[t
     flat = torch.zeros_like(flat_group.master, dtype=torch.float32)
     known = False
     for piece in model.optimizer.pieces:
-        state = model.optimizer.optimizer.state.get(piece.tensor, {}).get(key) if piece.flat_group is flat_group else None
-        if state is None:
+        states = model.optimizer.optimizer.state.get(piece.tensor, {}) if piece.flat_group is flat_group else {}
+        if states.get(key) is None:
             continue
+        state = wide_state(states, key)
         if state.shape != piece.tensor.shape:
             raise ModelError(f"optimizer state {key!r} has shape {tuple(state.shape)}, not that of its parameter.")
         flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # the state may be a wrapper

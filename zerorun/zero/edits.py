@@ -176,7 +176,7 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, key
             "first step(), with a name that the optimizer uses, such as 'exp_avg'."
         )
     owned_part(home, owned).copy_(flat)
-    write_state(model, flat_group, key, owned)
+    write_state(model, home, key, owned)
 
 
 # -- values ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from math import prod
 
 import torch
 
+from ..ops.state_format import StateFormat
 from ..plan.sharding_plan import ParameterRun, PiecePlan
 from .flat_group import TrainedGroup
 from .unit import Unit
@@ -25,13 +26,14 @@ from .unit import Unit
 
 @dataclass
 class OptimizerPiece:
-    """One tensor of the optimizer: a view of a flat group's master, and of its gradient."""
+    """One tensor of the optimizer: a view of a flat group's master, and of its gradient. All its states have one format."""
 
     flat_group: TrainedGroup
     group: int
     low: int  # where it begins in the flat group's owned range, in elements
     tensor: torch.Tensor  # fp32
     runs: list[ParameterRun]
+    format: StateFormat = StateFormat.FP32
 
     @cached_property
     def gradient(self) -> torch.Tensor:
@@ -57,7 +59,7 @@ def build_pieces(units: Iterable[Unit], *, whole: bool, parts: bool = False) -> 
     """Pieces of everything this rank updates. ``whole``: one for each parameter, in its own shape; ``parts``: one for each
     part of a parameter."""
     return [
-        OptimizerPiece(flat_group, piece.group, piece.low, _part(flat_group, piece), list(piece.runs))
+        OptimizerPiece(flat_group, piece.group, piece.low, _part(flat_group, piece), list(piece.runs), piece.format)
         for unit in units
         for flat_group in unit.trainable
         for piece in flat_group.plan.pieces(whole=whole, parts=parts)
@@ -85,6 +87,7 @@ def split_piece(piece: OptimizerPiece, tensors: list[torch.Tensor]) -> list[Opti
                 piece.low + run.offset,
                 tensor,
                 [ParameterRun(run.entry, run.start, 0, run.numel)],
+                piece.format,
             )
         )
     return parts

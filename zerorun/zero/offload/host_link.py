@@ -28,8 +28,9 @@ import torch
 
 from ...distributed.device import Arrival, CopyStream, host_empty, queues, select
 from ...distributed.layout import aligned_bytes
+from ...ops.state_format import StatePart
 from ...watch.board import stay_off_the_board
-from .nvme import StateFile
+from .nvme import FP32, StateFile
 
 Result = TypeVar("Result")
 
@@ -227,18 +228,18 @@ class HostLink:
             self._rounded.hold(place, arrival.synchronize)
         return arrival
 
-    def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a state of zeros for ``param``, as an optimizer needs it: on the disk if ``param`` is, else in memory.
+    def home(self, param: torch.Tensor, number: int, part: StatePart = FP32) -> torch.Tensor:
+        """Return a part of a state, all zeros, for ``param``: on the disk if ``param`` is there, else in memory.
 
         The state is zeroed, and then filled, through the mapping of the file. Its pages also hold neighbouring bytes: if
         these were written to the disk directly at the same time, the kernel would write back their old values. So writes in
         flight must finish first.
         """
         if self.store is None:
-            return torch.zeros_like(param, memory_format=torch.contiguous_format)
+            return part.zeros(param)
         if self.store.holds(param):
             self.flush()
-        return self.store.home(param, number)
+        return self.store.home(param, number, part)
 
     def flush(self) -> None:
         """Wait until all updates are on the disk. Raises SwapError in this and every later call if writing failed."""

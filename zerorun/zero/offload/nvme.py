@@ -33,9 +33,11 @@ from ...distributed.layout import aligned_bytes
 from ...distributed.waits import waiting
 from ...errors import SwapError
 from ...ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
+from ...ops.state_format import StateFormat, StatePart
 from ...watch.board import NOBODY
 
 _ITEM = torch.float32.itemsize
+(FP32,) = StateFormat.FP32.parts
 BUFFERS = 3
 
 
@@ -56,13 +58,30 @@ class _Buffer:
     ticket: Ticket | None = None  # the request of READING or WRITING
 
 
+Master = int | Sequence[tuple[int, StateFormat]]
+"""The elements of a master: stretches of them, with the format of their states, or a number if all are fp32."""
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Elements ``low .. low + numel`` of a master. ``starts``: byte offset in the file of each (state, key of its part)."""
+
+    low: int
+    numel: int
+    starts: Mapping[tuple[int, str], int]
+
+
 @dataclass(frozen=True)
 class _Array:
-    """A master [numel] and its states, which take ``stride`` bytes each. ``start``: byte offset in the file."""
+    """A master [numel] and its states. ``start``: byte offset in the file, where the master is; the states follow."""
 
     start: int
     numel: int
-    stride: int
+    stretches: tuple[_Stretch, ...]
+
+    def stretch(self, element: int) -> _Stretch:
+        """Return the stretch of which ``element`` is one."""
+        return next(found for found in self.stretches if element < found.low + found.numel)
 
 
 @dataclass(frozen=True)
@@ -100,32 +119,48 @@ def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
         file.close()
 
 
-def file_bytes(units: Mapping[int, Sequence[int]], states: int) -> int:
+def file_bytes(units: Mapping[int, Sequence[Master]], states: int) -> int:
     """Return the size in bytes of the :class:`StateFile` with these arguments."""
     return sum(extent.room for extent in _extents(units, states).values())
 
 
-def buffer_bytes(units: Mapping[int, Sequence[int]], states: int, buffer_count: int = BUFFERS) -> int:
+def buffer_bytes(units: Mapping[int, Sequence[Master]], states: int, buffer_count: int = BUFFERS) -> int:
     """Return the bytes of memory that the buffers of this :class:`StateFile` take."""
     return buffer_count * max((extent.room for extent in _extents(units, states).values()), default=0)
 
 
-def _extents(units: Mapping[int, Sequence[int]], states: int) -> dict[int, _Extent]:
+def _extents(units: Mapping[int, Sequence[Master]], states: int) -> dict[int, _Extent]:
     extents, offset = {}, 0
-    for key, numels in units.items():
+    for key, described in units.items():
         masters, start = [], offset
-        for numel in numels:
-            stride = aligned_bytes(numel * _ITEM)
-            masters.append(_Array(start, numel, stride))
-            start += (1 + states) * stride
+        for master in described:
+            array, start = _array(master, states, start)
+            masters.append(array)
         room = _blocks(start - offset)
         extents[key] = _Extent(offset, room, tuple(masters))
         offset += room
     return extents
 
 
+def _array(master: Master, states: int, start: int) -> tuple[_Array, int]:
+    """Place a master and its states from byte ``start`` on. Return the next free byte, too."""
+    described = [(master, StateFormat.FP32)] if isinstance(master, int) else master
+    numel = sum(count for count, _ in described)
+    end = start + aligned_bytes(numel * _ITEM)
+    stretches, low = [], 0
+    for count, format in described:
+        starts = {}
+        for number in range(states):
+            for part in format.parts:
+                starts[number, part.key] = end
+                end += aligned_bytes(part.nbytes(count))
+        stretches.append(_Stretch(low, count, starts))
+        low += count
+    return _Array(start, numel, tuple(stretches)), end
+
+
 class StateFile:
-    """Masters and states of one rank's units on a disk, in fp32, all zero at first.
+    """Masters, in fp32, and states of one rank's units on a disk, all zero at first.
 
     The file has no name once it is open, so nothing is left behind, however the process ends. ``begin``, ``prefetch``,
     ``open``, ``release`` and ``flush`` raise :class:`SwapError` if reading or writing fails, and then in every later call.
@@ -135,13 +170,13 @@ class StateFile:
     def __init__(
         self,
         folder: Path,
-        units: Mapping[int, Sequence[int]],
+        units: Mapping[int, Sequence[Master]],
         states: int,
         *,
         node_bytes: int = 0,
         buffer_count: int = BUFFERS,
     ) -> None:
-        """``units``: unit -> elements of its masters, each of which has ``states`` states. ``buffer_count``: at least 2.
+        """``units``: unit -> its masters, each of which has ``states`` states. ``buffer_count``: at least 2.
 
         ``node_bytes``: the bytes of all ranks of this machine together, for the error message if the disk is full.
         """
@@ -152,7 +187,7 @@ class StateFile:
         self.file_bytes = sum(extent.room for extent in self._extents.values())
         self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
         self._starts = [array.start for array in self._arrays]
-        self._given: set[tuple[int, int]] = set()  # (array, state) that may no longer be zero
+        self._given: set[tuple[int, int, str]] = set()  # (array, state, key of a part) that may no longer be zero
         self._wanted: int | None = None  # the unit whose prefetch waits for a free buffer
         self._file = _open_without_name(folder)
         try:
@@ -186,15 +221,15 @@ class StateFile:
             return torch.empty(0)
         return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
 
-    def home(self, param: torch.Tensor, number: int) -> torch.Tensor:
-        """Return a state of zeros for ``param``: in the file if ``param`` is there, else in memory.
+    def home(self, param: torch.Tensor, number: int, part: StatePart = FP32) -> torch.Tensor:
+        """Return a part of a state, all zeros, for ``param``: in the file if ``param`` is there, else in memory.
 
         No write to the file may be in flight.
         """
         if not self.holds(param):
-            return torch.zeros_like(param, memory_format=torch.contiguous_format)
-        state = self.state(param, number)
-        whole = bisect_right(self._starts, self._offset(param)), number
+            return part.zeros(param)
+        state = self.state(param, number, part)
+        whole = bisect_right(self._starts, self._offset(param)), number, part.key
         if whole in self._given:
             state.zero_()
         self._given.add(whole)
@@ -204,14 +239,20 @@ class StateFile:
         """True if ``tensor`` is a view of the mapping. A state that was replaced by another tensor is not."""
         return tensor.numel() > 0 and self._map is not None and 0 <= self._offset(tensor) < self.file_bytes
 
-    def state(self, master: torch.Tensor, number: int) -> torch.Tensor:
-        """Return the ``number``-th state of ``master``, in its shape. ``master`` may be any contiguous part of a master."""
+    def state(self, master: torch.Tensor, number: int, part: StatePart = FP32) -> torch.Tensor:
+        """Return ``part`` of the ``number``-th state of ``master``, in its shape if it has as many elements.
+
+        ``master`` may be any contiguous part of a master that begins where a block does, in one stretch.
+        """
         if not master.numel():
-            return torch.empty_like(master)
-        low = self._offset(master)
-        array = self._arrays[bisect_right(self._starts, low) - 1]
-        start = low + (1 + number) * array.stride
-        return self._bytes[start : start + master.nbytes].view(torch.float32).view(master.shape)
+            return part.zeros(master)
+        offset = self._offset(master)
+        array = self._arrays[bisect_right(self._starts, offset) - 1]
+        element = (offset - array.start) // _ITEM
+        stretch = array.stretch(element)
+        start = stretch.starts[number, part.key] + part.nbytes(element - stretch.low)
+        state = self._bytes[start : start + part.nbytes(master.numel())].view(part.dtype)
+        return state.view(master.shape) if part.per == 1 else state
 
     def _offset(self, tensor: torch.Tensor) -> int:
         """Return the byte offset of ``tensor`` in the file."""
