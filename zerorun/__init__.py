@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the names that ``__getattr__`` resolves, for type checkers;
     from .pipeline.layer_spec import LayerSpec as LayerSpec
     from .pipeline.layer_spec import TiedLayerSpec as TiedLayerSpec
     from .pipeline.module import PipelineModule as PipelineModule
+    from .tensor_parallel.sampling import sampled_labels as sampled_labels
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _EXPORTS = {
     "DoesNotFitError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",
     "PipelineModule": "zerorun.pipeline.module",
+    "sampled_labels": "zerorun.tensor_parallel.sampling",
     "LayerSpec": "zerorun.pipeline.layer_spec",
     "TiedLayerSpec": "zerorun.pipeline.layer_spec",
     "Topology": "zerorun.distributed.topology",

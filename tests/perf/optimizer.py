@@ -11,6 +11,9 @@ bytes per element, by which all bandwidths of whole steps are counted, whatever 
     its update    the part of it that DeepSpeed's kernel does: fp32 in, nothing out (28 bytes, too)
     triad         a = a + s b on fp32, 12 bytes per element: the bandwidth that there is
 
+With ``--rules``, the other rules of the single pass are measured beside AdamW, in the same dtypes. Users of Sophia found its
+steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its curvature are the part of that which is here.
+
 Repetitions are interleaved, one of each contender in turn; a figure is the median, and the best in brackets. A shared
 machine's bandwidth differs from second to second, so shares of the triad are medians over turns, each with the triad of its
 turn.
@@ -35,6 +38,7 @@ from zerorun.ops import build, native, single_pass
 
 LR, BETAS, EPS, DECAY, COEFFICIENT = 1e-3, (0.9, 0.999), 1e-8, 0.1, 0.5
 STEP_BYTES, TRIAD_BYTES = 28, 12  # per element
+RULE_BYTES = {"AdamSAGE": 36, "Sophia": 24, "curvature": 10, "Lion": 20, "Adagrad": 20, "SGD": 20}
 
 
 class Tensors:
@@ -51,6 +55,20 @@ class Tensors:
     def single_pass(self) -> None:
         settings = {"lr": LR, "eps": EPS, "weight_decay": DECAY, "coefficient": COEFFICIENT}
         single_pass.adam(self.weight, self.gradient, *self.moments, self.out, step=7, betas=BETAS, **settings)
+
+    def rules(self) -> dict[str, Callable[[], None]]:
+        """The rules beside AdamW. The third state is made here, as the others need none."""
+        third, (first, second) = torch.zeros_like(self.weight), self.moments
+        weight, gradient, out, how = self.weight, self.gradient, self.out, {"lr": LR, "coefficient": COEFFICIENT}
+        decayed = {**how, "weight_decay": DECAY}
+        return {
+            "AdamSAGE": lambda: single_pass.adam_sage(weight, gradient, first, second, third, out, step=7, **decayed),
+            "Sophia": lambda: single_pass.sophia(weight, gradient, first, second, out, bs=4096, **decayed),
+            "curvature": lambda: single_pass.curvature(weight, gradient, second, coefficient=COEFFICIENT),
+            "Lion": lambda: single_pass.lion(weight, gradient, first, out, **decayed),
+            "Adagrad": lambda: single_pass.adagrad(weight, gradient, second, out, step=7, **how),
+            "SGD": lambda: single_pass.sgd(weight, gradient, first, out, momentum=0.9, **how),
+        }
 
     def by_torch(self) -> None:
         kept = native.library
@@ -124,7 +142,7 @@ def summary(seconds: dict[str, list[float]], numel: int) -> dict[str, dict[str, 
     """For each contender ``ms``, ``best_ms``, ``gb_per_s``, ``triad_share`` and, of whole steps, ``times_single_pass``."""
     found = {}
     for name, own in seconds.items():
-        size = TRIAD_BYTES if name == "triad" else STEP_BYTES
+        size = TRIAD_BYTES if name == "triad" else RULE_BYTES.get(name, STEP_BYTES)
         shares = [triad / TRIAD_BYTES * size / mine for triad, mine in zip(seconds["triad"], own, strict=True)]
         ratios = [mine / ours for mine, ours in zip(own, seconds["single pass"], strict=True)]
         found[name] = {
@@ -168,16 +186,13 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=50_000_000)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rules", action="store_true", help="measure the other rules, and no other packages")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     tensors = Tensors(args.numel)
-    contenders = {
-        "single pass": tensors.single_pass,
-        "by torch": tensors.by_torch,
-        "torch": tensors.torch_chain,
-        **deepspeed_steps(tensors),
-        "triad": tensors.triad,
-    }
+    others = tensors.rules() if args.rules else {"by torch": tensors.by_torch, "torch": tensors.torch_chain}
+    packages = {} if args.rules else deepspeed_steps(tensors)
+    contenders = {"single pass": tensors.single_pass, **others, **packages, "triad": tensors.triad}
     found = {}
     for threads in args.threads:
         torch.set_num_threads(threads)

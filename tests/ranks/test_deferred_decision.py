@@ -38,6 +38,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},  # whose first step is another one
     "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "Adagrad": {"lr": 0.02, "lr_decay": 0.1, "initial_accumulator_value": 0.5},
+    "AdamSAGE": {"lr": 3e-3, "eps": 1e-2, "weight_decay": 0.1},
+    "Sophia": {"lr": 1e-3, "bs": 64},
 }
 SCHEDULES: dict[str, Any] = {
     "WarmupDecayLR": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}},

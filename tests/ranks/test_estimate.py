@@ -118,6 +118,8 @@ CELLS: list[tuple[int, int, str, str, int, dict[str, Any]]] = [
     (3, 2, "bf16", "AdamW", 96, {WIRE: "bf16"}),
     (2, 1, "bf16", "AdamW", 256, {WIRE: "bf16", "unit_policy": "by_block_group"}),
     (4, 0, "fp32", "Lion", 96, {"unit_policy": "size_based", "unit_numel": 9000}),
+    (3, 1, "bf16", "Sophia", 96, {}),
+    (2, 3, "bf16", "AdamSAGE", 256, {}),
 ]
 
 

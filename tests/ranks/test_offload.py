@@ -157,7 +157,7 @@ def every_combination(stage: int, rows: list[dict[str, Any]]) -> list[list[Overf
 COMBINED: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 2),
     "clip": (0.0, 1.0),
-    "optimizer": ("Adam", "AdamW", "Lion", "Adagrad", "SGD"),
+    "optimizer": ("Adam", "AdamW", "Lion", "Adagrad", "SGD", "AdamSAGE", "Sophia"),
     "precision": ("bf16", "fp16"),
 }
 

@@ -32,16 +32,16 @@ from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
 from .accumulation import Accumulation, check_loss
 from .compilation import show_compilation
+from .curvature import CurvatureTaking
 from .outcomes import History, UnsettledStep
 from .saving import automatic_saves_of
-from .tracing import Tracing
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10
 _NONE: Mapping[str, Any] = {}
 
 
-class Engine(Tracing):
+class Engine(CurvatureTaking):
     """A module in training. ``zerorun.initialize`` makes it."""
 
     def __init__(
@@ -129,15 +129,20 @@ class Engine(Tracing):
         weight: float | torch.Tensor | None = None,
         scale_wrt_gas: bool = True,
         retain_graph: bool = False,
+        curvature: bool = False,
     ) -> torch.Tensor:
         """Compute gradients of ``loss`` (a scalar) and return loss / accumulation steps.
 
         ``weight``: how much this micro-batch counts, usually its number of tokens. The step's gradient is then that of
         sum(weight * loss) / sum(weight) over all ranks and micro-batches. ``scale_wrt_gas=False``: the loss is already
-        divided by the accumulation steps. With either, the loss is returned undivided. Raises StepError for anything but a
-        scalar that depends on parameters.
+        divided by the accumulation steps. With either, the loss is returned undivided. ``curvature``: ``loss`` is against
+        ``zerorun.sampled_labels(logits)``. Its gradients go to Sophia's curvature alone, and count for no step; the mean is
+        over as many micro-batches as a step has, or fewer. Raises StepError for anything but a scalar that depends on
+        parameters.
         """
         self._check_loss(loss)
+        if curvature:
+            return self._take_curvature(loss, weight, scale_wrt_gas=scale_wrt_gas, retain_graph=retain_graph)
         mode, counts = self.accumulation.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
         factor = self.loss_scale * counts
         self._note_loss(loss, counts)
@@ -237,6 +242,8 @@ class Engine(Tracing):
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""
         saves = self.automatic_saves
+        if self._estimates is not None:
+            self._end_curvature(self._estimates)
         self.history.progress.begin()
         self.sharded_model.reduce()
         wishes = saves.wishes() if saves is not None else ()

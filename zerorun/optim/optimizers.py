@@ -192,6 +192,12 @@ def parts_kind(
     return kind if needs is Needs.SUMS and issubclass(kind, PartsOptimizer) else None
 
 
+def takes_curvature(optimizer: torch.optim.Optimizer | None, type: str) -> bool:
+    """True if ``optimizer``, or the one that is called ``type``, needs curvatures besides gradients."""
+    kind = _lookup(type) if optimizer is None else optimizer.__class__
+    return issubclass(kind, single_pass.Sophia)
+
+
 def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What parameter groups say beside their parameters."""
     own = ("params", "param_names")
@@ -205,7 +211,9 @@ def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
         raise ModelError(
             f"optimizer {name} takes its curvature from gradients in update_hessian(), outside of step(), where it has "
             "none here: they are reduced, averaged and clipped just before step(). It would only follow the sign of its "
-            "momentum. Remedy: use AdamW, or Lion."
+            'momentum. Remedy: set "optimizer": {"type": "Sophia", "params": {"lr": ..., "rho": ..., "bs": ...}} in the '
+            "configuration, and call engine.backward(loss, curvature=True) with zerorun.sampled_labels(logits) in place of "
+            "update_hessian()."
         )
     for unusable, (reason, remedy) in _UNUSABLE.items():
         if isinstance(optimizer, unusable):

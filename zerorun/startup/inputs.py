@@ -27,7 +27,15 @@ from ..ops.state_format import StateFormat
 from ..optim import muon
 from ..optim.lr_schedules import build_schedule
 from ..optim.needs import Needs
-from ..optim.optimizers import build_optimizer, needs_of, parts_kind, refuse_unusable, resolve_optimizer, settings_of
+from ..optim.optimizers import (
+    build_optimizer,
+    needs_of,
+    parts_kind,
+    refuse_unusable,
+    resolve_optimizer,
+    settings_of,
+    takes_curvature,
+)
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import refuse_unusable_weights
@@ -215,6 +223,12 @@ def _raw_optimizer(
             f"{chosen} looks at all parameters together: what it does to one depends on the others, as a trial of it has "
             f"shown. At stage {config.zero_optimization.stage} on {world_size} ranks each rank updates a part of them. "
             "Remedy: use stage 0, or an optimizer whose update of a parameter depends on that parameter alone."
+        )
+    if takes_curvature(client, name) and isinstance(model, Pipelined):
+        raise ModelError(
+            f"{chosen} takes its curvature from backwards of their own, which the schedule of a pipeline does not have: it "
+            "would only follow the sign of its momentum. Remedy: use AdamW or Lion, or ZeRO and tensor parallelism in "
+            "place of pipeline stages."
         )
     parts = parts_kind(client, name, params, needs)
     whole = needs is not Needs.ELEMENTS and parts is None

@@ -86,6 +86,27 @@ class GradientBuffers:
     host: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class KeptGradients:
+    """The gradients of a flat group, and what is known of them, while others use its buffers.
+
+    ``full`` [numel], ``shard`` [shard] and ``host`` [shard] are copies of those buffers that held something; the rest is as
+    in :class:`TrainedGroup`.
+    """
+
+    used: list[bool]
+    accumulated: bool
+    reduced: bool
+    fetched: bool
+    loose: list[torch.Tensor] | None
+    late: dict[int, torch.Tensor]
+    carry: torch.Tensor | None
+    square_sum: torch.Tensor | None
+    full: torch.Tensor | None
+    shard: torch.Tensor | None
+    host: torch.Tensor | None
+
+
 class TrainedGroup(FlatGroup):
     """A flat group with a master and gradients."""
 
@@ -242,6 +263,36 @@ class TrainedGroup(FlatGroup):
         """The reduced gradient of parameter ``entry`` has other values now, and is one even if no backward gave any."""
         self.used[entry] = True
         self._square_sum = None
+
+    def keep_gradients(self) -> KeptGradients:
+        """Make room for gradients of another kind, with which the buffers begin anew. No reduction may be in flight."""
+        on_device = self.reduced and self.host_grad is None
+        whole = (self.accumulated and self.loose is None) or (on_device and self.plan.owns_everything)
+        in_shard = on_device and not (whole and self.shares_grad_memory)
+        kept = KeptGradients(
+            self.used,
+            self.accumulated,
+            self.reduced,
+            self.fetched,
+            self.loose,
+            self.late,
+            self._carry,
+            self._square_sum,
+            self.grad_full.clone() if whole else None,
+            self.grad_shard.clone() if in_shard else None,
+            self.host_grad.clone() if self.fetched and self.host_grad is not None else None,
+        )
+        self._begin_step()
+        return kept
+
+    def bring_back_gradients(self, kept: KeptGradients) -> None:
+        """Go on with what ``keep_gradients`` has returned. What the buffers hold is lost."""
+        self.used, self.loose, self.late = kept.used, kept.loose, kept.late
+        self.accumulated, self.reduced, self.fetched = kept.accumulated, kept.reduced, kept.fetched
+        self._carry, self._square_sum = kept.carry, kept.square_sum
+        for buffer, held in ((self.grad_full, kept.full), (self.grad_shard, kept.shard), (self.host_grad, kept.host)):
+            if buffer is not None and held is not None:
+                buffer.copy_(held)
 
     def forget_gradients(self) -> None:
         """Start the next step without gradients."""

@@ -13,7 +13,6 @@ import torch
 from ..distributed.device import Arrival
 from ..distributed.waits import waiting
 from ..ops.single_pass import SinglePassOptimizer, Where
-from ..optim.muon import Muon
 from ..watch.board import NOBODY
 from .flat_group import ROUNDED, TrainedGroup
 from .offload.host_link import HostLink
@@ -50,14 +49,21 @@ def begin_updates(
         unit.update_by(partial(_let_wait, unit.link.begin(work)))
 
 
-def advance(
-    units: Sequence[Unit], pieces: Sequence[OptimizerPiece], optimizer: Muon, coefficient: float | torch.Tensor
+def take_in(
+    units: Sequence[Unit],
+    pieces: Sequence[OptimizerPiece],
+    optimizer: SinglePassOptimizer,
+    take: Callable[..., None],
+    coefficient: float | torch.Tensor,
 ) -> None:
-    """Take the gradients of ``pieces`` into their momentum, see ``Muon.advance``. ``units``: in which they may be."""
+    """Take the gradients of ``pieces`` into states of ``optimizer``, wherever these lie. Returns when that is done.
+
+    ``take``: ``Muon.advance`` or ``Sophia.update_curvature`` of it. ``units``: in which the pieces may be.
+    """
     settings = optimizer.prepare(piece.tensor for piece in pieces)
     jobs: dict[int, list[_AnyWhere]] = {}
     for piece, taken in zip(pieces, settings, strict=True):
-        job = partial(optimizer.advance, piece.tensor, piece.gradient, taken, coefficient)
+        job = partial(take, piece.tensor, piece.gradient, taken, coefficient)
         jobs.setdefault(id(piece.flat_group), []).append(job)
     on_disk: list[tuple[Unit, list[_AnyWhere]]] = []
     for unit in units:
@@ -69,10 +75,10 @@ def advance(
                 begin(None)
     if on_disk:
         link = on_disk[0][0].link
-        link.begin(partial(_advance_on_disk, link, on_disk))()
+        link.begin(partial(_take_in_on_disk, link, on_disk))()
 
 
-def _advance_on_disk(link: HostLink, jobs: Sequence[tuple[Unit, Sequence[_AnyWhere]]]) -> None:
+def _take_in_on_disk(link: HostLink, jobs: Sequence[tuple[Unit, Sequence[_AnyWhere]]]) -> None:
     assert link.store is not None
     _begin_disk(link.store, jobs[0][0].index)
     following = [unit.index for unit, _ in jobs[1:]]

@@ -19,7 +19,7 @@ from ..optim.muon import Muon, orthogonalized
 from ..optim.parts import Part
 from ..plan.matrices import FROM_OWNERS, TO_OWNERS, Matrix, MatrixExchange
 from ..plan.sharding_plan import ShardingPlan
-from .host_updates import advance
+from .host_updates import take_in
 from .pieces import OptimizerPiece, owned_gradient
 from .unit import Unit
 
@@ -57,7 +57,7 @@ class MatrixUpdates:
         Of other pieces nobody may use the gradients afterwards. All ranks must call it, whichever pieces they have.
         """
         members = [piece for piece in pieces if self._optimizer.param_groups[piece.group]["use_muon"]]
-        advance(self._units, members, self._optimizer, coefficient)
+        take_in(self._units, members, self._optimizer, self._optimizer.advance, coefficient)
         for turn in self._exchange.turns:
             if self._exchange.size == 1:
                 for index in turn:

@@ -8,7 +8,8 @@ are reduced before the step, on all ranks. A unit that is late again is from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ..distributed.transport.communicator import Communicator
@@ -52,6 +53,15 @@ class Reducer:
         self._completed: set[int] = set()  # units, in this backward
         self._late_before: set[int] = set()
         self._reductions = Reductions(self._start, self._finish, Unit.vacate, overlap=plan.overlap)
+
+    @contextmanager
+    def counted_by(self, backwards: Backwards) -> Iterator[None]:
+        """``backwards`` is asked about the backwards inside, and told of them."""
+        before, self._backwards = self._backwards, backwards
+        try:
+            yield
+        finally:
+            self._backwards = before
 
     def use(self, unit: Unit) -> None:
         """``unit`` is needed: gradients may come for it."""
@@ -145,6 +155,10 @@ class Reducer:
             self._reductions.begin(unit)
         self.finish()
         self.late.clear()
+
+    def look_for_late(self) -> None:
+        """Find out which gradients are late: those of another kind have come into the place of those that were."""
+        self.late = {unit.index for unit in self._units if unit.has_gradient()}
 
     def forget(self) -> None:
         """After a step: nothing is outstanding."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..distributed.tensor_shard import TensorShard
+from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
@@ -261,6 +262,12 @@ class ShardedModel:
                 self.comm.sum_over_axis([owned_gradient(flat_group) for flat_group in members], axis)
             for flat_group in members:
                 flat_group.gradient_changed()
+
+
+def newest_topology() -> Topology | None:
+    """The ranks of the engine that was made last; None if there is no engine."""
+    newest = max(_models, key=lambda model: model.number, default=None)
+    return None if newest is None else newest.comm.topology
 
 
 def home_of(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:

@@ -14,9 +14,9 @@ from ..distributed.device import CPU
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
-from ..ops.single_pass import SinglePassOptimizer, is_native, leave_to_torch
+from ..ops.single_pass import SinglePassOptimizer, Sophia, is_native, leave_to_torch
 from .flat_group import TrainedGroup
-from .host_updates import begin_updates
+from .host_updates import begin_updates, take_in
 from .matrix_updates import MatrixUpdates
 from .pieces import OptimizerPiece, split_lengths, split_piece
 from .unit import Unit, finish_updates
@@ -121,9 +121,7 @@ class ShardedOptimizer:
         if unused and self._refuses_unused:
             self._refuse_unused(left_out)
         self._watch_unused(left_out)
-        if left_out:  # parameters that move must not share a piece with those that do not
-            self.cut(lambda piece: len({(id(piece.flat_group), run.entry) in left_out for run in piece.runs}) == 2)
-        moving = [p for p in self.pieces if any((id(p.flat_group), run.entry) not in left_out for run in p.runs)]
+        moving = self._without(left_out)
         if self._matrices is not None:
             self._matrices.direct(moving, coefficient)
         once = isinstance(self.optimizer, SinglePassOptimizer)
@@ -135,6 +133,22 @@ class ShardedOptimizer:
         self.write_back(only=unwritten)
         if behind and isinstance(self.optimizer, SinglePassOptimizer):
             begin_updates(behind, [p for p in moving if id(p.flat_group) in apart], self.optimizer, float(coefficient))
+
+    def _without(self, left_out: set[tuple[int, int]]) -> list[OptimizerPiece]:
+        """The pieces but for the parameters at these places (id of flat group, entry)."""
+        if left_out:  # parameters that move must not share a piece with those that do not
+            self.cut(lambda piece: len({(id(piece.flat_group), run.entry) in left_out for run in piece.runs}) == 2)
+        return [p for p in self.pieces if any((id(p.flat_group), run.entry) not in left_out for run in p.runs)]
+
+    def take_curvature(self, coefficient: float, *, unused: bool) -> None:
+        """Let the optimizer, which must be Sophia, average the squares of the gradients times ``coefficient``.
+
+        ``unused``: as for ``update``.
+        """
+        assert isinstance(self.optimizer, Sophia)
+        moving = self._without(self._unused_everywhere() if unused else set())
+        finish_updates(self.units)
+        take_in(self.units, moving, self.optimizer, self.optimizer.update_curvature, coefficient)
 
     def _has_hooks(self) -> bool:
         """True if somebody besides the engine wants to know of the optimizer's steps."""
