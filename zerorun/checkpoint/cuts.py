@@ -94,6 +94,22 @@ def span(shard: TensorShard, start: int, numel: int) -> tuple[int, int]:
     return min((block.begin for block in found), default=0), max((block.end for block in found), default=0)
 
 
+def places(shard: TensorShard | None, start: int, numel: int, per: int = 1) -> torch.Tensor:
+    """Return the place in the flattened whole tensor of elements ``start .. start + numel`` of the flattened part.
+
+    [numel] int64, each divided by ``per``, rounded down. Without a ``shard`` the part is the whole.
+    """
+    if shard is None:
+        return torch.arange(start, start + numel).div_(per, rounding_mode="floor")
+    found = torch.empty(numel, dtype=torch.int64)
+    for block in blocks(shard, start, numel):
+        for cut in block.cuts:
+            begins = torch.arange(block.rows).mul_(block.step_there).add_(cut.there)
+            row = begins[:, None] + torch.arange(cut.width)
+            _rows(found, cut.here, block.rows, cut.width, block.step_here).copy_(row)
+    return found.div_(per, rounding_mode="floor")
+
+
 def put(shard: TensorShard, start: int, run: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy ``run``, the elements from ``start`` on of the flattened part, to their places in the flattened ``whole``."""
     for block in blocks(shard, start, run.numel()):

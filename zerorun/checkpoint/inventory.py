@@ -19,6 +19,7 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
+from ..ops.state_format import BLOCK, SCALE, Blocks, held, is_scale
 from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import inner_tensors
@@ -27,6 +28,7 @@ from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_model import Parts, ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
+from .block_states import keeps_blocks, scale_shape, scale_shard
 from .ranks import leads_stage
 from .tensorfile import dtype_code
 from .write_plan import MASTER, MODEL, OPTIMIZER, Row
@@ -273,6 +275,11 @@ class Inventory:
             state = optimizer.state.get(piece.tensor, {})
             members = [(names[id(piece.flat_group), run.entry], run) for run in piece.runs]
             for key, value in state.items():
+                if is_scale(key, state):
+                    continue
+                if isinstance(state_of := held(state, key), Blocks):
+                    parts += _block_parts(f"{OPTIMIZER}{key}", state_of, members, self.homes)
+                    continue
                 ranges = ranges_of(optimizer, piece, key)
                 if ranges is not None:
                     parts += _range_parts(f"{OPTIMIZER}{key}", value, members[0][0], ranges)
@@ -326,6 +333,22 @@ def _range_parts(kind: str, value: torch.Tensor, name: str, ranges: Iterable[Sta
         if part.saves:
             tensor = flat[part.offset : part.offset + part.numel]
             yield TensorPart(kind, name, part.start, tensor, part.shape, part.shard)
+
+
+def _block_parts(
+    kind: str, state: Blocks, members: list[tuple[str, ParameterRun]], homes: dict[str, SavedParameter]
+) -> Iterator[TensorPart]:
+    """The codes and scales of a state in blocks; values where blocks of this rank are none of the whole parameter."""
+    for name, run in members:
+        home, end = homes[name], run.offset + run.numel
+        codes, scale = state.codes.view(-1)[run.offset : end], state.scale[run.offset // BLOCK : -(-end // BLOCK)]
+        if keeps_blocks(home.shard):
+            beside = scale_shard(home.shard) if home.shard is not None else None
+            yield TensorPart(kind, name, run.start, codes, home.shape, home.shard)
+            yield TensorPart(kind + SCALE, name, run.start // BLOCK, scale, scale_shape(home.shape), beside)
+        else:
+            wide = Blocks(codes, scale, state.signed).wide()
+            yield TensorPart(kind, name, run.start, wide, home.shape, home.shard)
 
 
 def _state_parts(

@@ -7,21 +7,23 @@ stages are on different ranks. Then each rank reads just the elements that it ke
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
 from ..log import is_rank_zero, logger
-from ..ops.single_pass import SinglePassOptimizer
+from ..ops.single_pass import Adam8bit, SinglePassOptimizer
+from ..ops.state_format import BLOCK, SCALE, Blocks, held, keep_state
 from ..optim.parts import StateRange
 from ..plan.optimizer_states import new_states
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import as_bytes, inner_tensors
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_optimizer import ShardedOptimizer
+from .block_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, frozen_parts, ranges_of, together
 from .json_values import decode
@@ -125,6 +127,7 @@ class ModelLoader:
         self.subject = inventory.subject
         self._names = NameMap(reader, model.aliases, getattr(self.subject.module, "base_model_prefix", ""))
         self.find = self._names.find
+        self._conversions: list[Callable[[], None]] = []  # of states that the files have in another format
         self._entries = {(id(home.flat_group), home.entry): name for name, home in inventory.homes.items()}
 
     @classmethod
@@ -268,6 +271,9 @@ class ModelLoader:
                 group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
         ranks.agree(attempt(lambda: self._make_states(keys, scalars or {}, reads))[1])
         self.reader.fetch(reads, ranks)
+        for convert in self._conversions:
+            convert()
+        self._conversions.clear()
         names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
         return f"{described['type']} ({', '.join(names)})"
 
@@ -292,7 +298,9 @@ class ModelLoader:
     ) -> Any:
         """What must be equal for all parameters that share a piece: which states they have, and their scalars."""
         stored = self._stored_name(piece, run)
-        there = tuple(kind for kind in keys if stored in self.reader.places(kind))
+        there = tuple(
+            kind for kind in keys if stored in self.reader.places(kind) and not is_scale_set(self.reader, kind, stored)
+        )
         return there, repr(scalars.get(stored))
 
     def _home(self, piece: OptimizerPiece, run: ParameterRun) -> SavedParameter:
@@ -339,6 +347,10 @@ class ModelLoader:
                 continue
             there, key = self.reader.tensor(kind, first), kind.removeprefix(OPTIMIZER)
             assert self.subject.optimizer is not None
+            if isinstance(self.subject.optimizer.optimizer, SinglePassOptimizer) and key in old:
+                self._read_formatted(piece, old, key, reads)
+                state |= {k: old[k] for k in (key, key + SCALE) if k in old}
+                continue
             ranges = ranges_of(self.subject.optimizer.optimizer, piece, key)
             if ranges is not None:
                 state[key] = torch.zeros(sum(r.numel for r in ranges), device=piece.tensor.device)
@@ -365,6 +377,40 @@ class ModelLoader:
             state[key] = made
         return state
 
+    def _read_formatted(self, piece: OptimizerPiece, states: dict[str, Any], key: str, reads: list[Read]) -> None:
+        """Fill the state ``key`` of a piece, which has a format of its own, from the files, whatever they have."""
+        kind, here = f"{OPTIMIZER}{key}", held(states, key)
+        for run in piece.runs:
+            home, name = self._home(piece, run), self._stored_name(piece, run)
+            there, coded = self.reader.tensor(kind, name), is_coded(self.reader, kind, name)
+            if there.shape != home.shape:
+                found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(home.shape)}"]
+                raise _misfit(self.reader, "has, of the optimizer,", found, "pass load_optimizer=False for fresh moments.")
+            if isinstance(here, Blocks) and coded and keeps_blocks(home.shard):
+                end, beside = run.offset + run.numel, scale_shard(home.shard) if home.shard is not None else None
+                scale = here.scale[run.offset // BLOCK : -(-end // BLOCK)]
+                reads.append(Read(kind, name, run.start, here.codes.view(-1)[run.offset : end], home.shard))
+                reads.append(Read(kind + SCALE, name, run.start // BLOCK, scale, beside))
+            elif isinstance(here, Blocks) or coded:
+                self._convert(states, key, run, Read(kind, name, run.start, torch.empty(0), home.shard), reads)
+            else:
+                part = here.view(-1)[run.offset : run.offset + run.numel]
+                reads.append(Read(kind, name, run.start, part, home.shard))
+
+    def _convert(self, states: dict[str, Any], key: str, run: ParameterRun, read: Read, reads: list[Read]) -> None:
+        """Read what ``read`` says into memory for a while, and from there, once it has come, into the state ``key``."""
+        coded = is_coded(self.reader, read.set, read.name)
+        found = torch.empty(run.numel, dtype=torch.uint8 if coded else torch.float32)
+        reads.append(replace(read, out=found))
+        scale = scales(self.reader, read.set, read.name) if coded else None
+        reads += [scale] if scale is not None else []
+
+        def convert() -> None:
+            values = found if scale is None else decoded(read.set, found, scale.out, run.start, read.shard)
+            keep_state(states, key, values.to(states[key].device), run.offset)
+
+        self._conversions.append(convert)
+
     def _range_reads(self, kind: str, name: str, flat: torch.Tensor, ranges: Sequence[StateRange]) -> Iterable[Read]:
         """What fills ``flat``, a state of which the checkpoint stores that of the whole parameter."""
         there = self.reader.tensor(kind, name)
@@ -378,6 +424,7 @@ class ModelLoader:
     def _wrapped(self, piece: OptimizerPiece, name: str, keys: list[str], reads: list[Read]) -> dict[str, Any]:
         """The states that wrap other tensors. The optimizer itself makes them, since no file says how."""
         stored = {kind for kind in keys if _is_inner(kind) and name in self.reader.places(kind)}
+        stored = {kind for kind in stored if not is_scale_set(self.reader, kind, name)}
         if not stored:
             return {}
         assert self.subject.optimizer is not None
@@ -427,6 +474,8 @@ def _place_of_scalars(sharded: ShardedOptimizer | None, piece: OptimizerPiece) -
 def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     """The optimizer's name, with one name for all whose state means the same: Adam, AdamW and FusedAdam are "Adam"."""
     name = type(optimizer).__name__
+    if isinstance(optimizer, Adam8bit):  # that of bitsandbytes has the same name, and other states
+        return "Adam"
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
 
 

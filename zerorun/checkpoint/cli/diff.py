@@ -16,6 +16,7 @@ import torch
 
 from ...errors import DamagedError
 from ...log import counted
+from ..block_states import decoded, is_coded, scales
 from ..manifest import Manifest
 from ..read import Read, Reader
 from ..tensorfile import dtype_of, memory_of
@@ -161,14 +162,19 @@ def compare_values(a: Reader, b: Reader, kind: str, name: str) -> Difference | N
 
 
 def _chunks(readers: Sequence[Reader], kind: str, name: str) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors ``name`` of all ``readers``, flattened, chunk by chunk."""
+    """Yield the tensors ``name`` of all ``readers``, flattened, chunk by chunk. Codes of states are given as values."""
     described = [reader.tensor(kind, name) for reader in readers]
+    beside = [scales(reader, kind, name) if is_coded(reader, kind, name) else None for reader in readers]
+    for reader, scale in zip(readers, beside, strict=True):
+        if scale is not None:
+            reader.read(scale)
     for start in range(0, described[0].numel, _CHUNK):
         numel = min(_CHUNK, described[0].numel - start)
         parts = [torch.empty(numel, dtype=dtype_of(tensor.dtype)) for tensor in described]
         for reader, part in zip(readers, parts, strict=True):
             reader.read(Read(kind, name, start, part))
-        yield parts
+        coded = zip(parts, beside, strict=True)
+        yield [part if scale is None else decoded(kind, part, scale.out, start, None) for part, scale in coded]
 
 
 def _exact(values: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 
 from ...errors import CheckpointError, DamagedError
 from ...log import counted
+from ...ops.state_format import SCALE
+from ..block_states import CODES, scale_shape
 from ..files import open_regular, read_regular
 from ..manifest import MANIFEST, Manifest, index_name, read_manifest
 from ..tensorfile import BLOCK_BYTES, Described, FileRecord, TensorFile
@@ -236,11 +238,21 @@ class _Agreement:
                 yield f"{kind}: {name} is no parameter in {MANIFEST}"
             elif kind == MASTER and list(tensor.shape) != parameters[name]["shape"]:
                 yield f"{kind}: {name} has the shape {list(tensor.shape)}, and {parameters[name]['shape']} in {MANIFEST}"
+            elif tensor.dtype == CODES and f"{kind}{SCALE}" in self.manifest.sets:
+                yield from self._scale_problems(kind, tensor)
         if kind == MASTER:  # all weights of one dtype have masters, or none has
             dtypes = {parameters[name]["dtype"] for name in stored if name in parameters}
             for name, entry in parameters.items():
                 if entry["group"] is not None and entry["dtype"] in dtypes and name not in stored:
                     yield f"{kind}: {name} is missing"
+
+    def _scale_problems(self, kind: str, codes: Described) -> Iterator[str]:
+        """What is wrong with the scales of a state that is stored as ``codes``."""
+        scale, wanted = self.tensors(f"{kind}{SCALE}").get(codes.name), scale_shape(codes.shape)
+        if scale is None:
+            yield f"{kind}{SCALE}: {codes.name} is missing"
+        elif scale.shape != wanted:
+            yield f"{kind}{SCALE}: {codes.name} has the shape {list(scale.shape)}, and not {list(wanted)}"
 
     def _reference_problems(self) -> Iterator[str]:
         manifest, stored = self.manifest, self.tensors(STATE)
