@@ -1,6 +1,7 @@
 """Optimizer benchmark: one AdamW step in mixed precision on CPUs, beside the machine's bandwidth, torch and DeepSpeed.
 
     python tests/perf/optimizer.py --json tests/perf/results/optimizer.json
+    python tests/perf/optimizer.py --formats --numel 20000000
 
 The work: bf16 gradient in, scaled by a clipping coefficient; fp32 weight and moments updated; bf16 weight out. That is 28
 bytes per element, by which all bandwidths of whole steps are counted, whatever a contender really moves. The contenders:
@@ -13,6 +14,9 @@ bytes per element, by which all bandwidths of whole steps are counted, whatever 
 
 With ``--rules``, the other rules of the single pass are measured beside AdamW, in the same dtypes. Users of Sophia found its
 steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its curvature are the part of that which is here.
+
+With ``--formats`` the contenders are the single pass with moments in fp32, in bf16 (20 bytes per element) and in 8 bits (16),
+and bitsandbytes' AdamW8bit, whose update on CPUs takes fp32 gradients and is followed by a cast.
 
 Repetitions are interleaved, one of each contender in turn; a figure is the median, and the best in brackets. A shared
 machine's bandwidth differs from second to second, so shares of the triad are medians over turns, each with the triad of its
@@ -35,6 +39,7 @@ import torch
 from compare_peers import versions
 
 from zerorun.ops import build, native, single_pass
+from zerorun.ops.state_format import BLOCK, Blocks, State
 
 LR, BETAS, EPS, DECAY, COEFFICIENT = 1e-3, (0.9, 0.999), 1e-8, 0.1, 0.5
 STEP_BYTES, TRIAD_BYTES = 28, 12  # per element
@@ -52,9 +57,10 @@ class Tensors:
         self.wide = torch.randn(numel)  # [numel] fp32: the gradient cast up; the triad's b
         self.steps = torch.ones(())
 
-    def single_pass(self) -> None:
+    def single_pass(self, moments: tuple[State, State] | None = None) -> None:
         settings = {"lr": LR, "eps": EPS, "weight_decay": DECAY, "coefficient": COEFFICIENT}
-        single_pass.adam(self.weight, self.gradient, *self.moments, self.out, step=7, betas=BETAS, **settings)
+        first, second = moments or self.moments
+        single_pass.adam(self.weight, self.gradient, first, second, self.out, step=7, betas=BETAS, **settings)
 
     def rules(self) -> dict[str, Callable[[], None]]:
         """The rules beside AdamW. The third state is made here, as the others need none."""
@@ -125,6 +131,33 @@ def deepspeed_steps(tensors: Tensors) -> dict[str, Callable[[], None]]:
     return {"DeepSpeed": whole, "its update": lambda: (optimizer.step(), None)[1]}
 
 
+def formats(tensors: Tensors) -> dict[str, Callable[[], None]]:
+    """The single pass with moments in each format, and bitsandbytes, if it is installed."""
+    numel = tensors.weight.numel()
+    halves = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
+    codes = [(torch.zeros(numel, dtype=torch.uint8), torch.zeros(-(-numel // BLOCK)), signed) for signed in (True, False)]
+    first, second = (Blocks(*parts) for parts in codes)
+    found = {
+        "in bf16": lambda: tensors.single_pass(halves),
+        "in 8 bits": lambda: tensors.single_pass((first, second)),
+    }
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        print(f"without bitsandbytes: {error}", file=sys.stderr)
+        return found
+    weight = torch.nn.Parameter(tensors.weight)
+    optimizer = bitsandbytes.optim.AdamW8bit([weight], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    weight.grad = tensors.wide
+
+    def whole() -> None:
+        tensors.wide.copy_(tensors.gradient).mul_(COEFFICIENT)
+        optimizer.step()
+        tensors.out.copy_(tensors.weight)
+
+    return {**found, "bitsandbytes": whole}
+
+
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Seconds of each repetition, by contender; in every round all take their turn, the first one changing."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
@@ -186,13 +219,17 @@ def main() -> None:
     parser.add_argument("--numel", type=int, default=50_000_000)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--rules", action="store_true", help="measure the other rules, and no other packages")
+    parser.add_argument("--rules", action="store_true", help="measure the other rules beside AdamW")
+    parser.add_argument("--formats", action="store_true", help="compare formats of states, and bitsandbytes")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     tensors = Tensors(args.numel)
-    others = tensors.rules() if args.rules else {"by torch": tensors.by_torch, "torch": tensors.torch_chain}
-    packages = {} if args.rules else deepspeed_steps(tensors)
-    contenders = {"single pass": tensors.single_pass, **others, **packages, "triad": tensors.triad}
+    others: dict[str, Callable[[], None]] = {"by torch": tensors.by_torch, "torch": tensors.torch_chain}
+    if args.rules or args.formats:
+        others = (tensors.rules() if args.rules else {}) | (formats(tensors) if args.formats else {})
+    else:
+        others |= deepspeed_steps(tensors)
+    contenders = {"single pass": tensors.single_pass, **others, "triad": tensors.triad}
     found = {}
     for threads in args.threads:
         torch.set_num_threads(threads)

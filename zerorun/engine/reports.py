@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import nn
 
@@ -9,6 +11,7 @@ from ..config.parse import Config, EffectiveValue
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..log import in_bytes, info_once
+from ..ops.state_format import StateFormat
 from ..plan.sharding_plan import ShardingPlan
 from ..watch.board import Phase, during
 from ..zero.access import full_state_dict
@@ -97,9 +100,18 @@ class Reports:
         return (
             f"stage {stage}, {degrees}{topology.replicate} x {topology.shard} data-parallel ranks, "
             f"{len(self.units)} units; "
-            f"compute {compute}, master, accumulation and sums float32, gradients on the wire {wire}; "
+            f"compute {compute}, master, accumulation and sums float32, gradients on the wire {wire}{self._states()}; "
             f"per rank, before optimizer states: {kinds}"
         )
+
+    def _states(self) -> str:
+        """What is to be said of the formats of optimizer states, with a comma; "" if all are fp32."""
+        found: Counter[str] = Counter()
+        for group in self.plan.trainable:
+            for entry, format in zip(group.layout.entries, group.state_formats, strict=True):
+                found[format.value] += entry.numel
+        shown = " and ".join(f"{format} for {numel:,} elements" for format, numel in sorted(found.items()))
+        return f", optimizer states {shown}" if found.keys() - {StateFormat.FP32.value} else ""
 
     def announce(self) -> None:
         """Log what ``describe`` returns, once, on rank 0."""
