@@ -12,11 +12,11 @@ bytes per element, by which all bandwidths of whole steps are counted, whatever 
     its update    the part of it that DeepSpeed's kernel does: fp32 in, nothing out (28 bytes, too)
     triad         a = a + s b on fp32, 12 bytes per element: the bandwidth that there is
 
-With ``--rules``, the other rules of the single pass are measured beside AdamW, in the same dtypes. Users of Sophia found its
-steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its curvature are the part of that which is here.
+With ``--rules``, the other rules of the single pass are measured beside AdamW, in the same dtypes. Users of Sophia found
+its steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its curvature are the part of that which is here.
 
-With ``--formats`` the contenders are the single pass with moments in fp32, in bf16 (20 bytes per element) and in 8 bits (16),
-and bitsandbytes' AdamW8bit, whose update on CPUs takes fp32 gradients and is followed by a cast.
+With ``--formats``, the same with moments in bf16 (20 bytes per element) and in 8 bits (16), and bitsandbytes' AdamW8bit,
+whose update on CPUs takes fp32 gradients and is followed by a cast.
 
 Repetitions are interleaved, one of each contender in turn; a figure is the median, and the best in brackets. A shared
 machine's bandwidth differs from second to second, so shares of the triad are medians over turns, each with the triad of its
