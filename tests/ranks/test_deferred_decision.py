@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Adagrad": {"lr": 0.02, "lr_decay": 0.1, "initial_accumulator_value": 0.5},
     "AdamSAGE": {"lr": 3e-3, "eps": 1e-2, "weight_decay": 0.1},
     "Sophia": {"lr": 1e-3, "bs": 64},
+    "Muon": {"lr": 0.02, "weight_decay": 0.1},
 }
 SCHEDULES: dict[str, Any] = {
     "WarmupDecayLR": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}},

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import reference
 import torch
+import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
-from models import CASES, VOCAB
+from models import CASES, VOCAB, Place
 from reference import Result, differences, train_reference
-from test_parallel_matrix import VOCABULARY, build, compare, data_of, one_step
+from test_parallel_matrix import VOCABULARY, batch_of, build, compare, data_of, one_step
 from test_parallel_matrix import reference as parallel_reference
 from test_parallel_matrix import train as parallel_train
-from training import make_config, merged, train
+from test_simulated_device import look, train_both
+from training import finish, make_config, make_engine, merged, shared_topology, train
 
 import zerorun
+from zerorun.optim.muon import orthogonalized
 from zerorun.plan.matrices import FROM_OWNERS, TO_OWNERS
 from zerorun.plan.step import step_collectives
+from zerorun.zero import matrix_updates
 
 STEPS = 10
 ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
@@ -68,7 +74,6 @@ ZERO: dict[str, dict[str, Any]] = {
     "in host memory": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
     "partly": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
     "on a disk": {"offload_optimizer": {"device": "nvme"}},
-    "two replicas": {"shard_degree": 2},
 }
 ROWS = [
     (3, "on the device"),
@@ -121,7 +126,7 @@ def llama_apart(params: Any) -> torch.optim.Optimizer:
 APART = {"gpt2": gpt2_apart, "llama": llama_apart}
 
 
-@pytest.mark.parametrize("which", PARTS)
+@pytest.mark.parametrize("which", by_day(PARTS, "tensor, sharded", "stages", "uneven, and whole"))
 def test_a_divided_model_equals_one_process(which: str) -> None:
     """An update by blocks of tensor ranks would be another one (megatron_6380)."""
     name, stage, tensor, pipe, data, changes = PARTS[which]
@@ -149,7 +154,7 @@ def sent_and_held(name: str, tensor: int, pipe: int, config: dict[str, Any]) -> 
     return steps, [(len(sizes), sum(sizes)) for sizes in own], held, exchange
 
 
-@pytest.mark.parametrize("which", ["tensor, whole", "tensor, sharded", "uneven, and whole"])
+@pytest.mark.parametrize("which", ["tensor, whole", "uneven, and whole"])
 def test_what_is_sent_is_planned(which: str) -> None:
     name, stage, tensor, pipe, data, changes = PARTS[which]
     config = config_of(stage, accumulation=2, **changes)
@@ -160,3 +165,142 @@ def test_what_is_sent_is_planned(which: str) -> None:
     for steps, planned, (_, buffers), exchange in found:
         assert steps == [planned] * 2
         assert buffers == exchange.bytes
+
+
+# -- what a step does, and when -------------------------------------------------------------------------------------------
+
+BF16 = {"ns_dtype": "bf16"}
+
+
+def train_all(configs: list[dict[str, Any]]) -> list[tuple[Result, list[int]]]:
+    """By configuration, the result, and how many matrices this rank has orthogonalized in each step."""
+    found, count = [], [0]
+
+    def counted(*given: Any) -> torch.Tensor:
+        count[0] += 1
+        return orthogonalized(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_updates, "orthogonalized", counted)
+        for config in configs:
+            engine, result, counts = make_engine(CASES["plain"], config), Result(), []
+            for step in range(4):
+                count[0] = 0
+                for micro in range(engine.gradient_accumulation_steps()):
+                    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro)))
+                    engine.step()
+                counts.append(count[0])
+            finish(engine, result)
+            found.append((result, counts))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_matrix_is_orthogonalized_once_in_a_step_with_the_same_bits_everywhere(world: int) -> None:
+    """Not once in a micro-batch (deepspeed_8443), and not on every rank (torchtitan_3353)."""
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    settings: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
+    settings += [{"stage": 3, "zero_optimization": offload}, {"stage": 2, "zero_optimization": {"shard_degree": 1}}]
+    configs = [config_of(**row, accumulation=3, precision="bf16", params=BF16) for row in settings]
+    ranks = run_ranks(world, train_all, configs)
+    first = ranks[0][0][0]
+    for number, row in enumerate(settings):
+        replicas = world if "shard_degree" in row.get("zero_optimization", {}) else 1
+        for rank in ranks:
+            found, _ = rank[number]
+            assert found.losses == first.losses
+            assert all(torch.equal(found.weights[name], value) for name, value in first.weights.items()), row
+        assert [sum(counts) for counts in zip(*(rank[number][1] for rank in ranks), strict=True)] == [16 * replicas] * 4
+
+
+def test_gram_goes_the_same_way() -> None:
+    standard, gram = (
+        config_of(2, precision="bf16", params={**BF16, "ns_method": method}) for method in ("standard", "gram")
+    )
+    for (one, _), (other, _) in run_ranks(2, train_all, [standard, gram]):
+        assert not differences(other, one, 0.02)
+        assert differences(other, one, 1e-7)
+
+
+@pytest.mark.usefixtures("plain")
+def test_deepspeed_7776_gradients_are_clipped_before_the_momentum() -> None:
+    """The direction of one gradient does not change with its size, but that of a sum of large and small ones does."""
+    wanted = train_reference(CASES["plain"], world_size=2, steps=STEPS, accumulation=2, clip=0.05, optimizer="Muon")
+    config = {**config_of(2), "gradient_clipping": 0.05}
+    unclipped = {**config_of(2), "gradient_clipping": 0.0}
+    found = run_ranks(2, train_muon, "plain", config)
+    assert not differences(found[0], wanted, 1e-5)
+    assert differences(run_ranks(2, train_muon, "plain", unclipped)[0], wanted, 1e-3)
+
+
+@pytest.mark.parametrize(("stage", "offload"), by_day([(0, "none"), (3, "none"), (2, "cpu")], (3, "none"), (2, "cpu")))
+def test_on_a_device(stage: int, offload: str) -> None:
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}
+    config = config_of(stage, precision="bf16", zero_optimization=zero, params=BF16)
+    for found, on_cpu in run_ranks(2, train_both, config):
+        assert not differences(found, on_cpu, 1e-5)
+    for races in run_ranks(2, look, config):
+        assert not races, "\n".join(races)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+
+CELLS = [(2, 1, 1, 3), (1, 1, 3, 2), (1, 2, 1, 1), (1, 1, 1, 0), (2, 1, 2, 1)]  # tensor, pipe, data, stage
+
+
+def go_on(cell: tuple[int, ...], folder: str, loads: bool) -> list[float]:
+    """Train for two steps and save, or load, and train for two more; of each the same 6 micro-batches."""
+    tensor, pipe, data, stage = cell
+    degrees = {"tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}}
+    engine: Any = zerorun.initialize(build("llama"), merged(config_of(stage, accumulation=12 // data), degrees))
+    if loads:
+        path, _ = engine.load_checkpoint(folder, "here")
+        assert path is not None
+    else:
+        steps_of(engine, 0, pipe)
+        engine.save_checkpoint(folder, "here")
+    losses = steps_of(engine, 2, pipe)
+    engine.destroy()
+    return losses
+
+
+def steps_of(engine: Any, begin: int, pipe: int) -> list[float]:
+    accumulation, rank = engine.gradient_accumulation_steps(), engine.topology.data_parallel_rank
+    numbers = ((step, rank * accumulation + micro) for step in (begin, begin + 1) for micro in range(accumulation))
+    data = (batch_of(step, number, 0) for step, number in numbers)
+    return [one_step(engine, data, accumulation, pipe) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), by_day(product(CELLS, CELLS), (CELLS[0], CELLS[1]), (CELLS[1], CELLS[2]), (CELLS[3], CELLS[4]))
+)
+def test_a_checkpoint_goes_on_anywhere(saved: tuple[int, ...], loaded: tuple[int, ...], tmp_path: Path) -> None:
+    wanted = run_ranks(prod(saved[:3]), go_on, saved, str(tmp_path), False)[0]
+    found = run_ranks(prod(loaded[:3]), go_on, loaded, str(tmp_path), True)[0]
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+# -- the optimizers of others --------------------------------------------------------------------------------------------
+
+
+def torchs_own(stage: int) -> Result:
+    """torch's Muon, as it is, which takes nothing but matrices."""
+    case = CASES["plain"]
+    module = case.build()
+    for name, param in module.named_parameters():
+        param.requires_grad_(param.dim() == 2 and "blocks" in name)
+    client = torch.optim.Muon([param for param in module.parameters() if param.requires_grad], lr=0.02)
+    config = {key: value for key, value in config_of(stage).items() if key != "optimizer"}
+    engine, result = zerorun.initialize(module, config, optimizer=client, topology=shared_topology()), Result()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+        for step, micro in product(range(3), range(2)):
+            engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))
+            engine.step()
+    finish(engine, result)
+    return result
+
+
+def test_torchs_own_object_gets_whole_matrices() -> None:
+    one, three = (run_ranks(2, torchs_own, stage)[0] for stage in (0, 3))
+    assert not differences(three, one, 1e-6)

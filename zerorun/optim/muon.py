@@ -8,6 +8,7 @@ in the gradient's place, others make directions of it (zero/matrix_updates.py), 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class Muon(SinglePassOptimizer):
     Parameters of groups with ``use_muon`` that have one dimension are pieces of matrices: what takes the gradient's place
     in a step is their direction already. Others are matrices, or filters [out, ...], and the step does it all.
     """
+
+    _rates: Mapping[bool, float] = {}  # by ``use_muon``, for groups without one
+    _begun: Sequence[tuple[Tensor, set[str]]] = ()  # of the last step: piece, the states that were made for it
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class Muon(SinglePassOptimizer):
         found = [params] if isinstance(params, Tensor) else list(params)
         group = {**group, "params": found}
         group.setdefault("use_muon", all(param.dim() > 1 for param in found if isinstance(param, Tensor)))
-        group.setdefault("lr", self._rates[bool(group["use_muon"])])
+        group.setdefault("lr", self._rates.get(bool(group["use_muon"]), self.defaults["lr"]))
         super().add_param_group(group)
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
@@ -117,6 +121,23 @@ class Muon(SinglePassOptimizer):
         matrix = wanted.view(len(param), -1)
         found = orthogonalized(matrix, settings).float()
         return found * scale_of((matrix.shape[0], matrix.shape[1]), settings["adjust_lr_fn"])
+
+    def begin(self, params: Iterable[Tensor]) -> None:
+        """Begin a step of pieces of matrices. ``take_back`` may undo it."""
+        pieces = list(params)
+        had = [set(self._held.get(piece, ())) for piece in pieces]
+        self.prepare(pieces)
+        self._begun = [(p, self._held[p].keys() - before) for p, before in zip(pieces, had, strict=True)]
+
+    def take_back(self) -> None:
+        """Forget the last step, of which the device has written nothing."""
+        super().take_back()
+        for param, made in self._begun:
+            for key in made:
+                self._held[param].pop(key)
+            if not self._held[param]:
+                del self._held[param]
+        self._begun = ()
 
     @torch.no_grad()
     def advance(

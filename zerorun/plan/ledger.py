@@ -45,8 +45,9 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
     ledger["slots"] += plan.param_slots.bytes + plan.grad_slots.bytes + receive_buffer_bytes(plan)
     ledger["slots"] += plan.matrices.bytes if plan.matrices is not None else 0
     ledger["buffers"] = plan.buffers
-    if plan.staging.bytes:
-        ledger["host staging"] = plan.staging.bytes
+    staging = plan.staging.bytes + (plan.matrices.host_bytes if plan.matrices is not None else 0)
+    if staging:
+        ledger["host staging"] = staging
     return dict(ledger)
 
 

@@ -403,13 +403,16 @@ class _Planner:
         chosen = {name: param for name, param in self.model.named_parameters() if self._is_matrix(param)}
         divided = {name: self.tensor_shards[id(p)] for name, p in chosen.items() if id(p) in self.tensor_shards}
         whole = {name: divided[name].shape if name in divided else tuple(p.shape) for name, p in chosen.items()}
+        trained = [(unit, group) for unit in units for group in unit.trainable]
+        away = [index for index, (unit, _) in enumerate(trained) if unit.placement.optimizer and self.device_type != CPU]
         return plan_exchange(
-            [group.layout for unit in units for group in unit.trainable],
+            [group.layout for _, group in trained],
             {name: (shape[0], prod(shape[1:])) for name, shape in whole.items()},
             frozenset(divided),
             self.topology,
             shares=not self.policy.shard_optimizer,
             fp32=self.raw.matrix_dtype == torch.float32,
+            on_host=frozenset(away),
         )
 
     def _is_matrix(self, param: nn.Parameter) -> bool:

@@ -59,7 +59,8 @@ class MatrixExchange:
     ``shares``: every shard rank has all elements of its tensor rank's part (stage 0). ``fp32``: matrices travel in fp32,
     else in bf16. ``matrices`` are the same on all these ranks, in the same order, but for ``group``, ``entry``, ``here``.
     ``staging``: elements of the buffer for this rank's parts in one turn; ``owned``: of that for what it owns in one. Both
-    are the same on all ranks of a shard group.
+    are the same on all ranks of a shard group. ``landing``: of a buffer in host memory, for directions whose gradients are
+    there, if the device has memory of its own.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class MatrixExchange:
     matrices: tuple[Matrix, ...]
     staging: int
     owned: int
+    landing: int = 0
 
     @property
     def size(self) -> int:
@@ -83,8 +85,13 @@ class MatrixExchange:
 
     @property
     def bytes(self) -> int:
-        """The bytes of both buffers."""
+        """The bytes of both buffers on the device."""
         return (self.staging + self.owned) * self.dtype.itemsize if self.size > 1 else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the buffer in host memory."""
+        return self.landing * self.dtype.itemsize
 
     @cached_property
     def turns(self) -> tuple[tuple[int, ...], ...]:
@@ -122,10 +129,12 @@ def plan_exchange(
     *,
     shares: bool,
     fp32: bool,
+    on_host: frozenset[int] = frozenset(),
 ) -> MatrixExchange:
     """Plan the exchange of matrices: ``shapes``, by the names of their parameters. ``layouts``: of trained flat groups.
 
     The order of ``shapes`` must be the same on all ranks. ``divided``: names of those that tensor ranks have parts of.
+    ``on_host``: the flat groups whose gradients are in host memory, if the device has memory of its own.
     """
     places = {entry.name: (g, e) for g, layout in enumerate(layouts) for e, entry in enumerate(layout.entries)}
     chosen = choose_owners(list(shapes.values()), topology.shard * topology.tensor)
@@ -150,6 +159,7 @@ def plan_exchange(
         tuple(matrices),
         staging=max((numel for row in own for numel in row), default=0),
         owned=max(owned.values(), default=0),
+        landing=max((matrix.here for matrix in matrices if matrix.group in on_host), default=0),
     )
 
 

@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from ..distributed.device import CopyStream, host_empty, queues
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.transport import Transport
 from ..ops.newton_schulz import scale_of
@@ -44,6 +45,9 @@ class MatrixUpdates:
         here = [plan.part(plan.trainable[matrix.group], matrix.entry) for matrix in exchange.matrices]
         self._held: list[list[Part]] = transport.values(here) if exchange.size > 1 else [here]
         room = (exchange.staging, exchange.owned) if exchange.size > 1 else (0, 0)
+        self._copies = CopyStream(transport.device)
+        landing = max((m.here for index, m in enumerate(exchange.matrices) if self._is_apart(index)), default=0)
+        self._landing = host_empty(landing, exchange.dtype, pinned=landing > 0)
         self._staging, self._owned = (torch.empty(n, dtype=exchange.dtype, device=transport.device) for n in room)
 
     @property
@@ -51,36 +55,42 @@ class MatrixUpdates:
         """The bytes of the buffers for what is on its way."""
         return self._staging.nbytes + self._owned.nbytes
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the buffer in host memory, if the device has memory of its own."""
+        return self._landing.nbytes
+
     def direct(self, pieces: Sequence[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
         """Take the gradients of ``pieces``, times ``coefficient``, into the momentum; put directions in their place.
 
         Of other pieces nobody may use the gradients afterwards. All ranks must call it, whichever pieces they have.
         """
         members = [piece for piece in pieces if self._optimizer.param_groups[piece.group]["use_muon"]]
+        self._optimizer.begin(piece.tensor for piece in members)
         take_in(self._units, members, self._optimizer, self._optimizer.advance, coefficient)
         for turn in self._exchange.turns:
-            if self._exchange.size == 1:
-                for index in turn:
-                    self._put(index, self._orthogonalized(index, self._gradient(index).to(self._exchange.dtype)))
-            else:
+            if self._exchange.size > 1:
                 self._take_turn(turn)
+                continue
+            for index in turn:
+                matrix = self._staging.new_empty(self._matrix(index).numel)
+                self._bring([(index, matrix)])
+                self._put(index, self._orthogonalized(index, matrix).view(-1))
 
     def _take_turn(self, turn: Sequence[int]) -> None:
         exchange, ranks = self._exchange, range(self._exchange.size)
         mine = [self._parcel(exchange.rank, owner, turn) for owner in ranks]
         theirs = [self._parcel(peer, exchange.rank, turn) for peer in ranks]
         staged = _consecutive(self._staging, [sum(self._held[exchange.rank][i].numel for i in parcel) for parcel in mine])
-        for flat, parcel in zip(staged, mine, strict=True):
-            for index, part in self._parts(exchange.rank, parcel, flat):
-                part.copy_(self._gradient(index))
+        places = [pair for flat, own in zip(staged, mine, strict=True) for pair in self._parts(exchange.rank, own, flat)]
+        self._bring(places)
         sent = [flat[: self._given(exchange.rank, parcel)] for flat, parcel in zip(staged, mine, strict=True)]
         received = _consecutive(self._owned, [self._given(peer, parcel) for peer, parcel in enumerate(theirs)])
         self._transport.all_to_all(sent, received, TO_OWNERS).wait()
         results = {i: self._orthogonalized(i, self._joined(i, theirs, received)) for i in turn if self._is_mine(i)}
         self._transport.all_to_all(self._answers(theirs, results), staged, FROM_OWNERS).wait()
-        for flat, parcel in zip(staged, mine, strict=True):
-            for index, part in self._parts(exchange.rank, parcel, flat):
-                self._put(index, part)
+        for index, part in places:
+            self._put(index, part)
 
     # -- what ranks have -----------------------------------------------------------------------------------------
 
@@ -129,8 +139,8 @@ class MatrixUpdates:
         return whole
 
     def _orthogonalized(self, index: int, matrix: torch.Tensor) -> torch.Tensor:
-        on_device = matrix.to(self._transport.device).view(self._matrix(index).shape)
-        return orthogonalized(on_device, self._optimizer.param_groups[self._settings_of(index)])
+        settings = self._optimizer.param_groups[self._settings_of(index)]
+        return orthogonalized(matrix.view(self._matrix(index).shape), settings)
 
     def _settings_of(self, index: int) -> int:
         return self._group_of[index].plan.optimizer_groups[self._matrix(index).entry]
@@ -157,12 +167,31 @@ class MatrixUpdates:
     def _contents(self, peer: int, parcel: Sequence[int]) -> tuple[tuple[int, Part], ...]:
         return tuple((i, self._held[peer][i]) for i in parcel)
 
-    # -- back ----------------------------------------------------------------------------------------------------
+    # -- between gradients and buffers -----------------------------------------------------------------------------
+
+    def _is_apart(self, index: int) -> bool:
+        """True if the gradient of a matrix is in host memory, and the buffers are not."""
+        return self._group_of[index].host_grad is not None and queues(self._transport.device)
+
+    def _bring(self, places: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Round this rank's elements of matrices into the flat tensors of ``places``."""
+        self._copies.follow()
+        for index, part in places:
+            if self._is_apart(index):
+                self._copies.copy(self._gradient(index).to(part.dtype), part)
+            else:
+                part.copy_(self._gradient(index))
+        self._copies.lead()
 
     def _put(self, index: int, direction: torch.Tensor) -> None:
-        """Let the gradient of a matrix, as far as this rank has it, be ``direction``, scaled by the matrix's shape."""
+        """Let the gradient of a matrix, as far as this rank has it, be the flat ``direction``, scaled by the shape."""
+        if self._is_apart(index):
+            self._copies.follow(read=direction)
+            host = self._landing[: direction.numel()]
+            self._copies.copy(direction, host).synchronize()
+            direction = host
         settings = self._optimizer.param_groups[self._settings_of(index)]
-        self._gradient(index).copy_(direction.view(-1)).mul_(scale_of(self._matrix(index).shape, settings["adjust_lr_fn"]))
+        self._gradient(index).copy_(direction).mul_(scale_of(self._matrix(index).shape, settings["adjust_lr_fn"]))
 
 
 def _start(part: tuple[int, torch.Tensor]) -> int:

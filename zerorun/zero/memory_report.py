@@ -36,6 +36,7 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
         for kind, size in _states(runtime, sharded):
             ledger[kind] += size
     staging = sum(link.bytes for link in links_of(runtime.units)) + runtime.made.states.bytes_kept
+    staging += sharded.host_buffer_bytes if sharded is not None else 0
     if staging:
         ledger["host staging"] = staging
     return dict(ledger)

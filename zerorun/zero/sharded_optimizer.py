@@ -86,6 +86,11 @@ class ShardedOptimizer:
         """The bytes of the buffers for matrices on their way."""
         return 0 if self._matrices is None else self._matrices.bytes
 
+    @property
+    def host_buffer_bytes(self) -> int:
+        """The bytes of that in host memory, if the device has memory of its own."""
+        return 0 if self._matrices is None else self._matrices.host_bytes
+
     def take_back(self) -> None:
         """Forget the last update, whose coefficient was NaN."""
         if isinstance(self.optimizer, SinglePassOptimizer):
