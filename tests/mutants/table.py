@@ -1565,7 +1565,7 @@ MUTANTS = (
         "zerorun/optim/muon.py",
         "                self._held[param].pop(key)",
         "                pass",
-        ("tests/ranks/test_deferred_decision.py::test_skipped_steps_leave_no_trace",),
+        ("tests/unit/test_matrices.py::test_a_step_in_vain_leaves_nothing_behind",),
     ),
     Mutant(
         "directions-land-late",

@@ -3,8 +3,8 @@
     python tests/perf/muon.py --json tests/perf/results/muon.json
 
 On every rank are two engines over a GPT, one with each optimizer, and a loop over the matrices that the rank owns. They
-take turns, so that all see the same machine. What Muon may cost beyond AdamW is the share, which nobody can avoid: the figure
-is Muon / (AdamW + share), the median over turns, in seconds of the clock, and of the processor.
+take turns, so that all see the same machine. What Muon may cost beyond AdamW is the share, which nobody can avoid: the
+figure is Muon / (AdamW + share), the median over turns, in seconds of the clock, and of the processor.
 """
 
 from __future__ import annotations

@@ -161,6 +161,17 @@ def test_a_step_in_one_process_is_that_of_torch(scale: str, nesterov: bool) -> N
     assert relative(ours.detach(), other.detach()) < 1e-5
 
 
+def test_a_step_in_vain_leaves_nothing_behind() -> None:
+    old, new = torch.ones(8), torch.ones(4)
+    optimizer = Muon([{"params": [old, new], "use_muon": True}])
+    optimizer.begin([old])
+    optimizer.begin([old, new])
+    assert optimizer.state.keys() == {old, new}
+    optimizer.take_back()
+    assert optimizer.state.keys() == {old}
+    assert optimizer.state[old].keys() == {"momentum_buffer"}
+
+
 # -- roles ---------------------------------------------------------------------------------------------------------------
 
 
