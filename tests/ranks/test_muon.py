@@ -17,6 +17,7 @@ from covering import by_day
 from harness import run_ranks
 from models import CASES, VOCAB, Place
 from reference import Result, differences, train_reference
+from test_estimate import Deep, observe
 from test_parallel_matrix import VOCABULARY, batch_of, build, compare, data_of, one_step
 from test_parallel_matrix import reference as parallel_reference
 from test_parallel_matrix import train as parallel_train
@@ -304,3 +305,20 @@ def torchs_own(stage: int) -> Result:
 def test_torchs_own_object_gets_whole_matrices() -> None:
     one, three = (run_ranks(2, torchs_own, stage)[0] for stage in (0, 3))
     assert not differences(three, one, 1e-6)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "world", "offload"), [(3, 2, False), (1, 3, True)])
+def test_ranks_hold_the_same_and_as_much_as_estimated(stage: int, world: int, offload: bool) -> None:
+    """Shards are even, and so are the buffers. What AdamW updates has a state more, and is not divided by its kind."""
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    config = config_of(stage, accumulation=1, precision="bf16", zero_optimization=zero, params=BF16)
+    reports = run_ranks(world, observe, 256, config, False)
+    totals = [sum(report[0].values()) for report in reports]
+    assert max(totals) <= 1.01 * sum(totals) / world
+    with torch.device("meta"):
+        module = Deep(256)
+    estimate = zerorun.estimate_memory(module, config, world, device="cpu", transport=reports[0][3])
+    assert dict(estimate.kinds) == reports[totals.index(max(totals))][0]
