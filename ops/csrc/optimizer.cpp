@@ -134,9 +134,9 @@ INLINE void dequantise(const State& state, int64_t at, int64_t count, float* __r
     }
 }
 
-template <bool with_sign>
 INLINE void quantise(const State& state, int64_t at, int64_t count, const float* __restrict from) {
     uint8_t* __restrict codes = static_cast<uint8_t*>(state.data) + at;
+    const bool with_sign = state.type == SIGNED8;
     const uint32_t* words = state.words;
     const int32_t first = state.first_cell, last = state.cells - 1;
     for (int64_t low = 0; low < count; low += SCALED) {
@@ -182,10 +182,8 @@ INLINE void narrow(const State& state, int64_t at, int64_t count, const float* _
     if (state.type == BF16) {
         uint16_t* __restrict to = static_cast<uint16_t*>(state.data) + at;
         for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(buffer[i]);
-    } else if (state.type == SIGNED8) {
-        quantise<true>(state, at, count, buffer);
-    } else if (state.type == UNSIGNED8) {
-        quantise<false>(state, at, count, buffer);
+    } else if (state.type != FP32 && state.type != NONE) {
+        quantise(state, at, count, buffer);
     }
 }
 
@@ -355,6 +353,7 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
         const int64_t count = std::min(BLOCK, end - at);
         float *weight = step.weight + at, *states[STATES];
         load(step, at, count, gradient);
+#pragma GCC unroll 1
         for (int i = 0; i < STATES; ++i) states[i] = widen(step.states[i], at, count, buffers[i]);
         if (step.rule == ADAM && step.decay == 0) adam<false>(step, count, gradient, weight, states[0], states[1]);
         if (step.rule == ADAM && step.decay != 0) adam<true>(step, count, gradient, weight, states[0], states[1]);
@@ -364,6 +363,7 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
         if (step.rule == SOPHIA) sophia(step, count, gradient, weight, states[0], states[1]);
         if (step.rule == CURVATURE) curvature(step, count, gradient, states[0]);
         if (step.rule == SGD) sgd(step, count, gradient, weight, states[0]);
+#pragma GCC unroll 1
         for (int i = 0; i < STATES; ++i) narrow(step.states[i], at, count, buffers[i]);
         store(step, at, count, weight);
     }

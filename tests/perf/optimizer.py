@@ -13,7 +13,8 @@ bytes per element, by which all bandwidths of whole steps are counted, whatever 
     triad         a = a + s b on fp32, 12 bytes per element: the bandwidth that there is
 
 With ``--rules``, the other rules of the single pass are measured beside AdamW, in the same dtypes. Users of Sophia found
-its steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its curvature are the part of that which is here.
+its steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its curvature are the part of that which is
+here.
 
 With ``--formats``, the same with moments in bf16 (20 bytes per element) and in 8 bits (16), and bitsandbytes' AdamW8bit,
 whose update on CPUs takes fp32 gradients and is followed by a cast.
