@@ -108,13 +108,10 @@ def config_of(seed: int, world: int) -> dict[str, Any]:
     if stage == 3 and rng.random() < 0.3:
         zero["offload_param"] = {"device": "cpu"}
     more: dict[str, Any] = {"communication_data_type": "bf16"} if rng.random() < 0.2 else {}
-    made = make_config(
-        stage,
-        precision=rng.choice(("fp32", "bf16")),
-        accumulation=rng.randint(1, 3),
-        zero_optimization=zero,
-        **more,
-    )
+    precision, accumulation = rng.choice(("fp32", "bf16")), rng.randint(1, 3)
+    if stage == 3 and rng.random() < 0.4:
+        zero[rng.choice(("zero_quantized_weights", "zero_quantized_nontrainable_weights"))] = True
+    made = make_config(stage, precision=precision, accumulation=accumulation, zero_optimization=zero, **more)
     return {**made, "optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
 
 

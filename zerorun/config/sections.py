@@ -289,8 +289,11 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: Annotated[Flag, Inert("there is no trace cache to be invalidated.", False)] = False
     enable_sanity_checks: Annotated[Flag, Inert("the checks are always on.", unless=True)] = False
     save_muon_momentum_buffer_in_memory: Annotated[Flag, Inert("momentum is where offload_optimizer puts states.")] = False
-    zero_quantized_weights: Annotated[Flag, _QUANTIZED] = False
-    zero_quantized_nontrainable_weights: Annotated[Flag, _QUANTIZED] = False
+    zero_quantized_weights: Annotated[Flag, _STAGE_3] = False
+    """Send int8 codes, with a scale for each 256 elements, where parameters are gathered for forward and backward (ZeRO++).
+    Masters stay exact, and so do gains, biases, what is smaller than 256 elements, and what is in no block."""
+    zero_quantized_nontrainable_weights: Annotated[Flag, _STAGE_3] = False
+    """As zero_quantized_weights, for frozen parameters only."""
     zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
 
     other_names: ClassVar[dict[str, str]] = {

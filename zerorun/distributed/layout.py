@@ -7,9 +7,9 @@ of ``ALIGNMENT`` elements and, where shards may cut parameters, every shard boun
 kernel therefore meets an odd tail only at the end of a parameter, whatever the shard degree, which is why an element-wise
 update gives the same bits at every stage and world size.
 
-Optimizers whose states have blocks of elements with a scale in common ask for a larger ``quantum``: parameters whose states
-are kept so begin at multiples of it, and so do all shards. No block is then in two parameters or two shards, and the blocks
-of a parameter are counted from its own beginning.
+Optimizers whose states have blocks of elements with a scale in common ask for a larger ``quantum``, and so do parameters
+that are sent in such blocks: they begin at multiples of it, and so do all shards. No block is then in two parameters or two
+shards, and the blocks of a parameter are counted from its own beginning.
 
 Optimizers that need a whole matrix (Adafactor, Muon, or any that zerorun does not know) ask for ``whole=True``: then no
 bound is inside a parameter, and shards have unequal sizes.
@@ -107,11 +107,11 @@ def build_layout(
     """Lay parameters end to end for ``degree`` shards. ``whole`` keeps every parameter inside one shard.
 
     ``quantum``: elements, of all parameters or of each; a multiple of ALIGNMENT. A parameter fills whole quanta, and begins
-    at a multiple of its own; shard bounds are multiples of the largest. With ``whole``, it has no effect.
+    at a multiple of its own; shard bounds are multiples of the largest. With ``whole``, the largest is that of all.
     """
-    if whole:
-        return _build_whole(names, shapes, degree)
     quanta = [quantum] * len(names) if isinstance(quantum, int) else quantum
+    if whole:
+        return _build_whole(names, shapes, degree, max(quanta, default=ALIGNMENT))
     entries, offset = [], 0
     for name, shape, own in zip(names, shapes, quanta, strict=True):
         offset = _align(offset, own)
@@ -123,13 +123,13 @@ def build_layout(
     return Layout(tuple(entries), tuple(shard * rank for rank in range(degree + 1)))
 
 
-def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int) -> Layout:
+def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int, quantum: int) -> Layout:
     """Put the largest parameter first, each into the emptiest shard: within 4/3 of the best balance (Graham 1969)."""
     load = [0] * degree
     owner: list[int] = [0] * len(names)
     for index in sorted(range(len(names)), key=lambda i: (-prod(shapes[i]), i)):
         owner[index] = min(range(degree), key=lambda rank: (load[rank], rank))
-        load[owner[index]] += _align(prod(shapes[index]))
+        load[owner[index]] += _align(prod(shapes[index]), quantum)
     entries: list[ParameterSpan] = []
     bounds = [0]
     for rank in range(degree):
@@ -137,7 +137,7 @@ def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree
         for index, name in enumerate(names):
             if owner[index] == rank:
                 entries.append(ParameterSpan(name, tuple(shapes[index]), offset, prod(shapes[index])))
-                offset += _align(prod(shapes[index]))
+                offset += _align(prod(shapes[index]), quantum)
         bounds.append(offset)
     return Layout(tuple(entries), tuple(bounds))
 

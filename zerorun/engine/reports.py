@@ -95,12 +95,14 @@ class Reports:
         kinds = ", ".join(f"{kind} {in_bytes(size)}" for kind, size in held.items())
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
+        coded = any(group.coded for group in self.runtime.plan.flat_groups)
+        sent = f"gradients on the wire {wire}{', weights of matrices int8 in blocks' * coded}"
         stage, topology = self.config.zero_optimization.stage, self.topology
         degrees = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
         return (
             f"stage {stage}, {degrees}{topology.replicate} x {topology.shard} data-parallel ranks, "
             f"{len(self.units)} units; "
-            f"compute {compute}, master, accumulation and sums float32, gradients on the wire {wire}{self._states()}; "
+            f"compute {compute}, master, accumulation and sums float32, {sent}{self._states()}; "
             f"per rank, before optimizer states: {kinds}"
         )
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.block_codes import BLOCK, coded_bytes
 from ..distributed.device import CPU
 from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Replication
@@ -213,7 +214,7 @@ class _Planner:
     @cached_property
     def groups(self) -> list[list[FlatGroupPlan]]:
         """The flat groups of each unit, with their layouts; ``_complete`` fills in the other fields."""
-        return [[self._lay_out(members) for members in self._by_kind(spec)] for spec in self.specs]
+        return [[self._lay_out(spec, members) for members in self._by_kind(spec)] for spec in self.specs]
 
     @cached_property
     def sharing(self) -> list[int]:
@@ -227,7 +228,7 @@ class _Planner:
             (index, number)
             for index in (self.sharing if self.policy.share_param_slots and self._can_map else ())
             for number, group in enumerate(self.groups[index])
-            if self._in_whole_pages(group) and not (self.placements[index].params or self.placements[index].optimizer)
+            if self._fills_pages(group) and not (self.placements[index].params or self.placements[index].optimizer)
         }
         return found if len(found) * self.topology.shard <= MOST_RANGES else set()
 
@@ -274,10 +275,17 @@ class _Planner:
         return param.dtype if wanted is None or not param.is_floating_point() or is_packed(param) else wanted
 
     def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
-        kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool], _Members] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool, bool], _Members] = defaultdict(list)
         for name, param in spec.params:
             replication, apart = self.replication_of(param), self._has_large_states(param)
-            kind = self._dtype(param), self._is_trained(param), replication, is_packed(param), apart
+            kind = (
+                self._dtype(param),
+                self._is_trained(param),
+                replication,
+                is_packed(param),
+                apart,
+                self._in_blocks(spec, param),
+            )
             kinds[kind].append((name, param))
         for (_, trained, *_), members in kinds.items():
             if trained:  # neighbouring parameters of one optimizer group and state format form one piece
@@ -299,11 +307,26 @@ class _Planner:
         apart = bool(self.raw.formats) and self._is_trained(param) and param.numel() >= APART_NUMEL
         return apart and self._format(param) is StateFormat.FP32
 
-    def _lay_out(self, members: _Members) -> FlatGroupPlan:
+    def _in_blocks(self, spec: UnitSpec, param: nn.Parameter) -> bool:
+        """True for a parameter of ``spec`` that is sent as codes: a matrix with at least one whole block.
+
+        Gains of norms and biases are few, and a block would have them beside much smaller values.
+        """
+        settings = self.config.zero_optimization
+        wanted = settings.zero_quantized_weights or (
+            settings.zero_quantized_nontrainable_weights and not self._is_trained(param)
+        )
+        shares = self.policy.share_param_slots and spec.shares_slots and spec.name != ROOT
+        wide = self._dtype(param).is_floating_point and self._dtype(param).itemsize > 1 and not is_packed(param)
+        return wanted and shares and self.topology.shard > 1 and wide and _is_large_matrix(param)
+
+    def _lay_out(self, spec: UnitSpec, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]
         trained = self._is_trained(params[0])
         shapes, whole = [tuple(param.shape) for param in params], self.raw.whole and trained
-        quanta = [max(ALIGNMENT, self._format(param).quantum) for param in params]
+        coded = self._in_blocks(spec, params[0])
+        least = BLOCK if coded else ALIGNMENT
+        quanta = [max(least, self._format(param).quantum) for param in params]
         layout = build_layout([n for n, _ in members], shapes, self.topology.shard, whole=whole, quantum=quanta)
         laid_out = by_layout(layout, members)
         return FlatGroupPlan(
@@ -312,6 +335,7 @@ class _Planner:
             dtype=self._dtype(params[0]),
             given_dtype=params[0].dtype,
             packed=is_packed(params[0]),
+            coded=coded,
             replication=self.replication_of(params[0]),
             optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
             state_formats=tuple(self._format(param) for param in laid_out) if trained else (),
@@ -324,9 +348,16 @@ class _Planner:
         return self.maps_shards and self.device_type == CPU and reads_peers(self.transport, self.topology)
 
     @staticmethod
-    def _in_whole_pages(group: FlatGroupPlan) -> bool:
+    def _fills_pages(group: FlatGroupPlan) -> bool:
+        """True if gathers are of whole pages. Codes are no parameters yet when they have come."""
         layout, wide = group.layout, group.dtype.itemsize >= 2  # then PAGED elements fill whole pages
-        return wide and layout.numel > 0 and layout.even and all(bound % PAGED == 0 for bound in layout.bounds)
+        return (
+            wide
+            and not group.coded
+            and layout.numel > 0
+            and layout.even
+            and all(bound % PAGED == 0 for bound in layout.bounds)
+        )
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -383,6 +414,8 @@ class _Planner:
             yield Buffer("full", "parameters", whole)
         else:
             yield Buffer("shard", "parameters", shard, unit.params_place)
+        if group.coded:
+            yield Buffer("coded", "parameters", coded_bytes(group.shard_numel), unit.params_place)
         if not group.trainable:
             return
         if not group.master_is_weight:
@@ -440,8 +473,12 @@ class _Planner:
         return DiskPlan(
             masters={unit.index: tuple(group.stretches() for group in unit.trainable) for unit in there},
             states=state_count(self.raw) if states_there and self.raw.groups else None,
-            param_bytes=sum(aligned_bytes(group.shard_numel * group.dtype.itemsize) for group in shards),
+            param_bytes=sum(aligned_bytes(b.bytes) for g in shards for b in g.buffers if b.tensor in ("shard", "coded")),
         )
+
+
+def _is_large_matrix(param: nn.Parameter) -> bool:
+    return param.dim() >= 2 and param.numel() >= BLOCK
 
 
 def _slots(count: int, sizes: Sequence[int]) -> SlotPlan:

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import PlainSerializer, PlainValidator
 
+from ..distributed.block_codes import coded_bytes
 from ..distributed.layout import Layout, Piece, aligned_bytes
 from ..distributed.replication import ALONE, Replication
 from ..distributed.tensor_shard import TensorShard
@@ -104,8 +105,8 @@ class FlatGroupPlan:
     whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
     to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
     of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
-    ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have
-    here, for an optimizer that is told of parts.
+    ``coded``: gathers of the shards send codes (block_codes.py). ``buffers``: the memory that this rank allocates.
+    ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of parts.
     """
 
     layout: Layout
@@ -121,6 +122,7 @@ class FlatGroupPlan:
     resident: bool = True
     mapped: bool = False
     unpacked: bool = False
+    coded: bool = False
     buffers: tuple[Buffer, ...] = ()
     tensor_shards: tuple[TensorShard | None, ...] = ()
 
@@ -149,6 +151,19 @@ class FlatGroupPlan:
     def owns_everything(self) -> bool:
         """True at stage 0: every rank updates all elements."""
         return self.trainable and self.owned_numel == self.layout.numel
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes that stand for this rank's shard in a gather."""
+        return coded_bytes(self.shard_numel) if self.coded else self.shard_numel * self.dtype.itemsize
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """The bytes of what a shared slot has of it: the parameters, and the codes that they are made of."""
+        if self.mapped:
+            return ()
+        whole = self.layout.numel * self.dtype.itemsize
+        return (whole, coded_bytes(self.layout.numel)) if self.coded else (whole,)
 
     @property
     def numel_of_parameters(self) -> int:
@@ -251,8 +266,7 @@ class UnitPlan:
     @property
     def param_slot_bytes(self) -> int:
         """The bytes that its parameters take in a shared slot."""
-        needing = (group for group in self.flat_groups if not group.mapped)
-        return sum(aligned_bytes(group.layout.numel * group.dtype.itemsize) for group in needing)
+        return sum(aligned_bytes(size) for group in self.flat_groups for size in group.slot_bytes)
 
     @property
     def grad_slot_bytes(self) -> int:

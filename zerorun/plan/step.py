@@ -118,7 +118,7 @@ class _Step:
     def _all_gather(self, unit: str, groups: Sequence[FlatGroupPlan], phase: str) -> None:
         others = self._plan.topology.shard - 1
         for group in groups if others else ():
-            sent = group.shard_numel * others * group.dtype.itemsize
+            sent = group.gathered_bytes * others
             self._issued.append(Collective(f"{unit}: all-gather {phase}", sent))
 
     # -- gradients -----------------------------------------------------------------------------------------------

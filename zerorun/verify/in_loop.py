@@ -20,6 +20,7 @@ from ..zero.access import GatheredParameters
 from ..zero.gradients import reduce_all
 from . import sharded
 from .explain import axis_at, described, first_of_ranks
+from .lossy import refuse_lossy
 from .permuted import PermutedSums, backwards, interleaved
 from .recorder import Recorder
 from .records import Kind, Records, Tolerances, differences
@@ -33,10 +34,11 @@ _ALONE = "Remedy: compare the whole training by zerorun verify module:function -
 def verify_batch(engine: Any, batch: Any, loss: Loss | None) -> str:
     """Compare the engine with one process on ``batch``, and return a line that says so. All ranks must call it.
 
-    Gradients are left behind for the caller to forget. Raises StepError where it cannot be done, and, on all ranks alike,
-    with the first value that differs.
+    Gradients are left behind for the caller to forget. Raises StepError or ConfigError where it cannot be done, and
+    StepError, on all ranks alike, with the first value that differs.
     """
     topology, loss = engine.topology, loss or loss_of
+    refuse_lossy(engine.config)
     if topology.pipe * topology.tensor > 1:
         raise StepError(f"engine.verify() needs a model that is whole on each rank, and this one is divided. {_ALONE}")
     if engine.accumulation.backwards or engine.sharded_model.optimizer is None:

@@ -40,6 +40,7 @@ from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
 from . import sharded, unsharded
 from .explain import axis_at, described, first_of_ranks
+from .lossy import refuse_lossy
 from .permuted import PermutedSums, backwards, interleaved
 from .records import Kind, Mismatch, Point, Records, Tolerances, Value, differences
 from .sharded import Initialize, ShardedRun
@@ -90,6 +91,7 @@ class Verification:
         world = dist.get_world_size()
         given = (task.options.get("optimizer"), task.options.get("model_parameters"), world, None)
         self.config, _ = take_in(task.model, self._raw, None, *given, "lr_scheduler" in task.options)
+        refuse_lossy(self.config)
         self.topology = _topology(self.config)
         self.sizes = Sizes(
             steps,

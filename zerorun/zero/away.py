@@ -50,6 +50,7 @@ SLOTS = "slots"  # that units share for parameters: their contents are never nee
 _KINDS = {
     "full": WEIGHTS,
     "shard": WEIGHTS,
+    "coded": WEIGHTS,
     "master": MASTERS,
     "grad_full": StateKind.contiguous_grad_buffer,
     "grad_shard": StateKind.lp_grads,

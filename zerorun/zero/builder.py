@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..distributed.block_codes import coded_bytes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 from .away import States
-from .flat_group import FlatGroup, GradientBuffers, TrainedGroup
+from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup
 from .init import forget_part, whole_value
 from .offload.host_link import Disk, HostLink
 from .offload.host_memory import give_back_freed
@@ -100,7 +101,9 @@ class _Builder:
     def _in_param_slot(self, plan: UnitPlan) -> Iterator[torch.Tensor]:
         """Where the flat groups of the unit lie in the slot that it shares."""
         needing = [group for group in plan.flat_groups if not group.mapped] if not plan.resident else []
-        numels, dtypes = [group.layout.numel for group in needing], [group.dtype for group in needing]
+        dtypes = [dtype for group in needing for dtype in ((group.dtype, torch.uint8) if group.coded else (group.dtype,))]
+        sizes = [size for group in needing for size in group.slot_bytes]
+        numels = [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
         return iter(self._param_slots.carve(plan.param_slot, numels, dtypes) if needing else ())
 
     def _in_grad_slot(self, plan: UnitPlan) -> Iterator[torch.Tensor]:
@@ -113,12 +116,13 @@ class _Builder:
         params = [self._params[entry.name] for entry in plan.layout.entries]
         values = self._values(plan, params)
         full, shard = self._weights(unit, plan, values, param_slot)
+        codes = self._codes(unit, plan, param_slot) if plan.coded else None
         master = self._master(unit, plan, full, shard, values) if plan.trainable else None
         del values  # before anything else is made
         if master is None:
-            return FlatGroup(plan, params, full, shard)
+            return FlatGroup(plan, params, full, shard, codes)
         gradients = self._gradients(unit, plan, grad_slot)
-        return TrainedGroup(plan, params, full, shard, master, gradients)
+        return TrainedGroup(plan, params, full, shard, master, gradients, codes)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -143,6 +147,10 @@ class _Builder:
             full = self._mapping.take().view(plan.dtype)
             return full, full[plan.low : plan.high].copy_(values[plan.low : plan.high])
         return next(param_slot), self._kept_shard(unit, values[plan.low : plan.high], plan.dtype)
+
+    def _codes(self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor]) -> CodeBuffers:
+        empty = torch.zeros(coded_bytes(plan.shard_numel), dtype=torch.uint8)
+        return CodeBuffers(self._kept_shard(unit, empty.to(self._device), torch.uint8), next(param_slot))
 
     def _kept_shard(self, unit: UnitPlan, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if unit.placement.params_on_disk and self._disk is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..distributed.block_codes import decode, encode
 from ..distributed.layout import Layout
 from ..plan.sharding_plan import FlatGroupPlan
 from .placeholders import placeholders
@@ -17,6 +18,14 @@ _ROW = 4096
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
+
+
+@dataclass(frozen=True)
+class CodeBuffers:
+    """Memory of the codes that gathers send, uint8. ``shard``: of this rank's; ``full``: of all, as they come."""
+
+    shard: torch.Tensor
+    full: torch.Tensor
 
 
 class FlatGroup:
@@ -29,12 +38,20 @@ class FlatGroup:
     grad_shard: torch.Tensor | None = None
 
     def __init__(
-        self, plan: FlatGroupPlan, params: Sequence[nn.Parameter], full: torch.Tensor, shard: torch.Tensor
+        self,
+        plan: FlatGroupPlan,
+        params: Sequence[nn.Parameter],
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        codes: CodeBuffers | None = None,
     ) -> None:
         """``params``: in the order of the layout; they become views of ``full`` [numel]. ``shard``: this rank's part."""
         self.plan, self.params = plan, list(params)
         self.names = [entry.name for entry in plan.layout.entries]
         self.full, self.shard = full, shard
+        self.coded = codes.shard if codes is not None else None
+        self.arriving = codes.full if codes is not None else None
+        self._coded_at = -1
         self.views = _views(full, plan.layout)
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
@@ -57,6 +74,19 @@ class FlatGroup:
     def weight(self) -> torch.Tensor:
         """The compute-dtype values that belong to ``master``: [owned]."""
         return self.full if self.plan.owns_everything and self.plan.resident else self.shard
+
+    def encode(self, state: int) -> torch.Tensor:
+        """The codes of the shard. ``state``: a number that is another one whenever the shard may have changed."""
+        assert self.coded is not None
+        if self._coded_at != state:
+            encode(self.shard, self.coded)
+            self._coded_at = state
+        return self.coded
+
+    def decode(self) -> None:
+        """Let ``full`` have the values of the codes that have come, this rank's too: all compute with the same."""
+        assert self.arriving is not None
+        decode(self.arriving, self.layout.bounds, self.full)
 
     def unshard(self) -> None:
         """Make the parameters views of the slot."""
@@ -130,9 +160,10 @@ class TrainedGroup(FlatGroup):
         shard: torch.Tensor,
         master: torch.Tensor,
         gradients: GradientBuffers,
+        codes: CodeBuffers | None = None,
     ) -> None:
         """``master``: [owned] fp32."""
-        super().__init__(plan, params, full, shard)
+        super().__init__(plan, params, full, shard, codes)
         self.master = master
         self.grad_full, self.grad_shard, self.host_grad = gradients.full, gradients.shard, gradients.host
         # True if grad_shard is a part of grad_full (stages 0 and 1).

@@ -268,9 +268,7 @@ class Gathers:
         if needed_here:
             self._fill(unit, "as asked")
             return
-        unit.updated()
-        for flat_group in unit.flat_groups:  # other ranks need this one's shard; what comes from them is dropped
-            unit.gather_into(self._comm, flat_group, torch.empty_like(flat_group.full), "as asked").wait()
+        unit.gather_for_others(self._comm, "as asked")
 
     def _agree(self, trace: ExecutionTrace, universe: list[int]) -> None:
         """Merge what the ranks needed into the agreed order for this kind of pass."""

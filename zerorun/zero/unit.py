@@ -8,6 +8,8 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | parameter (.data) | FlatGroup   | the user's  | compute | a view of ``full`` while gathered, else a loud placeholder  |
 | ``full``          | FlatGroup   | [numel]     | compute | own slot; at stage 3 a part of a shared slot, or ``mapped`` |
 | ``shard``         | FlatGroup   | [shard]     | compute | a view of ``full`` if that is its own, else its own         |
+| ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (block_codes.py)  |
+| ``arriving``      | FlatGroup   | [bytes]     | uint8   | the codes of all ranks, behind ``full`` in the shared slot  |
 | ``master``        | FlatGroup   | [owned]     | fp32    | ``shard`` itself in fp32 if both are placed alike; or own   |
 | ``grad_full``     | FlatGroup   | [numel]     | fp32    | own slot, or a part of a shared slot (stages 2 and 3)       |
 | ``grad_shard``    | FlatGroup   | [shard]     | fp32    | a view of ``grad_full`` if that is its own, else its own    |
@@ -33,6 +35,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..distributed.block_codes import coded_bytes
 from ..distributed.layout import aligned_bytes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
@@ -88,6 +91,7 @@ class Unit:
         self.unsharded = True
         self.deferred = plan.deferred  # gradients may come after the unit's turn: reduce it when the backward is over
         self._gathering: list[Pending] = []
+        self._decoding: list[FlatGroup] = []  # of what is being gathered
         self._reducing: list[Pending] = []
         self._is_final = False  # nothing will be added in this step to what is being reduced
         self._leaving: list[Callable[[], None]] = []  # reduced gradients on their way to the host
@@ -100,7 +104,20 @@ class Unit:
         """Issue the all-gather of every flat group into its slot. ``finish_gather`` must follow before use."""
         self.updated()
         for flat_group in self.flat_groups:
-            self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, phase))
+            if flat_group.arriving is not None:
+                self._gathering.append(self._gather_codes(comm, flat_group, flat_group.arriving, phase))
+                self._decoding.append(flat_group)
+            else:
+                self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, phase))
+
+    def gather_for_others(self, comm: Communicator, phase: str) -> None:
+        """Take part in a gather of which this rank needs nothing, and return when it is over."""
+        self.updated()
+        for flat_group in self.flat_groups:
+            if flat_group.arriving is not None:
+                self._gather_codes(comm, flat_group, torch.empty_like(flat_group.arriving), phase).wait()
+            else:
+                self.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()
 
     def start_gather_of_updated(self, comm: Communicator) -> None:
         """``start_gather`` of the flat groups of a resident unit that have been trained."""
@@ -119,18 +136,30 @@ class Unit:
         self._has_shown_placeholders = True
 
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
-        """Begin to gather ``group`` into ``full`` [numel]."""
-        source = None if self.resident else group.shard
+        """Begin to gather ``group`` into ``full`` [numel], exactly as the shards are."""
+        return self._gather(comm, full, group.layout.bounds, None if self.resident else group.shard, phase)
+
+    def _gather_codes(self, comm: Communicator, group: FlatGroup, coded: torch.Tensor, phase: str) -> Pending:
+        bounds = [coded_bytes(bound) for bound in group.layout.bounds]
+        return self._gather(comm, coded, bounds, group.encode(comm.fences), phase)
+
+    def _gather(
+        self, comm: Communicator, full: torch.Tensor, bounds: Sequence[int], source: torch.Tensor | None, phase: str
+    ) -> Pending:
         if source is not None and comm.takes_from_source and self.placement.params and self.link.apart:
-            full[group.plan.low : group.plan.high].copy_(source)  # to the device, from where it can be sent
+            rank = comm.topology.shard_rank
+            full[bounds[rank] : bounds[rank + 1]].copy_(source)  # to the device, from where it can be sent
             source = None
-        return comm.all_gather(full, group.layout.bounds, f"{self.name}: all-gather {phase}", source)
+        return comm.all_gather(full, bounds, f"{self.name}: all-gather {phase}", source)
 
     def finish_gather(self) -> None:
         """Wait for the gather in flight, if any."""
         for pending in self._gathering:
             pending.wait()
         self._gathering.clear()
+        for flat_group in self._decoding:
+            flat_group.decode()
+        self._decoding.clear()
 
     def unshard(self) -> None:
         """Wait for the gather in flight, and make the parameters views of the slot."""

@@ -43,6 +43,7 @@ class Communicator:
         self.topology, self.device, self.wire_dtype = topology, device, wire_dtype
         self.statistics = CommunicationStatistics()
         self.traffic = self.statistics.traffic
+        self.fences = 0  # so many: shards have not changed as long as this has not
         self._shard = self._connect("shard", topology.shard_rank, topology.shard)
         self._replicate = self._connect("replicate", topology.replicate_rank, topology.replicate)
         self.model_axes = model_axes or {}
@@ -231,6 +232,7 @@ class Communicator:
 
     def fence(self) -> None:
         """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
+        self.fences += 1
         try:
             for axis in self._axes():
                 axis.fence()
