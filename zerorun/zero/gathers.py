@@ -26,7 +26,7 @@ import torch
 from ..distributed.transport.communicator import Communicator
 from ..errors import OrderError
 from ..log import warn_once
-from .unit import SlotPool, Unit
+from .unit import SlotPool, Unit, gather_for_others
 
 # Seconds for which a rank that has left the agreed order waits for the others to ask as well; None: as for any collective.
 # A shorter limit would end runs in which one rank takes a minute for its first batch.
@@ -268,7 +268,7 @@ class Gathers:
         if needed_here:
             self._fill(unit, "as asked")
             return
-        unit.gather_for_others(self._comm, "as asked")
+        gather_for_others(unit, self._comm, "as asked")
 
     def _agree(self, trace: ExecutionTrace, universe: list[int]) -> None:
         """Merge what the ranks needed into the agreed order for this kind of pass."""

@@ -105,19 +105,10 @@ class Unit:
         self.updated()
         for flat_group in self.flat_groups:
             if flat_group.arriving is not None:
-                self._gathering.append(self._gather_codes(comm, flat_group, flat_group.arriving, phase))
+                self._gathering.append(_gather_codes(self, comm, flat_group, flat_group.arriving, phase))
                 self._decoding.append(flat_group)
             else:
                 self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, phase))
-
-    def gather_for_others(self, comm: Communicator, phase: str) -> None:
-        """Take part in a gather of which this rank needs nothing, and return when it is over."""
-        self.updated()
-        for flat_group in self.flat_groups:
-            if flat_group.arriving is not None:
-                self._gather_codes(comm, flat_group, torch.empty_like(flat_group.arriving), phase).wait()
-            else:
-                self.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()
 
     def start_gather_of_updated(self, comm: Communicator) -> None:
         """``start_gather`` of the flat groups of a resident unit that have been trained."""
@@ -137,20 +128,8 @@ class Unit:
 
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
         """Begin to gather ``group`` into ``full`` [numel], exactly as the shards are."""
-        return self._gather(comm, full, group.layout.bounds, None if self.resident else group.shard, phase)
-
-    def _gather_codes(self, comm: Communicator, group: FlatGroup, coded: torch.Tensor, phase: str) -> Pending:
-        bounds = [coded_bytes(bound) for bound in group.layout.bounds]
-        return self._gather(comm, coded, bounds, group.encode(comm.fences), phase)
-
-    def _gather(
-        self, comm: Communicator, full: torch.Tensor, bounds: Sequence[int], source: torch.Tensor | None, phase: str
-    ) -> Pending:
-        if source is not None and comm.takes_from_source and self.placement.params and self.link.apart:
-            rank = comm.topology.shard_rank
-            full[bounds[rank] : bounds[rank + 1]].copy_(source)  # to the device, from where it can be sent
-            source = None
-        return comm.all_gather(full, bounds, f"{self.name}: all-gather {phase}", source)
+        label = f"{self.name}: all-gather {phase}"
+        return _all_gather(self, comm, full, group.layout.bounds, None if self.resident else group.shard, label)
 
     def finish_gather(self) -> None:
         """Wait for the gather in flight, if any."""
@@ -294,6 +273,32 @@ class Unit:
         if self._updating is not None:
             self._updating()  # after an error it stays, and fails again: half of an update must not pass for a whole one
             self._updating = None
+
+
+def gather_for_others(unit: Unit, comm: Communicator, phase: str) -> None:
+    """Take part in a gather of ``unit`` of which this rank needs nothing, and return when it is over."""
+    unit.updated()
+    for flat_group in unit.flat_groups:
+        if flat_group.arriving is not None:
+            _gather_codes(unit, comm, flat_group, torch.empty_like(flat_group.arriving), phase).wait()
+        else:
+            unit.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()
+
+
+def _gather_codes(unit: Unit, comm: Communicator, group: FlatGroup, coded: torch.Tensor, phase: str) -> Pending:
+    """Begin to gather the codes of ``group`` into ``coded`` [bytes]."""
+    bounds = [coded_bytes(bound) for bound in group.layout.bounds]
+    return _all_gather(unit, comm, coded, bounds, group.encode(comm.fences), f"{unit.name}: all-gather {phase}")
+
+
+def _all_gather(
+    unit: Unit, comm: Communicator, full: torch.Tensor, bounds: Sequence[int], source: torch.Tensor | None, label: str
+) -> Pending:
+    if source is not None and comm.takes_from_source and unit.placement.params and unit.link.apart:
+        rank = comm.topology.shard_rank
+        full[bounds[rank] : bounds[rank + 1]].copy_(source)  # to the device, from where it can be sent
+        source = None
+    return comm.all_gather(full, bounds, label, source)
 
 
 def links_of(units: Sequence[Unit]) -> list[HostLink]:
