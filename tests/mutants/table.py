@@ -339,8 +339,8 @@ _WAITS = (
     (
         "gather-for-others-not-awaited",
         "zerorun/zero/unit.py",
-        "                self.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()",
-        "                self.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase)",
+        "            unit.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()",
+        "            unit.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase)",
         _SIMULATED + "test_gathers_for_others_are_waited_for",
     ),
     (
