@@ -417,7 +417,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
                 for part in self.format_of(param).parts:
                     self._held[param][key + part.key] = self.state_home(param, number, part)
                 if start:
-                    keep_state(self._held[param], key, torch.full_like(param, start))
+                    keep_state(self._held[param], key, torch.full_like(param, start).reshape(-1))
                 first = True
         kept = {key: value for key, value in group.items() if key != "params"}
         return {**kept, "lr": float(group["lr"]), "first": first}
