@@ -52,7 +52,7 @@ KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
     "torchao int8": _torchao_int8,
     "torchao nf4": _torchao_nf4,
 }
-SHARDED = [kind for kind in KINDS if kind.startswith("nf4")]
+SHARDED = [kind for kind in KINDS if kind.startswith("nf4")] + ["int8"]
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

@@ -1496,6 +1496,14 @@ MUTANTS = (
         ("tests/ranks/test_muon.py::test_what_is_sent_is_planned",),
     ),
     Mutant(
+        "int8-layers-read-what-was",
+        "stale",
+        "zerorun/plan/weights.py",
+        "        let_go_of_memory(holder, weight.data)",
+        "        pass",
+        ("tests/ranks/test_quantised_weights.py::test_int8_layers_follow_their_weights[3-True]",),
+    ),
+    Mutant(
         "the-first-sensitivity-is-past",
         "bound",
         "ops/single_pass.py",

@@ -84,6 +84,7 @@ def step_with_curvature(engine: zerorun.Engine, case: Case, step: int, order: st
     for micro in range(count if due and order == "before" else 0):
         assert engine.is_curvature_due()
         engine.backward(curvature_loss(case, engine, Place(rank, step, micro)), curvature=True)
+    assert engine.is_curvature_due() == (due and order != "before")  # at once, and not when the step ends
     for micro in range(count):
         loss = case.loss(engine, Place(rank, step, micro))
         if due and order == "between":  # with another forward between a forward and its backward

@@ -113,6 +113,30 @@ def as_plain(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([inner.reshape(-1).view(torch.uint8) for _, inner in inner_tensors(weight)])
 
 
+def used_before_and_after(stage: int, used: bool) -> tuple[list[float], list[float], bool]:
+    """Losses with an engine and after it, and whether layers read the memory of their weights. ``used``: before it, too."""
+    module = build("int8", torch.bfloat16)
+    if used:  # then bitsandbytes keeps its reference elsewhere
+        case("int8").loss(module.to(torch.bfloat16), Place())
+    make = lambda params: torch.optim.AdamW(params, lr=LR)  # noqa: E731
+    engine = zerorun.initialize(module, make_config(stage, precision="bf16"), optimizer=make, topology=shared_topology())
+    losses_of(engine, "int8", 2)
+    place = Place(dist.get_rank(), 9)
+    with torch.no_grad():
+        found = [case("int8").loss(engine, place).item()]
+        engine.destroy()
+        after = [case("int8").loss(module, place).item()]
+    layers = [block.qkv.base for block in module.blocks]
+    return found, after, all(layer.state.CB.data_ptr() == layer.weight.data_ptr() for layer in layers)
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("stage", by_day((1, 3), 3))
+def test_int8_layers_follow_their_weights(stage: int, used: bool) -> None:
+    for found, after, follows in run_ranks(2, used_before_and_after, stage, used):
+        assert found == after and follows
+
+
 def load_into_another(folder: str) -> str:
     def engine_with(offset: float) -> zerorun.Engine:
         module = build("nf4 in fp16")

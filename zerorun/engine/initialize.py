@@ -44,7 +44,15 @@ from ..pipeline.pipelined import Pipelined
 from ..plan.make import buffer_dtype, make_plan, planned_topology, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
-from ..plan.weights import apart_from, as_bytes, inner_tensors, refuse_elsewhere, sums_of_scales
+from ..plan.weights import (
+    apart_from,
+    as_bytes,
+    follow_memory,
+    followers,
+    inner_tensors,
+    refuse_elsewhere,
+    sums_of_scales,
+)
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import cut, divide, is_part, plan_layers
 from ..startup.parallelized_model import ParallelizedModel
@@ -397,6 +405,9 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
     for module in guarded:
         yield guard_state_dict(module, sharded_model.runtime, is_part=is_part)
     yield adopt_loaded_weights(model, sharded_model)
+    for layer in followers(model):
+        follow_memory(layer)
+        yield layer.register_forward_pre_hook(follow_memory)
     yield from _recompute(model, config, device)
 
 

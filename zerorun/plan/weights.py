@@ -5,7 +5,8 @@ A *plain* weight holds its values in its own memory: nn.Parameter, subclasses th
 trained.
 A *packed* weight is frozen memory that a class of another package reads in its own way, whatever its dtype says. Its bytes
 are gathered like those of a plain weight, and never cast. It cannot be seen from outside whether a class reads this memory
-anew, through the parameter, in every forward, so the classes that are known to do so are listed here.
+anew, through the parameter, in every forward, so the classes that are known to do so are listed here. Layers of some of
+them keep a second reference to the memory, and are told before each forward where it is now (``follow_memory``).
 All other frozen parameters stay *apart*: those without memory of their own (wrappers around other tensors), and those to
 whose memory their layers keep other references. They belong to no unit, and every rank has them whole and unchanged.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +30,10 @@ _PACKED = {
     "bitsandbytes.nn.modules.Params4bit": (
         "on some CPUs layers of bitsandbytes repack their weights when they evaluate, unless each Linear4bit has "
         "support_avx512bf16_for_cpu = False"
-    )
+    ),
+    "bitsandbytes.nn.modules.Int8Params": (
+        "a Linear8bitLt quantises its weight anew if its state was reset, as by state.reset_grads()"
+    ),
 }
 # Class name of a wrapper -> what to do instead of training it.
 _INSTEAD = {
@@ -72,7 +77,32 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
 
 def _packed_class(param: torch.Tensor) -> str | None:
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(param).__mro__)
-    return next((name for name in names if name in _PACKED), None)
+    found = next((name for name in names if name in _PACKED), None)
+    if found is not None and hasattr(param, "CB") and param.dtype != torch.int8:
+        return None  # an Int8Params that holds what it is to quantise, or that is trained in 16 bits
+    return found
+
+
+def followers(model: nn.Module) -> list[nn.Module]:
+    """The layers that keep a second reference to the memory of their packed weight, which ``follow_memory`` has to mend."""
+    found = ((layer, getattr(layer, "weight", None)) for layer in model.modules())
+    return [layer for layer, w in found if isinstance(w, nn.Parameter) and hasattr(w, "CB") and is_packed(w)]
+
+
+def follow_memory(layer: nn.Module, *unused: object) -> None:
+    """Let one of ``followers`` read its weight where that is now: bitsandbytes' int8 layers read ``CB``, also backwards.
+
+    It is an attribute of the weight before the first forward, and of the layer's state after it.
+    """
+    weight: Any = layer.weight
+    for holder in (weight, layer.state):
+        let_go_of_memory(holder, weight.data)
+
+
+def let_go_of_memory(holder: Any, data: torch.Tensor) -> None:
+    """Let ``holder``, a packed weight or what else keeps a reference to its memory, refer to ``data``."""
+    if getattr(holder, "CB", None) is not None:
+        setattr(holder, "CB", data)  # noqa: B010  an object of bitsandbytes
 
 
 def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:

@@ -15,7 +15,7 @@ from ..distributed.same_request import compare
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
-from ..plan.weights import copied_to_cpu
+from ..plan.weights import copied_to_cpu, follow_memory, followers
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .init import Held, Init, divide_again, hold, take_values
@@ -154,6 +154,8 @@ def restore_module(model: ShardedModel) -> None:
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 param.grad = None
+    for layer in followers(model.module):
+        follow_memory(layer)
     runtime.comm.fence()
     runtime.comm.control.barrier()  # other ranks may still be checking whether this one has settled
     runtime.remove_hooks()

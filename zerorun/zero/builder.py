@@ -13,6 +13,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
+from ..plan.weights import let_go_of_memory
 from .away import States
 from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup
 from .init import forget_part, whole_value
@@ -132,6 +133,7 @@ class _Builder:
         for entry, param in zip(plan.layout.entries, params, strict=True):
             flat[entry.offset : entry.end].copy_(_taken_value(param))
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # so that it does not lie there twice
+            let_go_of_memory(param, param.data)
         self._comm.control.data_broadcast(flat, 0, "initial parameters")
         return flat
 

@@ -404,6 +404,8 @@ def _refuse_copied(name: str, param: torch.Tensor) -> None:
     """Raise ModelError for a parameter that is a copy of a placeholder: no training begins with nothing but NaN."""
     if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or not param.is_floating_point():
         return
+    if stays_apart(param):  # a wrapper may not even be flattened
+        return
     flat = param.detach().reshape(-1)
     if bool(flat[0].isnan()) and bool(is_loud(flat).all()):
         raise ModelError(
