@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
-from models import CASES, VOCAB, Place
+from models import CASES, VOCAB, WIDTH, Place
 from reference import Result, differences, train_reference
 from test_estimate import Deep, observe
 from test_parallel_matrix import VOCABULARY, batch_of, build, compare, data_of, one_step
 from test_parallel_matrix import reference as parallel_reference
 from test_parallel_matrix import train as parallel_train
 from test_simulated_device import look, train_both
+from torch import nn
 from training import finish, make_config, make_engine, merged, shared_topology, train
 
 import zerorun
@@ -212,6 +214,25 @@ def test_each_matrix_is_orthogonalized_once_in_a_step_with_the_same_bits_everywh
             assert found.losses == first.losses
             assert all(torch.equal(found.weights[name], value) for name, value in first.weights.items()), row
         assert [sum(counts) for counts in zip(*(rank[number][1] for rank in ranks), strict=True)] == [16 * replicas] * 4
+
+
+def fused(module: nn.Module) -> list[dict[str, Any]]:
+    together = [param for name, param in module.named_parameters() if "qkv" in name]
+    others = [param for name, param in module.named_parameters() if "qkv" not in name]
+    return [{"params": together, "use_muon": True, "ns_parts": [WIDTH] * 3}, {"params": others}]
+
+
+def train_fused(configs: list[dict[str, Any]]) -> list[Result]:
+    case = replace(CASES["plain"], groups=fused)
+    return [train(case, config, 3) for config in configs] + [train(CASES["plain"], configs[0], 3)]
+
+
+def test_parts_of_matrices_are_orthogonalized_apart() -> None:
+    configs = [config_of(3), config_of(0), config_of(2, zero_optimization={"shard_degree": 1})]
+    for found, *same, together in run_ranks(2, train_fused, configs):
+        for other in same:
+            assert not differences(other, found, 2e-6)
+        assert "weight blocks.0.qkv.weight" in str(differences(together, found, 1e-3))
 
 
 def test_gram_goes_the_same_way() -> None:

@@ -136,4 +136,4 @@ def test_optimizers_that_cannot_work_on_a_disk() -> None:
     for text in run_ranks(2, refused, "RAdam"):
         assert "zero_optimization.offload_optimizer.device" in text
         assert "RAdam as optimizer.type has no update that works unit by unit" in text
-        assert "Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, SGD or Sophia" in text
+        assert "Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, Muon, SGD or Sophia" in text

@@ -161,6 +161,31 @@ def test_a_step_in_one_process_is_that_of_torch(scale: str, nesterov: bool) -> N
     assert relative(ours.detach(), other.detach()) < 1e-5
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_of_a_matrix_are_matrices_for_themselves(transposed: bool) -> None:
+    """A step of query, key and value in one parameter, and of the three of them."""
+    lengths, start = (8, 4, 4), torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+    gradient = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+    apart = [nn.Parameter(part.clone()) for part in start.split(lengths)]
+    fused = nn.Parameter((start.T if transposed else start).clone(memory_format=torch.contiguous_format))
+    fused.grad = (gradient.T if transposed else gradient).contiguous()
+    for param, part in zip(apart, gradient.split(lengths), strict=True):
+        param.grad = part.clone()
+    Muon(apart, lr=0.1, ns_dtype="fp32").step()
+    Muon([{"params": [fused], "use_muon": True, "ns_parts": lengths}], lr=0.1, ns_dtype="fp32").step()
+    found = fused.detach().T if transposed else fused.detach()
+    assert relative(found, torch.cat(apart).detach()) < 1e-6
+
+
+def test_parts_that_do_not_fill_a_side_are_refused() -> None:
+    model = Blocks(8, 2)
+    group = {"params": [model.blocks[0][0].weight], "use_muon": True, "ns_parts": [16, 8, 7]}
+    with pytest.raises(ModelError, match=r"ns_parts = \[16, 8, 7\], but a matrix of shape \[32, 8\]"):
+        matrices(model, [group])
+    group["ns_parts"] = [16, 8, 8]
+    assert matrices(model, [group]) == {"blocks.0.0.weight"}
+
+
 def test_a_step_in_vain_leaves_nothing_behind() -> None:
     old, new = torch.ones(8), torch.ones(4)
     optimizer = Muon([{"params": [old, new], "use_muon": True}])

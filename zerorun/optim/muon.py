@@ -28,7 +28,8 @@ class Muon(SinglePassOptimizer):
 
     States: ``momentum_buffer``, or ``step``, ``exp_avg`` and ``exp_avg_sq``. Formulas and names of settings are those of
     ``torch.optim.Muon``; ``muon_lr`` and ``adam_lr`` take the place of ``lr`` for one kind of groups. ``ns_dtype``: "bf16"
-    or "fp32", for the iteration and for what ranks send each other. ``betas`` and ``eps`` are AdamW's.
+    or "fp32", for the iteration and for what ranks send each other. ``betas`` and ``eps`` are AdamW's. ``ns_parts``: the
+    lengths of matrices that lie in one, such as query, key and value; () for none.
 
     Parameters of groups with ``use_muon`` that have one dimension are pieces of matrices: what takes the gradient's place
     in a step is their direction already. Others are matrices, or filters [out, ...], and the step does it all.
@@ -54,6 +55,7 @@ class Muon(SinglePassOptimizer):
         ns_steps: int = newton_schulz.STEPS,
         ns_method: str = "standard",
         ns_dtype: str = "bf16",
+        ns_parts: Sequence[int] = (),
     ) -> None:
         for key, value, known in (
             ("adjust_lr_fn", adjust_lr_fn, newton_schulz.SCALES),
@@ -68,7 +70,7 @@ class Muon(SinglePassOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         defaults |= {"betas": tuple(betas), "eps": eps, "adjust_lr_fn": adjust_lr_fn}
         defaults |= {"ns_coefficients": tuple(ns_coefficients), "ns_steps": ns_steps}
-        super().__init__(params, {**defaults, "ns_method": ns_method, "ns_dtype": ns_dtype})
+        super().__init__(params, {**defaults, "ns_method": ns_method, "ns_dtype": ns_dtype, "ns_parts": tuple(ns_parts)})
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Add a group. Without ``use_muon``, it is Muon's if all its parameters are matrices."""
@@ -80,7 +82,7 @@ class Muon(SinglePassOptimizer):
         super().add_param_group(group)
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"momentum_buffer": 0.0} if group["use_muon"] else {"exp_avg": 0.0, "exp_avg_sq": 0.0}
+        return {"momentum_buffer": 0.0} if group.get("use_muon") else {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     _function = staticmethod(single_pass.adam)
 
@@ -169,6 +171,19 @@ class Muon(SinglePassOptimizer):
 
 
 def orthogonalized(matrix: Tensor, settings: dict[str, Any]) -> Tensor:
-    """Return what Newton-Schulz makes of ``matrix`` [rows, columns], in ``ns_dtype``. ``settings``: of its group."""
+    """Return what Newton-Schulz makes of ``matrix`` [rows, columns], in ``ns_dtype``. ``settings``: of its group.
+
+    Of ``ns_parts``, each is a matrix for itself; the result has to be scaled by the shape of the whole one.
+    """
     how = (settings["ns_steps"], settings["ns_method"], settings["ns_coefficients"])
-    return orthogonalize(matrix, DTYPES[settings["ns_dtype"]], *how)
+    dtype, lengths, scale = DTYPES[settings["ns_dtype"]], settings["ns_parts"], settings["adjust_lr_fn"]
+    if not lengths:
+        return orthogonalize(matrix, dtype, *how)
+    whole, dim = scale_of((matrix.shape[0], matrix.shape[1]), scale), dim_of_parts(matrix.shape, lengths)
+    parts = [(part, scale_of((part.shape[0], part.shape[1]), scale)) for part in matrix.split(list(lengths), dim)]
+    return torch.cat([orthogonalize(part, dtype, *how) * (own / whole) for part, own in parts], dim)
+
+
+def dim_of_parts(shape: Sequence[int], lengths: Sequence[int]) -> int:
+    """Return the dimension along which a matrix of ``shape`` consists of parts of these ``lengths``; -1: there is none."""
+    return next((dim for dim, length in enumerate(shape) if length == sum(lengths)), -1)

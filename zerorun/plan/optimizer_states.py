@@ -150,7 +150,7 @@ def state_count(raw: RawOptimizer) -> int:
     name, key = type(tried).__name__, "zero_optimization.offload_optimizer.device"
     what = f"{name} as optimizer.type" if raw.optimizer is None else f"the {name} that was passed to initialize()"
     reason = f"{what} has no update that works unit by unit on what a disk holds."
-    remedy = 'Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, SGD or Sophia, or set device to "cpu".'
+    remedy = 'Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, Muon, SGD or Sophia, or set device to "cpu".'
     raise ConfigError([ConfigProblem(key, "nvme", reason, remedy)])
 
 

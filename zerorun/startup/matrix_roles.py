@@ -5,7 +5,7 @@ Muon is for the matrices between a model's input and its output. These are the p
 blocks, unless an embedding or the output head has them, tied or not. A model that is cut or divided has the same roles as
 the whole one, because they are found before that; a PipelineModule tells the classes of all its layers. Filters of
 convolutions have more dimensions, and go by AdamW. ``use_muon`` in a parameter group wins: false is AdamW for all that is
-in it, and true is Muon, which takes filters as matrices [out, ...].
+in it, and true is Muon, which takes filters as matrices [out, ...]. With ``ns_parts``, matrices in it consist of parts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..errors import ModelError
+from ..optim.muon import dim_of_parts
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
 
@@ -34,6 +35,7 @@ def divide_by_role(model: nn.Module, groups: Groups) -> Groups:
         if "use_muon" in group:
             if group["use_muon"]:
                 _refuse_others(model, group["params"])
+                _refuse_other_lengths(group)
             found.append(group)
             continue
         for use in (True, False):
@@ -103,6 +105,16 @@ def _head(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[nn.Paramete
     in_order = isinstance(model, (nn.Sequential, Pipelined))
     if holders and any(holders[-1] is block for block in blocks) and (in_order or not outside):
         yield from holders[-1].parameters()
+
+
+def _refuse_other_lengths(group: dict[str, Any]) -> None:
+    lengths = group.get("ns_parts", ())
+    for param in group["params"] if lengths else ():
+        if dim_of_parts(param.shape, lengths) < 0:
+            raise ModelError(
+                f"a group has ns_parts = {list(lengths)}, but a matrix of shape {list(param.shape)}, which has no side of "
+                "that length. Remedy: put matrices that consist of parts into groups of their own, with the parts' lengths."
+            )
 
 
 def _refuse_others(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
