@@ -55,7 +55,7 @@ def described(groups: Groups) -> str:
     """Say how much goes which way."""
     counts = []
     for use in (True, False):
-        params = [param for group in groups if bool(group["use_muon"]) is use for param in group["params"]]
+        params = [p for group in groups if bool(group["use_muon"]) is use for p in group["params"] if p.requires_grad]
         counts.append((len(params), sum(param.numel() for param in params)))
     (matrices, elements), (others, rest) = counts
     return f"Muon updates {matrices} matrices with {elements:,} elements, and AdamW {others} parameters with {rest:,}."

@@ -24,6 +24,8 @@ from .host_updates import take_in
 from .pieces import OptimizerPiece, owned_gradient
 from .unit import Unit
 
+_Parcels = Sequence[Sequence[int]]  # by rank: indices of matrices
+
 
 class MatrixUpdates:
     """The exchange of one engine's matrices. All ranks of a pipeline stage make the same calls."""
@@ -44,6 +46,8 @@ class MatrixUpdates:
         self._runs = [runs[id(g)].get(m.entry) for g, m in zip(self._group_of, exchange.matrices, strict=True)]
         here = [plan.part(plan.trainable[matrix.group], matrix.entry) for matrix in exchange.matrices]
         self._held: list[list[Part]] = transport.values(here) if exchange.size > 1 else [here]
+        # For each turn: what this rank has of the matrices of each owner, and what each rank has of this one's.
+        self._parcels = [self._of_turn(turn) for turn in exchange.turns] if exchange.size > 1 else []
         room = (exchange.staging, exchange.owned) if exchange.size > 1 else (0, 0)
         self._copies = CopyStream(transport.device)
         landing = max((m.here for index, m in enumerate(exchange.matrices) if self._is_apart(index)), default=0)
@@ -68,26 +72,23 @@ class MatrixUpdates:
         members = [piece for piece in pieces if self._optimizer.param_groups[piece.group]["use_muon"]]
         self._optimizer.begin(piece.tensor for piece in members)
         take_in(self._units, members, self._optimizer, self._optimizer.advance, coefficient)
-        for turn in self._exchange.turns:
-            if self._exchange.size > 1:
-                self._take_turn(turn)
-                continue
-            for index in turn:
-                matrix = self._staging.new_empty(self._matrix(index).numel)
-                self._bring([(index, matrix)])
-                self._put(index, self._orthogonalized(index, matrix).view(-1))
+        for mine, theirs in self._parcels:
+            self._take_turn(mine, theirs)
+        for index in range(len(self._exchange.matrices)) if self._exchange.size == 1 else ():
+            matrix = self._staging.new_empty(self._matrix(index).numel)
+            self._bring([(index, matrix)])
+            self._put(index, self._orthogonalized(index, matrix).view(-1))
 
-    def _take_turn(self, turn: Sequence[int]) -> None:
-        exchange, ranks = self._exchange, range(self._exchange.size)
-        mine = [self._parcel(exchange.rank, owner, turn) for owner in ranks]
-        theirs = [self._parcel(peer, exchange.rank, turn) for peer in ranks]
+    def _take_turn(self, mine: _Parcels, theirs: _Parcels) -> None:
+        exchange = self._exchange
         staged = _consecutive(self._staging, [sum(self._held[exchange.rank][i].numel for i in parcel) for parcel in mine])
         places = [pair for flat, own in zip(staged, mine, strict=True) for pair in self._parts(exchange.rank, own, flat)]
         self._bring(places)
         sent = [flat[: self._given(exchange.rank, parcel)] for flat, parcel in zip(staged, mine, strict=True)]
         received = _consecutive(self._owned, [self._given(peer, parcel) for peer, parcel in enumerate(theirs)])
         self._transport.all_to_all(sent, received, TO_OWNERS).wait()
-        results = {i: self._orthogonalized(i, self._joined(i, theirs, received)) for i in turn if self._is_mine(i)}
+        owned = sorted({index for parcel in theirs for index in parcel})
+        results = {index: self._orthogonalized(index, self._joined(index, theirs, received)) for index in owned}
         self._transport.all_to_all(self._answers(theirs, results), staged, FROM_OWNERS).wait()
         for index, part in places:
             self._put(index, part)
@@ -97,8 +98,9 @@ class MatrixUpdates:
     def _matrix(self, index: int) -> Matrix:
         return self._exchange.matrices[index]
 
-    def _is_mine(self, index: int) -> bool:
-        return self._matrix(index).owner == self._exchange.rank
+    def _of_turn(self, turn: Sequence[int]) -> tuple[_Parcels, _Parcels]:
+        own, ranks = self._exchange.rank, range(self._exchange.size)
+        return [self._parcel(own, owner, turn) for owner in ranks], [self._parcel(peer, own, turn) for peer in ranks]
 
     def _parcel(self, rank: int, owner: int, turn: Sequence[int]) -> list[int]:
         """The matrices of ``owner`` of which ``rank`` has elements, those that it gives first."""
@@ -120,7 +122,7 @@ class MatrixUpdates:
 
     # -- as an owner ---------------------------------------------------------------------------------------------
 
-    def _joined(self, index: int, parcels: Sequence[Sequence[int]], received: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _joined(self, index: int, parcels: _Parcels, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """The matrix, from what ranks have given."""
         found: dict[TensorShard | None, list[tuple[int, torch.Tensor]]] = {}
         for peer, parcel in enumerate(parcels):
@@ -145,7 +147,7 @@ class MatrixUpdates:
     def _settings_of(self, index: int) -> int:
         return self._group_of[index].plan.optimizer_groups[self._matrix(index).entry]
 
-    def _answers(self, parcels: Sequence[Sequence[int]], results: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    def _answers(self, parcels: _Parcels, results: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """What each rank gets, in the buffer of owned matrices. Ranks that have the same elements get the same tensor."""
         made: dict[tuple[tuple[int, Part], ...], torch.Tensor] = {}
         cuts: dict[tuple[int, TensorShard], torch.Tensor] = {}
