@@ -1685,7 +1685,15 @@ MUTANTS = (
         "zerorun/checkpoint/block_states.py",
         "    if shard.shape[last] % BLOCK:",
         "    if False:",
-        ("tests/ranks/test_states_in_8_bits.py::test_tensor_ranks",),
+        ("tests/unit/test_state_formats.py", "-k", "tensor_rank"),
+    ),
+    Mutant(
+        "blocks-across-cuts-are-stored",
+        "bound",
+        "zerorun/checkpoint/block_states.py",
+        "    if any(bound % BLOCK for pair in shard.ranges for bound in pair):",
+        "    if any(bound % 2 for pair in shard.ranges for bound in pair):",
+        ("tests/unit/test_state_formats.py", "-k", "tensor_rank"),
     ),
     Mutant(
         "a-code-is-one-off",

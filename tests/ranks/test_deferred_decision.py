@@ -41,6 +41,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamSAGE": {"lr": 3e-3, "eps": 1e-2, "weight_decay": 0.1},
     "Sophia": {"lr": 1e-3, "bs": 64},
     "Muon": {"lr": 0.02, "weight_decay": 0.1},
+    "AdamW8bit": {"lr": 3e-3, "eps": 1e-4, "weight_decay": 0.1, "min_8bit_size": 0, "fp32_embeddings": False},
 }
 SCHEDULES: dict[str, Any] = {
     "WarmupDecayLR": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2, "total_num_steps": 9}},

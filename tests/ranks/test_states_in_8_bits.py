@@ -15,6 +15,7 @@ from torch import nn
 from training import make_config, merged, shared_topology
 
 import zerorun
+from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
 from zerorun.checkpoint.cli import main as command
 from zerorun.ops.single_pass import Adam8bit
 from zerorun.ops.state_format import BLOCK, StateFormat, keep_state, wide_state
@@ -362,3 +363,37 @@ def test_tensor_ranks(tmp_path: Path) -> None:
             assert torch.equal(back["states"][name], value), name
     estimate = zerorun.estimate_memory(llama(), of_llama(2, 2), 4, device="cpu", ranks_per_node=4)
     assert max(rank["report"]["moments"] for rank in both) == estimate.kinds["moments"]
+
+
+def on_stages(config: dict[str, Any], stages: int) -> tuple[list[float], list[str]]:
+    """A pipeline whose first and last layers are one embedding, seen as such by the first stage only."""
+
+    def made() -> list[Any]:
+        torch.manual_seed(7)
+        tied = TiedLayerSpec("embed", nn.Embedding, 80, 64)
+        back = TiedLayerSpec("embed", nn.Embedding, 80, 64, forward_fn=lambda layer, x: F.linear(x, layer.weight))
+        return [tied, LayerSpec(Body), LayerSpec(Body), back]
+
+    def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    engine = zerorun.initialize(PipelineModule(made(), num_stages=stages, loss_fn=loss), config)
+    losses = []
+    for step in range(3):
+        ids = torch.randint(80, (2, 8), generator=torch.Generator().manual_seed(step))
+        losses.append(float(engine.train_batch(iter([(ids, ids)]))))
+    formats = [
+        f"{entry.numel} {format.value}"
+        for group in engine.plan.trainable
+        for entry, format in zip(group.layout.entries, group.state_formats, strict=True)
+    ]
+    engine.destroy()
+    return losses, formats
+
+
+def test_pipeline_stages_agree_on_formats() -> None:
+    alone, _ = run_ranks(1, on_stages, config_of(0), 1)[0]
+    found = run_ranks(4, on_stages, config_of(1), 2)
+    for losses, formats in found:
+        assert losses == pytest.approx(alone, rel=1e-4)
+        assert "5120 fp32" in formats and "6144 block8" in formats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from torch import Tensor
 from updates import use
 
+from zerorun.checkpoint.block_states import keeps_blocks, scale_shape, scale_shard
+from zerorun.checkpoint.cuts import places
+from zerorun.distributed.tensor_shard import TensorShard
 from zerorun.ops import native, single_pass
 from zerorun.ops.single_pass import Adam, Adam8bit
 from zerorun.ops.state_format import BLOCK, Blocks, StateFormat, codes_map, wide_state
@@ -273,3 +277,31 @@ def test_a_step_in_8_bits_is_taken_back() -> None:
     optimizer.step()
     optimizer.take_back()
     assert not optimizer.state and torch.equal(param, torch.ones(5000))
+
+
+# -- as checkpoints store them -----------------------------------------------------------------------------------------
+
+SHARDS = [
+    TensorShard(shape, dim, ranges)
+    for shape in ((6, 512), (6, 96), (1024,), (4, 3, 256), (4, 256, 3), (2, 768))
+    for dim in range(len(shape))
+    for ranges in (((0, shape[dim] // 2),), ((shape[dim] // 2, shape[dim]),), ((0, 1), (shape[dim] - 1, shape[dim])))
+]
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=str)
+def test_blocks_of_a_tensor_rank(shard: TensorShard) -> None:
+    """They are stored as such only if they are blocks of the whole, and their scales are then where those blocks' are."""
+    numel = math.prod(shard.local_shape)
+    found, beside = places(shard, 0, numel), scale_shard(shard)
+    whole = torch.arange(math.prod(shard.shape)).view(shard.shape)
+    assert torch.equal(found, shard.cut(whole).view(-1))
+    blocks_there = [set(block.tolist()) for block in found.split(BLOCK)]
+    are_blocks = all(len(block) == BLOCK and min(block) % BLOCK == 0 == (max(block) + 1) % BLOCK for block in blocks_there)
+    assert keeps_blocks(shard) == (beside is not None)
+    if beside is None:
+        assert not are_blocks or shard.shape[-1] % BLOCK
+        return
+    assert are_blocks and beside.shape == scale_shape(shard.shape)
+    numbers_there = torch.tensor([min(block) // BLOCK for block in blocks_there])
+    assert torch.equal(places(beside, 0, len(blocks_there)), numbers_there)

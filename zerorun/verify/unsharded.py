@@ -12,6 +12,8 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import on_device
+from ..ops.single_pass import SinglePassOptimizer
+from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer
@@ -84,6 +86,9 @@ class Unsharded(Whole):
             for group, own in zip(raw.optimizer.param_groups, groups, strict=True):
                 group["params"] = own["params"]
         self.optimizer = raw.optimizer or build_optimizer(raw.name, raw.params, groups)
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            formats = {own: raw.formats.get(id(param), StateFormat.FP32) for param, own in self.masters.items()}
+            self.optimizer.formats.update(formats)
         self.scheduler = self._scheduler(task.options.get("lr_scheduler"))
         self.last_norm: float | None = None
 
