@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from training import finish, make_config, make_engine
 
 import zerorun
 from zerorun.errors import ConfigError, ModelError, NonFiniteError, StepError
+from zerorun.log import logger
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import ColumnParallelLinear
 from zerorun.zero.access import safe_get_full_optimizer_state
@@ -404,8 +406,8 @@ def assert_distributed(labels: torch.Tensor) -> None:
 
 
 def loop(stage: int) -> list[float]:
-    """The loop of the manual: labels are drawn, and the loss falls."""
-    engine = make_engine(CASES["plain"], sophia_config(stage))
+    """The loop of the manual, whose phases are measured: labels are drawn, and the loss falls."""
+    engine = make_engine(CASES["plain"], sophia_config(stage, wall_clock_breakdown=True, steps_per_print=2))
     losses = []
     torch.manual_seed(0)
     for _ in range(12):
@@ -426,6 +428,27 @@ def loop(stage: int) -> list[float]:
 def test_sampled_labels_train() -> None:
     for losses in run_ranks(2, loop, 3):
         assert losses[-1] < losses[0]
+
+
+def without_curvature() -> list[str]:
+    """What is logged in as many steps as two estimates are due in, and in some more."""
+    engine, found = make_engine(CASES["plain"], sophia_config(1)), []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    for step in range(2 * INTERVAL + 3):
+        engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step)))
+        found.append(f"step {step}")
+        engine.step()
+    logger.removeHandler(handler)
+    engine.destroy()
+    return [text for text in found if text.startswith(("step", "Sophia"))]
+
+
+def test_a_loop_that_gives_no_curvature_is_told() -> None:
+    texts = run_ranks(2, without_curvature)[0]
+    assert [text[:4] for text in texts] == ["step"] * (2 * INTERVAL + 1) + ["Soph", "step", "step"]
+    assert f"no curvature for over {2 * INTERVAL} steps" in texts[2 * INTERVAL + 1]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -449,6 +472,17 @@ def test_misuse() -> None:
     other, mixed = run_ranks(1, misuse)[0]
     assert "the optimizer is Adam. Remedy: leave it out" in other
     assert "different ways to average losses" in mixed
+
+
+def pipelined() -> str:
+    module = zerorun.PipelineModule([nn.Linear(4, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=functional.mse_loss)
+    config = sophia_config(0)
+    return raised(ModelError, lambda: zerorun.initialize(module, config))
+
+
+def test_pipelines_are_refused() -> None:
+    for text in run_ranks(2, pipelined):
+        assert "SophiaG takes its curvature from backwards of their own" in text and "Remedy: use AdamW or Lion" in text
 
 
 def test_the_number_of_tokens_is_needed() -> None:

@@ -34,6 +34,7 @@ class CurvatureEstimates:
     weight: float = 0.0  # of their losses, if these have weights
     modes: set[str] = field(default_factory=set)  # how their losses are to be averaged
     last: int | None = None  # the number of steps before the last estimate
+    without: int = 0  # steps since then, or since the engine was made
 
     def take_loss(self, weight: Any, *, scale_wrt_gas: bool) -> float:
         """Return by what the loss is to be multiplied, its weight. Raises StepError if losses are averaged differently."""
@@ -63,11 +64,12 @@ class CurvatureEstimates:
 
     def taken(self, steps: int) -> None:
         """The estimate was given to the optimizer after so many steps."""
-        self.last = steps
+        self.last, self.without = steps, 0
 
-    def is_missing(self, steps: int) -> bool:
-        """True if more than one estimate that was due has not come, after so many steps."""
-        return steps - (self.last or 0) > 2 * self.interval
+    def is_missed(self) -> bool:
+        """Count a step. True if more than one estimate that was due has not come."""
+        self.without += 1
+        return self.without > 2 * self.interval
 
 
 class CurvatureTaking(Tracing):
@@ -121,11 +123,11 @@ class CurvatureTaking(Tracing):
         if estimates.backwards:
             with estimates.gradients.in_use():
                 self._finish_estimate(estimates)
-        if estimates.is_missing(self.global_steps):
+        if estimates.is_missed():
             warn_once(
-                f"Sophia has had no new curvature for {2 * estimates.interval} steps: it only follows the sign of its "
-                "momentum where that is large for an old one. Remedy: while engine.is_curvature_due(), compute a loss "
-                "against zerorun.sampled_labels(logits) and call engine.backward(loss, curvature=True)."
+                f"Sophia has had no curvature for over {2 * estimates.interval} steps; without any, it only follows the "
+                "sign of its momentum. Remedy: while engine.is_curvature_due(), compute a loss against "
+                "zerorun.sampled_labels(logits) and call engine.backward(loss, curvature=True)."
             )
 
     def _finish_estimate(self, estimates: CurvatureEstimates) -> None:

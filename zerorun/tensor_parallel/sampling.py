@@ -29,7 +29,7 @@ def sampled_labels(logits: torch.Tensor, vocabulary: int | None = None) -> torch
     axis = make_axis(topology, logits.device) if topology is not None and topology.tensor > 1 else None
     rows = logits.reshape(-1, logits.shape[-1])
     low = _first_class(rows, vocabulary, axis)
-    chosen = _uniform(len(rows), axis).to(logits.device)
+    chosen = _uniform(len(rows), logits.device, axis)
     over = axis if vocabulary is not None else None
     size = max(_CHUNK // max(vocabulary or logits.shape[-1], 1), 1)
     parts = zip(rows.split(size), chosen.split(size), strict=True)
@@ -56,9 +56,9 @@ def _first_class(rows: torch.Tensor, vocabulary: int | None, axis: Axis | None) 
     return bounds[0]
 
 
-def _uniform(count: int, axis: Axis | None) -> torch.Tensor:
-    """[count] fp64 in [0, 1): the same on all tensor ranks, others on each data-parallel rank."""
-    seed = torch.randint(2**62, (1,))
+def _uniform(count: int, device: torch.device, axis: Axis | None) -> torch.Tensor:
+    """[count] fp64 in [0, 1): the same on all tensor ranks, others on each data-parallel rank, and on any device."""
+    seed = torch.randint(2**62, (1,)).to(device)
     if axis is not None:
         axis.broadcast(seed, "tensor: seed of labels")
     topology = newest_topology()
@@ -67,7 +67,7 @@ def _uniform(count: int, axis: Axis | None) -> torch.Tensor:
     else:
         place = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     generator = torch.Generator().manual_seed(random.Random(f"{int(seed)} {place}").getrandbits(63))
-    return torch.rand(count, generator=generator, dtype=torch.float64)
+    return torch.rand(count, generator=generator, dtype=torch.float64).to(device)
 
 
 def _pick(rows: torch.Tensor, numbers: torch.Tensor, low: int, axis: Axis | None) -> torch.Tensor:
