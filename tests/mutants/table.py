@@ -410,7 +410,7 @@ MUTANTS = (
         "zerorun/optim/parts.py",
         "            if self.part_of(tensor).counted:",
         "            if True:",
-        ("tests/unit/test_parts.py", "-k", "2-2-lamb"),
+        ("tests/unit/test_parts.py", "-k", "2-2-adafactor"),
     ),
     Mutant(
         "columns-of-the-matrix-after-the-cut",
@@ -434,7 +434,7 @@ MUTANTS = (
         "zerorun/optim/factored.py",
         "            yield StateRange(first * width, (touched[0] + first) * width, number * width, shape, kept, saves)",
         "            yield StateRange(first * width, (touched[0] + first) * width, number * width, shape, kept)",
-        ("tests/ranks/test_sums.py", "-k", "load_in_any_division"),
+        ("tests/unit/test_parts.py", "-k", "3-1-adafactor"),
     ),
     Mutant(
         "sums-of-all-replicas",

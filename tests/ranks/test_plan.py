@@ -112,7 +112,8 @@ def config_of(seed: int, world: int) -> dict[str, Any]:
     if stage == 3 and rng.random() < 0.4:
         zero[rng.choice(("zero_quantized_weights", "zero_quantized_nontrainable_weights"))] = True
     made = make_config(stage, precision=precision, accumulation=accumulation, zero_optimization=zero, **more)
-    return {**made, "optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+    whole = {"foreach": True} if optimizer == "Adafactor" and rng.random() < 0.5 else {}  # torch's, of whole parameters
+    return {**made, "optimizer": {"type": optimizer, "params": {"lr": 1e-3, **whole}}}
 
 
 # -- both sides --------------------------------------------------------------------------------------------------

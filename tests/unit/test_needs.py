@@ -13,7 +13,7 @@ from zerorun.config.parse import load_config, resolve
 from zerorun.errors import ConfigError
 from zerorun.ops import single_pass
 from zerorun.optim.needs import Needs
-from zerorun.optim.optimizers import BY_MATRICES, ELEMENTWISE, build_optimizer, needs_of
+from zerorun.optim.optimizers import BY_MATRICES, BY_SUMS, ELEMENTWISE, build_optimizer, needs_of, parts_kind
 
 FOUND = {
     "Softsign": Needs.ELEMENTS,
@@ -43,6 +43,19 @@ def test_the_table_says_what_a_trial_finds(kind: type[torch.optim.Optimizer]) ->
     own = type("Own", (kind,), {})  # another class, which is not in the table
     client = own([torch.zeros(2, 2)])
     assert needs_of(client, "", {}, client.param_groups) is (Needs.MATRICES if kind in BY_MATRICES else Needs.ELEMENTS)
+
+
+@pytest.mark.parametrize("kind", sorted(BY_SUMS, key=lambda kind: kind.__name__))
+def test_sums_go_by_exact_class(kind: type[torch.optim.Optimizer]) -> None:
+    """A subclass of the user's may look at more than its parts, unless it says that it does not."""
+    client = kind([torch.zeros(2, 2)])
+    assert needs_of(client, "", {}, client.param_groups) is Needs.SUMS
+    assert parts_kind(client, "", {}, Needs.SUMS) is kind
+    assert needs_of(None, kind.__name__, {}, [{}]) is Needs.SUMS
+    for attributes, needs in (({}, Needs.MATRICES), ({"by_sums": True}, Needs.SUMS)):
+        own = type("Own", (kind,), attributes)([torch.zeros(2, 2)])
+        assert needs_of(own, "", {}, own.param_groups) is needs
+        assert (parts_kind(own, "", {}, needs) is None) == (needs is Needs.MATRICES)
 
 
 def test_others() -> None:

@@ -120,20 +120,22 @@ def in_one(kind: Any, settings: dict[str, Any], seed: int) -> tuple[Any, list[Te
 
 
 def put(part: Part, ranges: Sequence[StateRange] | None, state: Tensor, whole: Tensor) -> None:
-    """Write what ``part`` saves of a state into the state of the whole parameter, in which it must be missing so far."""
+    """Write what ``part`` saves of a state into ``whole``, that of the whole parameter, where it is missing: NaN.
+
+    Only tensor ranks may have it there already.
+    """
     if ranges is None:
         ranges = [StateRange(0, part.start, part.numel, part.shape, part.shard)]
-    for piece in ranges:
-        if piece.saves:
-            assert piece.shape == tuple(whole.shape)
-            local = torch.full_like(whole if piece.shard is None else piece.shard.cut(whole), float("nan"))
-            local.view(-1)[piece.start : piece.start + piece.numel] = state.view(-1)[piece.offset :][: piece.numel]
-            found = whole.clone()
-            if piece.shard is None:
-                found = local
-            else:
-                piece.shard.put(local, found.fill_(float("nan")))
-            whole.copy_(torch.where(found.isnan(), whole, found))
+    for piece in (piece for piece in ranges if piece.saves):
+        assert piece.shape == tuple(whole.shape)
+        local = torch.full_like(whole if piece.shard is None else piece.shard.cut(whole), float("nan"))
+        local.view(-1)[piece.start : piece.start + piece.numel] = state.view(-1)[piece.offset :][: piece.numel]
+        found = local
+        if piece.shard is not None:
+            found = torch.full_like(whole, float("nan"))
+            piece.shard.put(local, found)
+        assert part.cuts is None or not (found.isfinite() & whole.isfinite()).any()
+        whole.copy_(torch.where(found.isnan(), whole, found))
 
 
 @pytest.mark.parametrize("choice", CHOICES)
