@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .factored import Factors
 from .parts import Part, PartsOptimizer, StateRange, SumOfParts
+from .square_sum import square_sum
 
 _SQUARES, _UPDATES = "optimizer: sums of squares", "optimizer: norms of updates"
 
@@ -116,8 +117,8 @@ def _squares_of(part: Part) -> int:
 
 
 def _square_sum(tensor: Tensor) -> Tensor:
-    """[1] fp32. The sum is exact to about 1e-7 for any number of elements."""
-    return torch.linalg.vector_norm(tensor, dtype=torch.float64).square().float().view(1)
+    """[1] fp32."""
+    return square_sum(tensor.reshape(-1)).float().view(1)
 
 
 class _Update:
@@ -180,8 +181,9 @@ class _MatrixUpdate(_Update):
         self._rows = gradient.new_zeros(factors.row_count)
         local = gradient.new_zeros(factors.matrix_count, factors.local_width)
         for values, rows, columns in self._blocks(self._rows, local):
-            rows.add_(torch.linalg.vector_norm(values, dim=2).square_())
-            columns.add_(torch.linalg.vector_norm(values, dim=1).square_())
+            squares = values.square()
+            rows.add_(squares.sum(2))
+            columns.add_(squares.sum(1))
         self._columns = local if factors.local_width == factors.width else self._spread(local)
 
     def _blocks(self, rows: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .parts import Part, PartsOptimizer, SumOfParts
+from .square_sum import square_sum
 
 _NORMS = "optimizer: norms of parameters and updates"
 
@@ -126,5 +127,5 @@ def _pair_of(part: Part) -> int:
 
 
 def _square_sums(tensors: list[Tensor]) -> list[Tensor]:
-    """The square sums of ``tensors``, fp32 scalars, exact to about 1e-7 for any number of elements."""
-    return [norm.square().float() for norm in torch._foreach_norm(tensors, 2, dtype=torch.float64)]
+    """The sums of squares of ``tensors``, fp32 scalars."""
+    return [square_sum(tensor.reshape(-1)).float() for tensor in tensors]

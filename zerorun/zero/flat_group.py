@@ -10,11 +10,10 @@ from torch import nn
 
 from ..distributed.block_codes import decode, encode
 from ..distributed.layout import Layout
+from ..optim.square_sum import square_sum
 from ..plan.sharding_plan import FlatGroupPlan
 from .placeholders import placeholders
 
-# Elements summed in fp32 before the sum goes on in fp64: keeps the relative error near 1e-7 for shards of any size.
-_ROW = 4096
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
@@ -347,13 +346,3 @@ def _gaps(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     ends = [0, *(entry.end for entry in layout.entries)]
     starts = [*(entry.offset for entry in layout.entries), layout.numel]
     return [flat[end:start] for end, start in zip(ends, starts, strict=True) if start > end]
-
-
-def square_sum(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of ``flat`` [numel]: fp64 scalar on its device. NaN or inf if any element is."""
-    whole = flat.numel() // _ROW * _ROW
-    total = torch.linalg.vector_norm(flat[whole:]).double().square()
-    if whole:
-        rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
-        total = total + rows.double().square().sum()
-    return total

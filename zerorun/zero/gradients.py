@@ -14,9 +14,10 @@ from torch import nn
 
 from ..distributed.same_request import fingerprint
 from ..errors import ModelError, OrderError
+from ..optim.square_sum import square_sum
 from .access import compare_request, entry_view, gathered, owned_part
 from .away import GRADIENTS
-from .flat_group import TrainedGroup, square_sum
+from .flat_group import TrainedGroup
 from .gathers import IN_TIME, ORDER_TIMEOUT_S
 from .pieces import owned_gradient
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
