@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerorun.distributed.transport.sums import square_sum
+
 from .factored import Factors
 from .parts import Part, PartsOptimizer, StateRange, SumOfParts
-from .square_sum import square_sum
 
 _SQUARES, _UPDATES = "optimizer: sums of squares", "optimizer: norms of updates"
 

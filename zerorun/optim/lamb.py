@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerorun.distributed.transport.sums import square_sum
+
 from .parts import Part, PartsOptimizer, SumOfParts
-from .square_sum import square_sum
 
 _NORMS = "optimizer: norms of parameters and updates"
 

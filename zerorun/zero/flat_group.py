@@ -10,7 +10,7 @@ from torch import nn
 
 from ..distributed.block_codes import decode, encode
 from ..distributed.layout import Layout
-from ..optim.square_sum import square_sum
+from ..distributed.transport.sums import square_sum
 from ..plan.sharding_plan import FlatGroupPlan
 from .placeholders import placeholders
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ..distributed.same_request import fingerprint
+from ..distributed.transport.sums import square_sum
 from ..errors import ModelError, OrderError
-from ..optim.square_sum import square_sum
 from .access import compare_request, entry_view, gathered, owned_part
 from .away import GRADIENTS
 from .flat_group import TrainedGroup
