@@ -111,6 +111,8 @@ def config_of(seed: int, world: int) -> dict[str, Any]:
     precision, accumulation = rng.choice(("fp32", "bf16")), rng.randint(1, 3)
     if stage == 3 and rng.random() < 0.4:
         zero[rng.choice(("zero_quantized_weights", "zero_quantized_nontrainable_weights"))] = True
+    if stage and rng.random() < 0.3:
+        zero["zero_quantized_gradients"] = True
     made = make_config(stage, precision=precision, accumulation=accumulation, zero_optimization=zero, **more)
     whole = {"foreach": True} if optimizer == "Adafactor" and rng.random() < 0.5 else {}  # torch's, of whole parameters
     return {**made, "optimizer": {"type": optimizer, "params": {"lr": 1e-3, **whole}}}

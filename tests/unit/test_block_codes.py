@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerorun.distributed import block_codes
-from zerorun.distributed.block_codes import BLOCK, coded_bytes, decode, encode
+from zerorun.distributed.block_codes import BLOCK, add_decoded, coded_bytes, decode, decode_parts, encode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,7 +20,7 @@ def there_and_back(values: torch.Tensor, bounds: list[int] | None = None) -> tor
     for low, high in pairwise(bounds):
         encode(values[low:high], coded[coded_bytes(low) : coded_bytes(high)])
     full = torch.full_like(values, float("nan"))
-    decode(coded, bounds, full)
+    decode_parts(coded, bounds, full)
     return full
 
 
@@ -93,3 +93,53 @@ def test_tiny_and_large_values() -> None:
 def test_bytes_are_65_for_64_values() -> None:
     assert coded_bytes(0) == 0
     assert coded_bytes(64 * BLOCK) == 65 * BLOCK
+
+
+def by_chance(values: torch.Tensor, bits: int, seed: int) -> torch.Tensor:
+    coded = torch.empty(coded_bytes(values.numel(), bits), dtype=torch.uint8)
+    encode(values, coded, bits, torch.Generator().manual_seed(seed))
+    found = torch.empty_like(values)
+    decode(coded, found, bits)
+    return found
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_the_mean_error_of_rounding_by_chance_is_0(bits: int) -> None:
+    """Over seeds, for each element: within 5 standard deviations, which are at most half a scale."""
+    values, seeds = values_of(4), 400
+    scale = values.view(4, BLOCK).abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+    errors = torch.stack([by_chance(values, bits, seed) - values for seed in range(seeds)]).view(seeds, 4, BLOCK) / scale
+    assert errors.abs().max() < 1 + 1e-4
+    assert errors.mean(0).abs().max() < 5 * 0.5 / seeds**0.5
+    assert errors.mean().abs() < 5 * 0.5 / (seeds * values.numel()) ** 0.5
+    assert torch.equal(by_chance(values, bits, 3), by_chance(values, bits, 3))
+    assert not torch.equal(by_chance(values, bits, 3), by_chance(values, bits, 4))
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_strided_values_have_the_codes_of_packed_ones_and_are_added(bits: int) -> None:
+    values = values_of(12).view(3, 2, 2 * BLOCK)
+    packed, turned = (torch.empty(*shape, coded_bytes(2 * BLOCK, bits), dtype=torch.uint8) for shape in ((3, 2), (2, 3)))
+    encode(values, packed, bits)
+    encode(values.transpose(0, 1), turned, bits)
+    assert torch.equal(packed.transpose(0, 1), turned)
+    alone, total = torch.empty_like(values), torch.ones_like(values)
+    decode(packed, alone, bits)
+    add_decoded(turned, total.transpose(0, 1), bits)
+    assert torch.equal(total, 1 + alone)
+    largest = values.unflatten(-1, (2, BLOCK)).abs().amax(-1, keepdim=True) / (2**bits - 2)
+    assert ((alone - values).unflatten(-1, (2, BLOCK)).abs() <= largest * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("wrong", (float("nan"), float("inf")))
+def test_no_gradient_that_is_not_finite_becomes_finite(wrong: float) -> None:
+    for bits in (8, 4):
+        values = values_of(3)
+        values[BLOCK + 7] = wrong
+        found = by_chance(values, bits, 0).view(3, BLOCK)
+        assert not found[1].isfinite().any()
+        assert found[[0, 2]].isfinite().all()
+
+
+def test_bytes_of_4_bits_are_33_for_64_values() -> None:
+    assert coded_bytes(64 * BLOCK, 4) == 33 * BLOCK

@@ -400,8 +400,8 @@ def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
             "zero_optimization.offload_param.device",
         ),
         (
-            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
-            "zero_optimization.zero_quantized_gradients",
+            {"zero_optimization": {"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}},
+            "zero_optimization.zeropp_loco_param",
         ),
         ({"zero_optimization": {"stage": 1, "legacy_stage1": True}}, "zero_optimization.legacy_stage1"),
         ({"compression_training": {"row_pruning": {"shared_parameters": {"enabled": True}}}}, "compression_training"),

@@ -206,7 +206,7 @@ _STAGE_3 = OnlyStages((3,))
 _BUCKET = 500_000_000
 _ONE_BUCKET = Inert("a unit is one bucket; unit_policy decides how large it is.", unless=_BUCKET)
 _PERSIST = "small parameters are gathered with their unit."
-_QUANTIZED = Refused("quantised communication (ZeRO++) is not built.")
+_LOCO = "error feedback for quantised gradients (LoCo) is not built; they are rounded by chance, so errors average out."
 _ALLGATHER = Inert("parameters are gathered in place, one unit at a time.")
 
 
@@ -294,7 +294,11 @@ class ZeroOptimization(Section):
     Masters stay exact, and so do gains, biases, what is smaller than 256 elements, and what is in no block."""
     zero_quantized_nontrainable_weights: Annotated[Flag, _STAGE_3] = False
     """As zero_quantized_weights, for frozen parameters only."""
-    zero_quantized_gradients: Annotated[Flag, _QUANTIZED] = False
+    zero_quantized_gradients: Annotated[Flag, OnlyStages((1, 2, 3))] = False
+    """Send codes where gradients are reduced, rounded by chance so that the mean error is 0: 8 bits within a host, then
+    zero_quantized_gradients_bits between hosts (ZeRO++)."""
+    zero_quantized_gradients_bits: Annotated[Literal[4, 8], OnlyStages((1, 2, 3))] = 4
+    """Bits of the codes that gradients are sent in between hosts."""
 
     other_names: ClassVar[dict[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
@@ -306,7 +310,7 @@ class ZeroOptimization(Section):
     }
     features: ClassVar[dict[str, Feature]] = {
         "zenflow": Feature("split updates (ZenFlow) are not built.", on_when_present=True),
-        "zeropp_loco_param": Feature(_QUANTIZED.reason, on_when_present=True),
+        "zeropp_loco_param": Feature(_LOCO, on_when_present=True),
     }
 
     @classmethod

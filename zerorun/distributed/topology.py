@@ -68,6 +68,7 @@ class Topology:
     rank: int
     pipe: int = 1
     tensor: int = 1
+    ranks_per_host: int | None = field(default=None, compare=False)  # where known
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # over the axes of more than one rank
     shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by all engines on it
     _made: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -227,7 +228,7 @@ class Topology:
             raise TopologyError(f"rank {rank} lies outside the world size {world_size}. Remedy: use 0 to {world_size - 1}.")
         if ranks_per_host is not None:
             _check_hosts(tensor, ranks_per_host, world_size)
-        return cls(data // shard, shard, rank, pipe, tensor)
+        return cls(data // shard, shard, rank, pipe, tensor, ranks_per_host)
 
     @classmethod
     def create(

@@ -23,6 +23,7 @@ from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.device import default_device, on_host
 from ..distributed.topology import Topology, limit_time
+from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
@@ -173,7 +174,8 @@ def initialize(
     scaler = LossScaler.of(wanted.fp16)
     accumulation = Accumulation(wanted, comm, scaler)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
-    runtime = Runtime(model, plan, made, comm, backwards)
+    coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps)
+    runtime = Runtime(model, plan, made, comm, backwards, coding)
     sharded = _shard_optimizer(raw, plan, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)

@@ -96,7 +96,9 @@ class Reports:
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
         coded = any(group.coded for group in self.runtime.plan.flat_groups)
-        sent = f"gradients on the wire {wire}{', weights of matrices int8 in blocks' * coded}"
+        bits = " and then ".join(f"int{hop.bits}" for hop in self.runtime.plan.hops)
+        sent = f"gradients on the wire {wire}{f', of matrices {bits} in blocks' if bits else ''}"
+        sent += ", weights of matrices int8 in blocks" * coded
         stage, topology = self.config.zero_optimization.stage, self.topology
         degrees = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
         return (

@@ -27,6 +27,7 @@ from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
 from ..zero.offload.nvme import buffer_bytes
+from .coded import Coded, CodedWire
 from .matrices import MatrixExchange, plan_exchange
 from .optimizer_states import state_count
 from .placement import Placement, place_units
@@ -260,6 +261,7 @@ class _Planner:
             kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())),
             buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in self.model.buffers()),
             by_parts=self.raw.parts is not None,
+            hops=self.wire.hops(units),
             matrices=self._matrices(units),
         )
         return plan if self.raw.parts is None else replace(plan, sums=self.raw.parts.planned_sums(plan.parts))
@@ -275,7 +277,7 @@ class _Planner:
         return param.dtype if wanted is None or not param.is_floating_point() or is_packed(param) else wanted
 
     def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
-        kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool, bool], _Members] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool, Coded], _Members] = defaultdict(list)
         for name, param in spec.params:
             replication, apart = self.replication_of(param), self._has_large_states(param)
             kind = (
@@ -284,7 +286,7 @@ class _Planner:
                 replication,
                 is_packed(param),
                 apart,
-                self._in_blocks(spec, param),
+                self._coded(spec, param),
             )
             kinds[kind].append((name, param))
         for (_, trained, *_), members in kinds.items():
@@ -307,24 +309,18 @@ class _Planner:
         apart = bool(self.raw.formats) and self._is_trained(param) and param.numel() >= APART_NUMEL
         return apart and self._format(param) is StateFormat.FP32
 
-    def _in_blocks(self, spec: UnitSpec, param: nn.Parameter) -> bool:
-        """True for a parameter of ``spec`` that is sent as codes: a matrix with at least one whole block.
+    @cached_property
+    def wire(self) -> CodedWire:
+        return CodedWire(self.config.zero_optimization, self.policy, self.topology, self.raw.whole)
 
-        Gains of norms and biases are few, and a block would have them beside much smaller values.
-        """
-        settings = self.config.zero_optimization
-        wanted = settings.zero_quantized_weights or (
-            settings.zero_quantized_nontrainable_weights and not self._is_trained(param)
-        )
-        shares = self.policy.share_param_slots and spec.shares_slots and spec.name != ROOT
-        wide = self._dtype(param).is_floating_point and self._dtype(param).itemsize > 1 and not is_packed(param)
-        return wanted and shares and self.topology.shard > 1 and wide and _is_large_matrix(param)
+    def _coded(self, spec: UnitSpec, param: nn.Parameter) -> Coded:
+        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param))
 
     def _lay_out(self, spec: UnitSpec, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]
         trained = self._is_trained(params[0])
         shapes, whole = [tuple(param.shape) for param in params], self.raw.whole and trained
-        coded = self._in_blocks(spec, params[0])
+        coded = self._coded(spec, params[0])
         least = BLOCK if coded else ALIGNMENT
         quanta = [max(least, self._format(param).quantum) for param in params]
         layout = build_layout([n for n, _ in members], shapes, self.topology.shard, whole=whole, quantum=quanta)
@@ -335,7 +331,8 @@ class _Planner:
             dtype=self._dtype(params[0]),
             given_dtype=params[0].dtype,
             packed=is_packed(params[0]),
-            coded=coded,
+            coded=coded.gathers,
+            codes_gradients=coded.gradients,
             replication=self.replication_of(params[0]),
             optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
             state_formats=tuple(self._format(param) for param in laid_out) if trained else (),
@@ -395,6 +392,7 @@ class _Planner:
             mapped=(unit.index, number) in self.mapped,
             unpacked=trained
             and large
+            and not group.codes_gradients
             and reads_parts(self.transport, self.topology, self.device_type, wire_dtype(self.config)),
         )
         return replace(found, buffers=tuple(self._buffers(unit, found)))
@@ -475,10 +473,6 @@ class _Planner:
             states=state_count(self.raw) if states_there and self.raw.groups else None,
             param_bytes=sum(aligned_bytes(b.bytes) for g in shards for b in g.buffers if b.tensor in ("shard", "coded")),
         )
-
-
-def _is_large_matrix(param: nn.Parameter) -> bool:
-    return param.dim() >= 2 and param.numel() >= BLOCK
 
 
 def _slots(count: int, sizes: Sequence[int]) -> SlotPlan:

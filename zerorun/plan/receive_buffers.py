@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..distributed.coded_hops import CodedHop
 from ..distributed.transport.sums import BufferPool, stretch_bytes
 from ..distributed.transports import NCCL, PEER_MEMORY
 from .reductions import Reductions, reduce
@@ -36,7 +37,7 @@ def _stretches(plan: ShardingPlan) -> int:
     for group in plan.trainable:
         longest = max((piece.numel for piece in group.shard_pieces), default=0)
         dtype, numel = (torch.float32, longest) if group.unpacked else (plan.wire_dtype, group.shard_numel)
-        over_shards = max(over_shards, stretch_bytes(numel, dtype))
+        over_shards = max(over_shards, 0 if group.codes_gradients else stretch_bytes(numel, dtype))
         low, high = _part_of_replica(plan, group.shard_numel)
         over_replicas = max(over_replicas, stretch_bytes(high - low, plan.wire_dtype))
     return (topology.shard - 1) * over_shards + (topology.replicate - 1) * over_replicas
@@ -72,6 +73,8 @@ class _Receiving:
         for group, buffers in zip(unit.trainable, self._received.pop(unit.index, ()), strict=False):
             for buffer in buffers:
                 self.pool.give(buffer)
+            for hop in self._plan.hops[1:] if group.codes_gradients else ():
+                self._give(self._of_hop(hop, group))
             if self._plan.topology.replicate > 1:
                 self._sum_over_replicas(group.shard_numel)
 
@@ -79,7 +82,17 @@ class _Receiving:
         ranks = self._plan.topology.shard
         if group.unpacked or ranks == 1:
             return []
+        if group.codes_gradients:
+            return self._of_hop(self._plan.hops[0], group)
         return self._sum(group.layout.numel, group.shard_numel, ranks)
+
+    def _of_hop(self, hop: CodedHop, group: FlatGroupPlan) -> list[torch.Tensor]:
+        """What an exchange of codes sends, and receives into."""
+        return [self.pool.take(hop.sent_bytes(group.shard_numel), torch.uint8) for _ in range(2)]
+
+    def _give(self, buffers: list[torch.Tensor]) -> None:
+        for buffer in buffers:
+            self.pool.give(buffer)
 
     def _sum(self, sent: int, owned: int, ranks: int) -> list[torch.Tensor]:
         wire = self._plan.wire_dtype

@@ -21,6 +21,7 @@ import torch
 from pydantic import PlainSerializer, PlainValidator
 
 from ..distributed.block_codes import coded_bytes
+from ..distributed.coded_hops import CodedHop
 from ..distributed.layout import Layout, Piece, aligned_bytes
 from ..distributed.replication import ALONE, Replication
 from ..distributed.tensor_shard import TensorShard
@@ -105,8 +106,9 @@ class FlatGroupPlan:
     whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
     to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
     of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
-    ``coded``: gathers of the shards send codes (block_codes.py). ``buffers``: the memory that this rank allocates.
-    ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of parts.
+    ``coded``: gathers of the shards send codes (block_codes.py); ``codes_gradients``: reductions do.
+    ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have
+    here, for an optimizer that is told of parts.
     """
 
     layout: Layout
@@ -123,6 +125,7 @@ class FlatGroupPlan:
     mapped: bool = False
     unpacked: bool = False
     coded: bool = False
+    codes_gradients: bool = False
     buffers: tuple[Buffer, ...] = ()
     tensor_shards: tuple[TensorShard | None, ...] = ()
 
@@ -353,6 +356,7 @@ class ShardingPlan:
     states: tuple[int, ...] | None = None
     by_parts: bool = False
     sums: tuple[SumOfParts, ...] = ()
+    hops: tuple[CodedHop, ...] = ()
     matrices: MatrixExchange | None = None
 
     @cached_property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..distributed.coded_hops import CodedHop
 from ..distributed.transports import NCCL
 from ..optim.parts import SumOfParts
 from .matrices import FROM_OWNERS, TO_OWNERS
@@ -130,10 +131,20 @@ class _Step:
     def _start_reduction(self, unit: UnitPlan) -> None:
         label = f"{unit.name}: reduce-scatter gradients"
         for group in unit.trainable:
-            if self._plan.topology.shard > 1:
+            if group.codes_gradients:
+                self._hop(label, group, self._plan.hops[:1])
+            elif self._plan.topology.shard > 1:
                 self._issued.append(Collective(label, self._bytes_to_shards(group)))
-            if self._plan.transport == NCCL:  # which continues with the sum over replicas by itself
+            if self._goes_on(group):
                 self._sum_over_replicas(unit, group)
+
+    def _goes_on(self, group: FlatGroupPlan) -> bool:
+        """True if the sum over replicas is issued with the one over shards, and not when somebody waits for that."""
+        return self._plan.transport == NCCL and not group.codes_gradients
+
+    def _hop(self, label: str, group: FlatGroupPlan, hops: Sequence[CodedHop]) -> None:
+        for hop in hops if group.codes_gradients else ():
+            self._issued.append(Collective(f"{label}{hop.suffix}", hop.sent_bytes(group.shard_numel)))
 
     def _bytes_to_shards(self, group: FlatGroupPlan) -> int:
         if group.unpacked:
@@ -143,8 +154,10 @@ class _Step:
 
     def _finish_reduction(self, unit: UnitPlan) -> None:
         topology = self._plan.topology
-        for group in unit.trainable if self._plan.transport != NCCL else ():
-            self._sum_over_replicas(unit, group)
+        for group in unit.trainable:
+            self._hop(f"{unit.name}: reduce-scatter gradients", group, self._plan.hops[1:])
+            if not self._goes_on(group):
+                self._sum_over_replicas(unit, group)
         for group in unit.trainable if topology.shard > 1 and not self._plan.policy.shard_optimizer else ():
             sent = group.shard_numel * (topology.shard - 1) * torch.float32.itemsize
             self._issued.append(Collective(f"{unit.name}: all-gather gradients", sent))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..distributed.block_codes import decode, encode
+from ..distributed.block_codes import decode_parts, encode
 from ..distributed.layout import Layout
 from ..distributed.transport.sums import square_sum
 from ..plan.sharding_plan import FlatGroupPlan
@@ -85,7 +85,7 @@ class FlatGroup:
     def decode(self) -> None:
         """Let ``full`` have the values of the codes that have come, this rank's too: all compute with the same."""
         assert self.arriving is not None
-        decode(self.arriving, self.layout.bounds, self.full)
+        decode_parts(self.arriving, self.layout.bounds, self.full)
 
     def unshard(self) -> None:
         """Make the parameters views of the slot."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.statistics import Pending
 from ..errors import OrderError
@@ -40,9 +41,11 @@ class Backwards(Protocol):
 class Reducer:
     """The reductions of one engine. All data-parallel ranks make the same calls in the same order."""
 
-    def __init__(self, plan: ShardingPlan, units: list[Unit], comm: Communicator, backwards: Backwards) -> None:
+    def __init__(
+        self, plan: ShardingPlan, units: list[Unit], comm: Communicator, backwards: Backwards, coding: GradientCodes
+    ) -> None:
         self.late: set[int] = set()  # units whose gradients came after their turn
-        self._units, self._comm, self._backwards = units, comm, backwards
+        self._units, self._comm, self._backwards, self._coding = units, comm, backwards, coding
         self._shares_slots = plan.shares_grads
         # At stage 0 every rank updates everything, so reduced gradients are gathered on all ranks.
         self._gathers_reduced = not plan.policy.shard_optimizer and plan.topology.shard > 1
@@ -100,7 +103,7 @@ class Reducer:
             self._reductions.begin(unit)
 
     def _start(self, unit: Unit) -> None:
-        unit.start_reduce(self._comm, final=self._is_last)
+        unit.start_reduce(self._comm, self._coding, final=self._is_last)
 
     def _finish(self, unit: Unit) -> None:
         unit.finish_reduce()

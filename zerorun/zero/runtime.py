@@ -45,6 +45,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError
 from ..plan.sharding_plan import ShardingPlan
@@ -177,11 +178,12 @@ class Runtime:
         made: ShardedParameters,
         comm: Communicator,
         backwards: Backwards,
+        coding: GradientCodes,
     ) -> None:
         """``backwards`` is asked at the beginning of each backward, and told of its end."""
         self.module, self.plan, self.made, self.comm = module, plan, made, comm
         self.gathers = Gathers(made.units, made.param_slots, comm)
-        self.reducer = Reducer(plan, made.units, comm, backwards)
+        self.reducer = Reducer(plan, made.units, comm, backwards, coding)
         self.guard = ScriptGuard(module, made.units, comm.device)
         self.reads = ReadGuard(module, made.units, comm.device, watches=plan.shares_params)
         self._part = ModelPart()  # that is running, or will next

@@ -37,6 +37,7 @@ from torch import nn
 
 from ..distributed.block_codes import coded_bytes
 from ..distributed.layout import aligned_bytes
+from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
@@ -218,7 +219,7 @@ class Unit:
             if flat_group.loose is None:
                 flat_group.accumulate()
 
-    def start_reduce(self, comm: Communicator, *, final: bool) -> None:
+    def start_reduce(self, comm: Communicator, coding: GradientCodes, *, final: bool) -> None:
         """Issue the reduction of what is accumulated. ``finish_reduce`` must follow before the shard is read.
 
         ``final``: no more gradients come in this step, as far as is known.
@@ -230,8 +231,9 @@ class Unit:
             if group.plan.unpacked:
                 pending = comm.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
             else:
-                bounds = group.layout.bounds
-                pending = comm.reduce_scatter(group.grad_full, bounds, group.grad_shard, label, accumulate=adds)
+                full, shard, bounds = group.grad_full, group.grad_shard, group.layout.bounds
+                codes = coding.of(label, full.device) if group.plan.codes_gradients else None
+                pending = comm.reduce_scatter(full, bounds, shard, label, accumulate=adds, codes=codes)
             self._reducing.append(pending)
             group.reduction_begins()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -13,6 +14,7 @@ from ..device import queues
 from ..layout import Piece
 from ..topology import Topology, everyone
 from ..transports import PEER_MEMORY, reads_parts
+from .coded_sum import Codes, reduce_scatter_codes
 from .connect import connect_axis
 from .control import Control
 from .mapped_shards import MappedShards
@@ -97,20 +99,36 @@ class Communicator:
         return self._shard.all_gather(full, bounds, label, source)
 
     def reduce_scatter(
-        self, full: torch.Tensor, bounds: Sequence[int], out: torch.Tensor, label: str, *, accumulate: bool
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        out: torch.Tensor,
+        label: str,
+        *,
+        accumulate: bool,
+        codes: Codes | None = None,
     ) -> Pending:
         """Sum ``full`` over all data-parallel ranks; this rank's shard goes into ``out``, or is added to it.
 
         Reduce-scatter over the shard axis, then all-reduce over the replicate axis. ``full`` and ``out`` are fp32;
-        ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``. What is in
-        ``full`` afterwards is of no use.
+        ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``; with
+        ``codes``, it is those over the shard axis. What is in ``full`` afterwards is of no use.
         """
-        wire = self.wire_dtype
-        if self.topology.replicate == 1:
-            return self._shard.reduce_scatter(full, bounds, out, label, accumulate=accumulate, wire_dtype=wire)
-        own = full[bounds[self._shard.rank] : bounds[self._shard.rank + 1]]
-        inner = self._shard.reduce_scatter(full, bounds, own, label, accumulate=False, wire_dtype=wire)
-        total = self._replicate.sum_after(inner, own, f"{label} over replicas", wire)
+        whole = self.topology.replicate == 1
+        own = out if whole else full[bounds[self._shard.rank] : bounds[self._shard.rank + 1]]
+        adds = accumulate and whole
+        if codes is not None:
+            inner = reduce_scatter_codes(self._shard, codes, full, own, label, accumulate=adds)
+        else:
+            inner = self._shard.reduce_scatter(full, bounds, own, label, accumulate=adds, wire_dtype=self.wire_dtype)
+        if whole:
+            return inner
+        over_replicas = f"{label} over replicas"
+        if codes is None:
+            total = self._replicate.sum_after(inner, own, over_replicas, self.wire_dtype)
+        else:  # which are added up by the program, when it waits
+            more = partial(self._replicate.all_reduce, own, over_replicas, self.wire_dtype)
+            total = Pending(self.statistics, over_replicas, [inner], more)
         return Pending(self.statistics, label, [total], lambda: store(own, out, accumulate))
 
     def sum_parts(

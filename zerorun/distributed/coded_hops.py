@@ -1,0 +1,57 @@
+"""Hops: the ways of gradients that are sent as codes, within hosts and then between them. Pure data.
+
+[Note: two hops]
+Ranks of a shard group are numbered host by host. Where the group fills several hosts with L ranks on each, gradients are
+summed in two hops, as in ZeRO++ (Wang et al. 2023, arXiv:2306.10209). First each rank gets, from the ranks of its host,
+what they have for those ranks of all hosts that have its own place there, and adds it up. Then these ranks exchange the
+sums. So a gradient crosses between hosts once for each host, and not once for each rank, and is rounded twice at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .block_codes import coded_bytes
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class CodedHop:
+    """One exchange among ``size`` ranks of a shard group, ``stride`` apart: each sends each other one message.
+
+    A message has ``parts`` shards in codes of ``bits`` bits.
+    """
+
+    size: int
+    stride: int
+    parts: int
+    bits: int
+    suffix: str = ""  # of the label
+
+    def place(self, rank: int) -> int:
+        """Return the place of the shard rank ``rank`` among the ranks of its hop."""
+        return rank // self.stride % self.size
+
+    def peers(self, rank: int) -> range:
+        """Return the shard ranks of the hop that ``rank`` takes part in."""
+        first = rank - self.place(rank) * self.stride
+        return range(first, first + self.size * self.stride, self.stride)
+
+    def sent_bytes(self, shard: int) -> int:
+        """Return the bytes that a rank sends, and gets, for shards of ``shard`` elements."""
+        return (self.size - 1) * self.parts * coded_bytes(shard, self.bits)
+
+
+def plan_hops(topology: Topology, *, between: int) -> tuple[CodedHop, ...]:
+    """Return the hops of sums over the shard axis: 8 bits within a host, and ``between`` bits between hosts.
+
+    There is one hop if the axis is in one host, or if no two of its ranks are, or if hosts have different parts of it.
+    """
+    shard = topology.shard
+    here = shard if topology.ranks_per_host is None else min(max(topology.ranks_per_host // topology.tensor, 1), shard)
+    if here == shard:
+        return (CodedHop(shard, 1, 1, 8),)
+    if here == 1 or shard % here:
+        return (CodedHop(shard, 1, 1, between),)
+    hosts = shard // here
+    return CodedHop(here, 1, hosts, 8), CodedHop(hosts, here, 1, between, " between hosts")

@@ -1,0 +1,59 @@
+"""Which parameters ranks send to one another as codes (block_codes.py): when they are gathered, and when reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config.sections import ZeroOptimization
+from ..distributed.block_codes import BLOCK
+from ..distributed.coded_hops import CodedHop, plan_hops
+from ..distributed.topology import Topology
+from .policy import Policy
+from .sharding_plan import UnitPlan
+from .units import ROOT, UnitSpec
+from .weights import is_packed
+
+
+@dataclass(frozen=True)
+class Coded:
+    """``gathers``: of the parameter send codes; ``gradients``: reductions of its gradient do."""
+
+    gathers: bool = False
+    gradients: bool = False
+
+    def __bool__(self) -> bool:
+        return self.gathers or self.gradients
+
+
+@dataclass(frozen=True)
+class CodedWire:
+    """What the configuration says about codes. ``whole``: no parameter is cut, so that shards differ in size."""
+
+    settings: ZeroOptimization
+    policy: Policy
+    topology: Topology
+    whole: bool
+
+    def of(self, spec: UnitSpec, param: nn.Parameter, dtype: torch.dtype, *, trained: bool) -> Coded:
+        """Return what of ``param``, which is in ``spec`` and kept in ``dtype``, is coded: of matrices with a whole block.
+
+        Gains of norms and biases are few, and a block would have them beside much smaller values.
+        """
+        wide = dtype.is_floating_point and dtype.itemsize > 1 and not is_packed(param)
+        if self.topology.shard == 1 or not wide or param.dim() < 2 or param.numel() < BLOCK:
+            return Coded()
+        settings, policy = self.settings, self.policy
+        weights = settings.zero_quantized_weights or (settings.zero_quantized_nontrainable_weights and not trained)
+        shares = policy.share_param_slots and spec.shares_slots and spec.name != ROOT
+        gradients = settings.zero_quantized_gradients and policy.shard_optimizer and trained and not self.whole
+        return Coded(weights and shares, gradients)
+
+    def hops(self, units: Iterable[UnitPlan]) -> tuple[CodedHop, ...]:
+        """Return the hops of gradients that are coded; none if none are."""
+        if not any(group.codes_gradients for unit in units for group in unit.trainable):
+            return ()
+        return plan_hops(self.topology, between=self.settings.zero_quantized_gradients_bits)
