@@ -282,3 +282,6 @@ def test_the_configuration_says_how_much_goes_which_way() -> None:
     note = wanted.effective()["optimizer.type"].note
     assert note is not None
     assert note.startswith("Muon updates 6 matrices with 1,152 elements, and AdamW 9 parameters with ")
+    assert 'those for DeepSpeed need "adjust_lr_fn": "original"' in note
+    wanted, _ = take_in(Blocks(8, 2), config_of(1, adjust_lr_fn="original"), None, None, None, 1)
+    assert "Learning rates" not in str(wanted.effective()["optimizer.type"].note)

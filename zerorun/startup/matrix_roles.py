@@ -51,14 +51,17 @@ def divide_by_role(model: nn.Module, groups: Groups) -> Groups:
     return found
 
 
-def described(groups: Groups) -> str:
-    """Say how much goes which way."""
+def described(groups: Groups, params: dict[str, Any]) -> str:
+    """Say how much goes which way, and for which learning rates. ``params``: of the optimizer, as far as they are given."""
     counts = []
     for use in (True, False):
-        params = [p for group in groups if bool(group["use_muon"]) is use for p in group["params"] if p.requires_grad]
-        counts.append((len(params), sum(param.numel() for param in params)))
+        own = [p for group in groups if bool(group["use_muon"]) is use for p in group["params"] if p.requires_grad]
+        counts.append((len(own), sum(param.numel() for param in own)))
     (matrices, elements), (others, rest) = counts
-    return f"Muon updates {matrices} matrices with {elements:,} elements, and AdamW {others} parameters with {rest:,}."
+    ways = f"Muon updates {matrices} matrices with {elements:,} elements, and AdamW {others} parameters with {rest:,}."
+    if "adjust_lr_fn" in params:
+        return ways
+    return f'{ways} Learning rates are as for AdamW; those for DeepSpeed need "adjust_lr_fn": "original".'
 
 
 def _matrices(model: nn.Module) -> set[int]:
