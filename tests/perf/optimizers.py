@@ -1,0 +1,278 @@
+"""Where optimizers and precisions come to: a small GPT on English text, every row beside AdamW in fp32.
+
+    python tests/perf/optimizers.py [--json tests/perf/results/optimizers.json] [--plot examples/optimizers.png]
+
+Each row trains 400 steps for each of 2 seeds, on two ranks with one thread each; all rows of a seed begin with the same
+weights and read the same batches. Its figure is the loss in nats on text that was not trained on, averaged over seeds. The
+text is Python's own description of its language, which every installation has. Learning rates are the best of a few that
+were tried. Fails if a row that claims AdamW's result is further than its limit from AdamW in fp32, or if a row that is here
+to show what goes wrong does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 128, 4, 4, 64, 8  # BATCH: samples per rank
+STEPS, WARM_UP, SEEDS, RANKS = 400, 20, 2, 2
+HELD_OUT = 64  # batches of BATCH samples
+EVERY = 20  # steps between two points of the plot
+BASE = "AdamW, fp32"
+NATS = 0.01  # within which a row is as good as AdamW in fp32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train. ``bytes``: per parameter, of weights, gradients and states, as ``docs/memory.md`` counts them.
+
+    ``above``, ``below``: limits of its loss minus that of AdamW in fp32, in nats. ``curvature_every``: steps between two
+    backwards on sampled labels.
+    """
+
+    optimizer: str
+    params: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+    above: float = -1.0
+    below: float = 1.0
+    curvature_every: int = 0
+
+
+_ADAM: dict[str, Any] = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+_BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+ROWS: dict[str, Row] = {
+    BASE: Row("AdamW", _ADAM),
+    "AdamW, bf16": Row("AdamW", _ADAM, _BF16, below=NATS),
+}
+
+
+def text() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+# -- one row, one seed, on one rank ------------------------------------------------------------------------------------
+
+
+def build_model(characters: int) -> Any:
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            batch, length, _ = x.shape
+            qkv = self.qkv(self.norm1(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+            return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.places = nn.Embedding(characters, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, characters, bias=False)
+            for name, param in self.named_parameters():
+                if param.dim() == 2:
+                    scale = 0.02 / (2 * LAYERS) ** 0.5 if name.endswith(("out.weight", "down.weight")) else 0.02
+                    nn.init.normal_(param, std=scale)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    return Gpt()
+
+
+class Data:
+    """Random stretches of the text, the same for all rows; the last tenth is held out."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        import torch
+
+        all_of_it = text()
+        alphabet = sorted(set(all_of_it))
+        place = {character: number for number, character in enumerate(alphabet)}
+        self.characters = len(alphabet)
+        ids = torch.tensor([place[character] for character in all_of_it])
+        cut = len(ids) * 9 // 10
+        self._trained, self._held_out = ids[:cut], ids[cut:]
+        self._random = torch.Generator().manual_seed(1000 * seed + rank)
+
+    def batch(self) -> tuple[Any, Any]:
+        return self._stretches(self._trained, self._random)
+
+    def held_out(self, rank: int) -> Any:
+        import torch
+
+        generator = torch.Generator().manual_seed(rank)
+        return (self._stretches(self._held_out, generator) for _ in range(HELD_OUT // RANKS))
+
+    def _stretches(self, ids: Any, generator: Any) -> tuple[Any, Any]:
+        import torch
+
+        begins = torch.randint(len(ids) - CONTEXT - 1, (BATCH,), generator=generator)
+        found = torch.stack([ids[begin : begin + CONTEXT + 1] for begin in begins])
+        return found[:, :-1], found[:, 1:]
+
+
+def train(row: Row, seed: int, steps: int) -> dict[str, Any]:
+    """The losses of training, averaged over every ``EVERY`` steps, and the held-out loss; all ranks' means."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional as F
+
+    import zerorun
+
+    torch.manual_seed(seed)
+    rank = int(os.environ["RANK"])
+    data = Data(seed, rank)
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "optimizer": {"type": row.optimizer, "params": row.params},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, "warmup_num_steps": WARM_UP}},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        **row.config,
+    }
+    engine = zerorun.initialize(build_model(data.characters), config)
+
+    def loss_of(batch: tuple[Any, Any]) -> Any:
+        return F.cross_entropy(engine(batch[0]).float().flatten(0, 1), batch[1].flatten())
+
+    curve, recent = [], []
+    for step in range(steps):
+        batch = data.batch()
+        if row.curvature_every and step % row.curvature_every == 0:
+            logits = engine(batch[0]).float()
+            labels = zerorun.sampled_labels(logits)
+            engine.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), curvature=True)
+        loss = loss_of(batch)
+        engine.backward(loss)
+        engine.step()
+        recent.append(loss.detach())
+        if (step + 1) % EVERY == 0:
+            curve.append(_mean(torch.stack(recent).mean()))
+            recent.clear()
+    engine.eval()
+    with torch.no_grad():
+        held_out = _mean(torch.stack([loss_of(batch) for batch in data.held_out(rank)]).mean())
+    engine.destroy()
+    dist.destroy_process_group()
+    return {"curve": curve, "held_out": held_out}
+
+
+def _mean(value: Any) -> float:
+    import torch.distributed as dist
+
+    value = value.double()
+    dist.all_reduce(value)
+    return float(value) / dist.get_world_size()
+
+
+# -- all rows ----------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, seed: int, steps: int) -> dict[str, Any]:
+    """Train in processes of its own. Raises RuntimeError with their last lines if they fail."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as result:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
+        command += ["--worker", name, "--seed", str(seed), "--steps", str(steps), "--json", result.name]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        written = Path(result.name).read_text()
+        if not written:
+            raise RuntimeError(f"{name} failed:\n" + "\n".join(done.stderr.splitlines()[-15:]))
+        return dict(json.loads(written))
+
+
+def difference(found: dict[str, list[dict[str, Any]]], name: str) -> float:
+    """The held-out loss of a row minus that of AdamW in fp32, averaged over seeds."""
+    pairs = zip(found[name], found[BASE], strict=True)
+    return statistics.fmean(one["held_out"] - base["held_out"] for one, base in pairs)
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    lines = ["| row | lr | loss on held-out text, nats | minus AdamW in fp32 | limit |", "|---|---:|---:|---:|---|"]
+    for name, results in found.items():
+        row, loss = ROWS[name], statistics.fmean(result["held_out"] for result in results)
+        limit = f"at most {row.below:+.2f}" if row.below < 1 else f"at least {row.above:+.2f}" if row.above > -1 else ""
+        lines.append(f"| {name} | {row.params['lr']:g} | {loss:.3f} | {difference(found, name):+.3f} | {limit} |")
+    return "\n".join(lines)
+
+
+def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    for number, (name, results) in enumerate(found.items()):
+        curves = [result["curve"] for result in results]
+        mean = [statistics.fmean(points) for points in zip(*curves, strict=True)]
+        steps = [EVERY * (index + 1) for index in range(len(mean))]
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10], "linewidth": 1.3}
+        whole.plot(steps, mean, label=name, **style)
+        end.plot(steps[-6:], mean[-6:], **style)
+    whole.set(title="training loss, nats", xlabel="step")
+    end.set(title="its end", xlabel="step")
+    figure.legend(fontsize=7, loc="outside right upper")
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="*", help=f"rows besides {BASE!r}; all if not given")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--plot", type=Path, help="file for the picture")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        result = train(ROWS[args.worker], args.seed, args.steps)
+        if os.environ["RANK"] == "0":
+            args.json.write_text(json.dumps(result))
+        return 0
+    names = [BASE, *(args.rows if args.rows is not None else list(ROWS)[1:])]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for seed in range(args.seeds):
+        for name in names:
+            found[name].append(run(name, seed, args.steps))
+            print(f"seed {seed}, {name}: {found[name][-1]['held_out']:.4f}", flush=True)
+    print(table(found))
+    if args.plot:
+        draw(found, args.plot)
+    if args.json:
+        versions = {"python": platform.python_version(), "machine": platform.machine()}
+        record = {"command": " ".join(sys.argv), "versions": versions, "cpus": os.cpu_count(), "found": found}
+        args.json.write_text(json.dumps(record, indent=1))
+    wrong = [name for name in names if not ROWS[name].above <= difference(found, name) <= ROWS[name].below]
+    for name in wrong:
+        print(f"NOT AS IT SHOULD BE: {name}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
