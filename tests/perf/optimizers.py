@@ -52,6 +52,17 @@ _BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 ROWS: dict[str, Row] = {
     BASE: Row("AdamW", _ADAM),
     "AdamW, bf16": Row("AdamW", _ADAM, _BF16, below=NATS),
+    "AdamW8bit": Row("AdamW8bit", _ADAM, below=NATS),
+    "AdamW8bit, bf16": Row("AdamW8bit", _ADAM, _BF16, below=NATS),
+    "Muon": Row("Muon", {**_ADAM, "momentum": 0.95}),
+    "Lion": Row("Lion", {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.5}),
+    "LAMB": Row("Lamb", {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}),
+    "Adafactor": Row("Adafactor", {"lr": 3e-2}),
+    "AdamSAGE": Row("AdamSAGE", {"lr": 1e-2, "betas": [0.9, 0.95], "beta3": 0.75}),
+    "Sophia": Row("Sophia", {"lr": 1e-3, "bs": RANKS * BATCH * CONTEXT, "weight_decay": 0.1}, curvature_every=10),
+    "RAdam": Row("RAdam", {"lr": 3e-3, "betas": [0.9, 0.95]}),
+    "SGD, momentum": Row("SGD", {"lr": 0.3, "momentum": 0.9}),
+    "Adagrad": Row("Adagrad", {"lr": 3e-2}),
 }
 
 
