@@ -38,10 +38,14 @@ def test_own_classes_are_tried(name: str) -> None:
     assert [group["lr"] for group in client.param_groups] == [0.0, 0.0]
 
 
+# What a class must be told. A trial sees that scales do not go by elements; that blocks are whole is the layout's matter.
+SETTINGS: dict[type, dict[str, Any]] = {single_pass.Adam8bit: {"min_8bit_size": 1 << 20}, single_pass.Sophia: {"bs": 1.0}}
+
+
 @pytest.mark.parametrize("kind", sorted({*ELEMENTWISE, *BY_MATRICES}, key=lambda kind: kind.__name__))
 def test_the_table_says_what_a_trial_finds(kind: type[torch.optim.Optimizer]) -> None:
     own = type("Own", (kind,), {})  # another class, which is not in the table
-    client = own([torch.zeros(2, 2)])
+    client = own([torch.zeros(2, 2)], **SETTINGS.get(kind, {}))
     assert needs_of(client, "", {}, client.param_groups) is (Needs.MATRICES if kind in BY_MATRICES else Needs.ELEMENTS)
 
 
