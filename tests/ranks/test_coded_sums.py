@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_simulated_device
 import torch
 import torch.distributed as dist
 from harness import of_this_job, run_ranks
@@ -178,6 +179,13 @@ def test_it_is_the_same_however_gradients_travel() -> None:
     for results in run_ranks(4, on_both_devices, rows):
         for simulated, on_cpu in results:
             assert differences(simulated, on_cpu, 1e-5) == []
+
+
+def test_codes_have_no_races() -> None:
+    """Of weights and of gradients, on the simulated device, with units gathered ahead."""
+    config = quantised(3, 2, "bf16", zero_quantized_weights=True)
+    for races in run_ranks(2, test_simulated_device.look, config):
+        assert not races, "\n".join(races)
 
 
 def observed(config: dict[str, Any], degree: int | None) -> tuple[list[Collective], list[Collective], bool]:

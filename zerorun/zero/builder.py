@@ -151,8 +151,14 @@ class _Builder:
         return next(param_slot), self._kept_shard(unit, values[plan.low : plan.high], plan.dtype)
 
     def _codes(self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor]) -> CodeBuffers:
-        empty = torch.zeros(coded_bytes(plan.shard_numel), dtype=torch.uint8)
-        return CodeBuffers(self._kept_shard(unit, empty.to(self._device), torch.uint8), next(param_slot))
+        size = coded_bytes(plan.shard_numel)
+        if unit.placement.params_on_disk and self._disk is not None:
+            own = self._disk.take(size, torch.uint8)
+        elif unit.placement.params:
+            own = self._link.empty(size, torch.uint8)
+        else:
+            own = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return CodeBuffers(own, next(param_slot))
 
     def _kept_shard(self, unit: UnitPlan, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if unit.placement.params_on_disk and self._disk is not None:

@@ -76,33 +76,35 @@ class _Exchange:
         self._transport, self._codes, self._hop, self._label = transport, codes, hop, label
         self._chunks, self._place = hop_view(chunks, hop, transport.rank), hop.place(transport.rank)
         self._buffers: list[torch.Tensor] = []
+        self._moving: tuple[torch.Tensor, ...] = ()  # what is sent, and what comes: alive until the exchange is over
 
     def begin(self) -> Pending:
         """Send each peer the codes of what this rank has for it, and for those that it passes on to."""
         place, hop, rank = self._place, self._hop, self._transport.rank
         size = hop.sent_bytes(self._chunks.shape[-1])
-        sent, self._received = (self._empty(size).view(hop.size - 1, hop.parts, -1) for _ in range(2))
+        sent, received = (self._empty(size).view(hop.size - 1, hop.parts, -1) for _ in range(2))
         encode(self._chunks[:place], sent[:place], hop.bits, self._codes.noise)
         encode(self._chunks[place + 1 :], sent[place:], hop.bits, self._codes.noise)
         nothing = sent.new_empty(0)
         lists = [[nothing] * self._transport.size for _ in range(2)]
         for number, peer in enumerate(peer for peer in hop.peers(rank) if peer != rank):
-            for messages, table in zip(lists, (sent, self._received), strict=True):
+            for messages, table in zip(lists, (sent, received), strict=True):
                 messages[peer] = table[number].view(-1)
+        self._moving = sent, received
         return self._transport.all_to_all(lists[0], lists[1], self._label)
 
     def end(self) -> None:
         """Add what the peers have sent, in the order of ranks."""
-        for message in self._received:
+        for message in self._moving[1]:
             add_decoded(message, self._chunks[self._place], self._hop.bits)
         for buffer in self._buffers:
             self._transport.statistics.pool.give(buffer)
-        self._buffers = []
+        self._buffers, self._moving = [], ()
 
     def _empty(self, size: int) -> torch.Tensor:
         """[size] uint8. In host memory it is used again and again."""
         if self._transport.queues or not on_host(self._transport.device):
-            return torch.empty(size, dtype=torch.uint8, device=self._chunks.device)
+            return torch.empty(size, dtype=torch.uint8, device=self._transport.device)
         self._buffers.append(self._transport.statistics.pool.take(size, torch.uint8))
         return self._buffers[-1]
 
