@@ -85,8 +85,13 @@ def _packed_class(param: torch.Tensor) -> str | None:
 
 def followers(model: nn.Module) -> list[nn.Module]:
     """The layers that keep a second reference to the memory of their packed weight, which ``follow_memory`` has to mend."""
-    found = ((layer, getattr(layer, "weight", None)) for layer in model.modules())
-    return [layer for layer, w in found if isinstance(w, nn.Parameter) and hasattr(w, "CB") and is_packed(w)]
+    found = ((layer, own_weight(layer)) for layer in model.modules())
+    return [layer for layer, w in found if w is not None and hasattr(w, "CB") and is_packed(w)]
+
+
+def own_weight(layer: nn.Module) -> nn.Parameter | None:
+    """The parameter ``weight`` of ``layer``. An attribute that is computed is None, and is not: that may change a state."""
+    return layer._parameters.get("weight")
 
 
 def follow_memory(layer: nn.Module, *unused: object) -> None:

@@ -38,7 +38,7 @@ from ..optim.optimizers import (
 )
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.weights import refuse_unusable_weights
+from ..plan.weights import own_weight, refuse_unusable_weights
 from .matrix_roles import described, divide_by_role
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -279,7 +279,7 @@ def _state_formats(
     if not isinstance(tried, SinglePassOptimizer):
         return {}
     shards = shards_of(model)
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {id(own_weight(module)) for module in model.modules() if isinstance(module, nn.Embedding)}
     if isinstance(model, Pipelined):
         shared = [name for tie in model.ties() for name in tie.local_names]
         embeddings |= {id(param) for name, param in model.named_parameters(remove_duplicate=False) if name in shared}

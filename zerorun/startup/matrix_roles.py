@@ -21,6 +21,7 @@ from ..errors import ModelError
 from ..optim.muon import dim_of_parts
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
+from ..plan.weights import own_weight
 
 Groups = list[dict[str, Any]]
 
@@ -121,7 +122,7 @@ def _refuse_other_lengths(group: dict[str, Any]) -> None:
 
 
 def _refuse_others(model: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    filters = {id(m.weight) for m in model.modules() if isinstance(m, _ConvNd)}
+    filters = {id(own_weight(m)) for m in model.modules() if isinstance(m, _ConvNd)}
     names = {id(param): name for name, param in model.named_parameters()}
     wrong = [p for p in params if p.dim() != 2 and not (p.dim() > 2 and id(p) in filters)]
     if wrong:
