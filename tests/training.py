@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from reference import OPTIMIZERS, Result
 from torch import nn
 
 import zerorun
+from zerorun.distributed.transport.statistics import CommunicationStatistics
+from zerorun.plan.step import Collective
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -114,3 +118,20 @@ def assert_plain(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """The parameters own full values: those of ``weights``."""
     for name, value in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
         assert torch.equal(value, weights[name]), f"destroy() gave {name} other values than engine.state_dict()"
+
+
+@contextmanager
+def counted_collectives() -> Iterator[list[Collective]]:
+    """The collectives that are counted inside, in order."""
+    calls: list[Collective] = []
+    real = CommunicationStatistics.count
+
+    def count(self: CommunicationStatistics, label: str, sent_bytes: int) -> None:
+        calls.append(Collective(label, sent_bytes))
+        real(self, label, sent_bytes)
+
+    CommunicationStatistics.count = count  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        CommunicationStatistics.count = real  # type: ignore[method-assign]

@@ -13,14 +13,13 @@ from models import CASES
 from reference import Result, differences
 from simulation import simulated_device
 from torch import nn
-from training import make_config, make_engine, run_steps, train
+from training import counted_collectives, make_config, make_engine, run_steps, train
 
 from zerorun import zero
 from zerorun.config.parse import load_config
 from zerorun.distributed.block_codes import BLOCK, coded_bytes
 from zerorun.distributed.coded_hops import CodedHop, plan_hops
 from zerorun.distributed.topology import Topology
-from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.errors import ConfigError
 from zerorun.plan.ledger import planned_bytes, with_states
 from zerorun.plan.make import make_plan, planned_topology
@@ -192,18 +191,8 @@ def observed(config: dict[str, Any], degree: int | None) -> tuple[list[Collectiv
     """(collectives of the third step, those planned, whether the memory is as planned)."""
     engine = make_engine(CASES["plain"], config, topology=topology_of(2, degree))
     run_steps(engine, CASES["plain"], 2)
-    calls: list[Collective] = []
-    real = CommunicationStatistics.count
-
-    def count(self: CommunicationStatistics, label: str, sent_bytes: int) -> None:
-        calls.append(Collective(label, sent_bytes))
-        real(self, label, sent_bytes)
-
-    CommunicationStatistics.count = count  # type: ignore[method-assign]
-    try:
+    with counted_collectives() as calls:
         run_steps(engine, CASES["plain"], 1)
-    finally:
-        CommunicationStatistics.count = real  # type: ignore[method-assign]
     plan, held = engine.runtime.plan, engine.memory_report()
     complete = with_states(plan, OptimizerStates(raw_of(config), torch.device("cpu")))
     engine.destroy()

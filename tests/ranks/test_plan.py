@@ -14,10 +14,9 @@ import torch
 from covering import by_day
 from harness import run_ranks
 from torch import nn
-from training import make_config
+from training import counted_collectives, make_config
 
 import zerorun
-from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.ledger import planned_bytes, with_states
 from zerorun.plan.make import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates
@@ -143,22 +142,12 @@ def observe(seed: int) -> Observed:
     model = Net(seed)
     engine = zerorun.initialize(model, config_of(seed, world))
     tokens = torch.arange(6).view(2, 3) % 5
-    calls: list[Collective] = []
-    real = CommunicationStatistics.count
-
-    def count(self: CommunicationStatistics, label: str, sent_bytes: int) -> None:
-        calls.append(Collective(label, sent_bytes))
-        real(self, label, sent_bytes)
-
-    CommunicationStatistics.count = count  # type: ignore[method-assign]
-    try:
+    with counted_collectives() as calls:
         for _ in range(3):
             calls.clear()
             for _ in range(engine.gradient_accumulation_steps()):
                 engine.backward(engine(tokens).float().square().mean())
                 engine.step()
-    finally:
-        CommunicationStatistics.count = real  # type: ignore[method-assign]
     found = engine.runtime.plan, engine.memory_report(), list(calls)
     engine.destroy()
     return found
