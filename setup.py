@@ -120,6 +120,7 @@ setup(
             "triton; platform_system == 'Linux' and platform_machine == 'x86_64'",  # comes with PyTorch for CUDA only
         ],
         "clients": ["trl", "lightning"],  # trainers that tests of the night try
+        "fp8": ["torchao"],
         "bench": ["deepspeed==0.19.8"],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "tensorboard": ["tensorboard"],

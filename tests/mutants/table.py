@@ -1496,6 +1496,22 @@ MUTANTS = (
         ("tests/unit/test_matrices.py::test_owners_of_llama_8b_have_as_much_to_do",),
     ),
     Mutant(
+        "fp8-layers-multiply-plainly-on-tensor-ranks",
+        "stale",
+        "zerorun/tensor_parallel/layers.py",
+        "    if is_float8(layer):",
+        "    if False:",
+        ("tests/ranks/test_fp8.py::test_layers_that_are_divided_and_pipelines_train_as_one_process[2-2-1]",),
+    ),
+    Mutant(
+        "fp8-layers-stay-after-the-engine",
+        "stale",
+        "zerorun/startup/float8.py",
+        "            self._layers[name].__class__ = nn.Linear",
+        "",
+        ("tests/ranks/test_fp8.py::test_checkpoints_and_models_are_as_without_fp8",),
+    ),
+    Mutant(
         "embeddings-in-blocks-are-matrices",
         "swallowed",
         "zerorun/startup/matrix_roles.py",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -40,6 +40,7 @@ from zerorun.config.sections import (
     Dataloader,
     DataTypes,
     FlopsProfiler,
+    Fp8,
     Fp16,
     Optimizer,
     Pipeline,
@@ -125,6 +126,7 @@ class Config(Section):
 
     fp16: Fp16 = Fp16()
     bf16: Bf16 = Bf16()
+    fp8: Fp8 = Fp8()
     torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     zero_optimization: ZeroOptimization = ZeroOptimization()
@@ -233,6 +235,11 @@ class Config(Section):
         copy = self.model_copy()
         copy._provenance = provenance
         return copy
+
+    def noting(self, *notes: ConfigNote | None) -> Config:
+        """Return a copy with further ``notes``, of those that there are."""
+        more = tuple(note for note in notes if note is not None)
+        return self.stating(replace(self._provenance, notes=(*self.notes, *more)))
 
     @property
     def monitor_config(self) -> Config:

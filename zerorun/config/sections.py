@@ -128,6 +128,23 @@ class Bf16(Section):
     min_loss_scale: Annotated[Real, _SCALELESS] = 0.0
 
 
+class Fp8(Section):
+    """Linear layers that multiply in fp8, by torchao's ``Float8Linear``. Weights keep the dtype that fp16 or bf16 imply."""
+
+    enabled: Flag = False
+    """Let the linear layers of repeated blocks multiply in fp8 (needs torchao). A model that has layers of torchao's
+    `Float8Linear` already keeps these, and no others become such layers. On CPUs fp8 is emulated."""
+    recipe: Annotated[Literal["rowwise", "rowwise_with_gw_hp", "tensorwise"], LowerCase] = "rowwise"
+    """torchao's recipe: a scale for each row, the same with gradients of weights in 16 bits, or one scale for each tensor,
+    which is the fastest and the least precise."""
+    filter_fqns: tuple[Text, ...] = ()
+    """Parts of the names of layers that are left as they are."""
+    emulate: Flag = False
+    """Compute in fp32 with values rounded to fp8, on devices without it, too. It is slow, and for trials."""
+
+    other_names: ClassVar[dict[str, str]] = {"recipe_name": "recipe"}
+
+
 class TorchAutocast(Section):
     """Run forward under ``torch.autocast``; parameters keep their dtype."""
 

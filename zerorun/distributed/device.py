@@ -107,6 +107,11 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def gpus_have_fp8() -> bool:
+    """True if the GPU of this process multiplies in fp8. Of other makers than NVIDIA, their own library says so."""
+    return torch.version.cuda is None or torch.cuda.get_device_capability() >= (8, 9)
+
+
 def gpus_here() -> list[torch.device]:
     """The GPU that "cuda" means in this process, if there is one. The call initialises CUDA."""
     return [torch.device(GPU, torch.cuda.current_device())] if torch.cuda.is_available() else []

@@ -54,6 +54,7 @@ from ..plan.weights import (
     refuse_elsewhere,
     sums_of_scales,
 )
+from ..startup.float8 import Float8Layers, described, float8_layers
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import cut, divide, is_part, plan_layers
 from ..startup.parallelized_model import ParallelizedModel
@@ -134,6 +135,8 @@ def initialize(
     _agree(lambda: refuse_elsewhere(model, device))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
     _agree(lambda: refuse_missing_libraries(wanted, writes=dist.get_rank() == 0))
+    in_fp8 = _agree(lambda: float8_layers(model, wanted.fp8))
+    wanted = wanted.noting(_agree(lambda: described(model, wanted.fp8, in_fp8, device.type)))
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
@@ -146,7 +149,10 @@ def initialize(
     board.write(STAGE=topology.pipe_rank)
     parallelized = ParallelizedModel()
     try:
-        parallelized = divide(model, layers, wanted, topology, device)
+        multiplying = _agree(lambda: Float8Layers(in_fp8, wanted.fp8, device.type))
+        parallelized = parallelized.undone_with(multiplying.remove)
+        parallelized = divide(model, layers, wanted, topology, device).undone_with(multiplying.remove)
+        _agree(multiplying.refuse_odd_parts)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes)
         mark_chosen(model, settings.leaf_module)
         planned_for = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,7 @@ def take_in(
     raw = _raw_optimizer(model, wanted, client, model_parameters, world_size)
     refuse_unusable_weights(model, trains=bool(raw.groups))
     if raw.matrix_dtype is not None:
-        note = ConfigNote("optimizer.type", described(raw.groups, raw.params))
-        wanted = wanted.stating(replace(wanted.provenance, notes=(*wanted.notes, note)))
+        wanted = wanted.noting(ConfigNote("optimizer.type", described(raw.groups, raw.params)))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
         build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
     return wanted, raw

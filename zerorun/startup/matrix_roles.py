@@ -31,7 +31,7 @@ def divide_by_role(model: nn.Module, groups: Groups) -> Groups:
 
     Raises ModelError if there is no matrix, or if a group with ``use_muon`` has something else.
     """
-    matrices, found = _matrices(model), Groups()
+    matrices, found = matrices_of_blocks(model), Groups()
     for group in groups:
         if "use_muon" in group:
             if group["use_muon"]:
@@ -65,8 +65,8 @@ def described(groups: Groups, params: dict[str, Any]) -> str:
     return f'{ways} Learning rates are as for AdamW; those for DeepSpeed need "adjust_lr_fn": "original".'
 
 
-def _matrices(model: nn.Module) -> set[int]:
-    """Return id(parameter) of those that are Muon's by their role."""
+def matrices_of_blocks(model: nn.Module) -> set[int]:
+    """Return id(parameter) of the matrices of repeated blocks, which are Muon's by their role."""
     blocks = list(_blocks(model))
     inside = {id(p): p for block in blocks for p in block.parameters() if p.dim() == 2}
     return set(inside) - set(map(id, _embeddings(model))) - set(map(id, _head(model, blocks)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +27,15 @@ class ParallelizedModel:
     undo: Callable[[], None] = lambda: None
     axis: TransportAxis | None = None
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
+
+    def undone_with(self, more: Callable[[], None]) -> ParallelizedModel:
+        """Return a copy whose ``undo`` calls ``more`` at its end."""
+
+        def undo() -> None:
+            self.undo()
+            more()
+
+        return replace(self, undo=undo)
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the whole value, gradient or state of ``param``. All tensor ranks must call it, each with its ``part``."""

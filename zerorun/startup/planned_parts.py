@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.device import CPU
 from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import make_plan
 from ..plan.sharding_plan import ShardingPlan
+from .float8 import Float8Layers, float8_layers
 from .parallelize import cut, divide_shapes, plan_layers
 
 
@@ -40,6 +42,14 @@ def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology:
 
     Raises ModelError or PipelineError, as ``initialize`` would.
     """
+    in_fp8 = Float8Layers(float8_layers(model, config.fp8), config.fp8, CPU)
+    try:
+        yield from _parts(model, config, raw, topology)
+    finally:
+        in_fp8.remove()
+
+
+def _parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:
     if topology.pipe * topology.tensor == 1:
         yield PlannedPart(model, raw, topology, lambda param: ALONE)
         return

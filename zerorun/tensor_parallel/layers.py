@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..distributed.tensor_shard import Ranges, TensorShard, even_bounds, even_range
 from ..errors import ModelError
+from ..plan.float8_layers import float8_product, is_float8
 from ..plan.weights import PLAIN, kind_of
 from ..zero.init import part_of, refuse_partitioned
 from .axis import Axis
@@ -274,6 +275,8 @@ def _subclass(ordinary: type[nn.Module], kind: type[nn.Module]) -> type[nn.Modul
     """Return a class that computes as ``kind`` does, and is a subclass of ``ordinary``."""
     if ordinary in (nn.Linear, nn.Embedding):
         return kind
+    if ordinary.forward is not nn.Linear.forward and issubclass(ordinary, nn.Linear):  # fp8, which ``_product`` knows
+        return type(f"{kind.__name__}{ordinary.__name__}", (kind, ordinary), {})
     if issubclass(ordinary, nn.Linear | nn.Embedding):  # an embedding may still change the result of super().forward()
         return type(f"{kind.__name__}{ordinary.__name__}", (ordinary, kind), {})
     members = {name: value for base in (Parallel, kind) for name, value in vars(base).items() if name not in _NOT_COPIED}
@@ -301,7 +304,7 @@ def computes_by_itself(layer: nn.Module) -> bool:
     if isinstance(layer, nn.Embedding):
         return forward is not nn.Embedding.forward and "__class__" not in forward.__code__.co_freevars
     if isinstance(layer, nn.Linear):
-        return forward is not nn.Linear.forward and not isinstance(layer, Parallel)
+        return forward is not nn.Linear.forward and not isinstance(layer, Parallel) and not is_float8(layer)
     return not forward.__module__.startswith("transformers.")
 
 
@@ -316,6 +319,8 @@ def _output_dim(layer: nn.Module) -> int:
 
 def _product(layer: Parallel, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     assert isinstance(layer, nn.Module)
+    if is_float8(layer):
+        return float8_product(layer, x, weight, bias)
     later = layer.weight_gradients
     if later is not None and weight is layer.weight and weight.requires_grad and torch.is_grad_enabled():
         return later.product(x, weight, bias, transposed=is_transposed(layer))  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from ..optim.optimizers import build_optimizer
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import buffer_dtype, compute_dtype
+from ..startup.float8 import Float8Layers, float8_layers
 from ..startup.inputs import is_scheduler, take_in
 from .recorder import Named, Recorder
 from .records import Kind, Records, Value, joined
@@ -155,6 +156,7 @@ def run(
     task, sizes = setting.task, setting.sizes
     given = (task.options.get("optimizer"), task.options.get("model_parameters"), sizes.ranks, None)
     wanted, raw = take_in(task.model, setting.config, None, *given, "lr_scheduler" in task.options)
+    Float8Layers(float8_layers(task.model, wanted.fp8), wanted.fp8, device.type)
     subject = Unsharded(task, wanted, raw, device)
     subject.model.train()
     recorder = Recorder(subject.model, subject.named(), setting.blocks, setting.seed, device, rank=sizes.rank)
