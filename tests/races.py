@@ -130,7 +130,7 @@ class Races:
             if "empty" not in func.__name__:
                 self._touch(agent, read, [*written, *made], func.__name__)
             self.launches[func.__name__] += device and "empty" not in func.__name__
-            if device and func is torch.ops.aten._local_scalar_dense.default:  # the program has waited for the device
+            if device and _waits(func, args, [memory.maker is None for memory in touched]):
                 self.host_waits += 1
                 self._join(threading.get_ident(), self._clocks[COMPUTATION])
 
@@ -285,6 +285,12 @@ def looking_for_races() -> Iterator[Races]:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
         simulated.watch(before)
         single_pass._left_to_torch.clear()
+
+
+def _waits(func: Any, args: Sequence[Any], in_host_memory: Sequence[bool]) -> bool:
+    """True if the program goes on only when the device has come so far: reading a number, and ordinary copies across."""
+    across = func is torch.ops.aten.copy_.default and len(set(in_host_memory)) == 2
+    return func is torch.ops.aten._local_scalar_dense.default or (across and not any(args[2:]))
 
 
 def _is_written(argument: Any) -> bool:

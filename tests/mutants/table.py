@@ -85,6 +85,13 @@ _WAITS = (
         _SIMULATED + "test_sums_over_replicas_have_no_races",
     ),
     (
+        "gather-before-the-second-copy",
+        "zerorun/distributed/transport/nccl.py",
+        "            first.wait()",
+        "            pass",
+        "tests/ranks/test_secondary_partition.py::test_it_has_no_races",
+    ),
+    (
         "replicas-memory-given-back",
         "zerorun/distributed/transport/nccl.py",
         "        kept = first.buffers  # read on that stream, and made on another",
@@ -339,8 +346,8 @@ _WAITS = (
     (
         "gather-for-others-not-awaited",
         "zerorun/zero/unit.py",
-        "            unit.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()",
-        "            unit.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase)",
+        "        _gather(unit, comm, flat_group, torch.empty_like(flat_group.arrives_in), phase).wait()",
+        "        _gather(unit, comm, flat_group, torch.empty_like(flat_group.arrives_in), phase)",
         _SIMULATED + "test_gathers_for_others_are_waited_for",
     ),
     (
@@ -492,6 +499,22 @@ MUTANTS = (
         "        if self._coded_at != state:",
         "        if self._coded_at < 0:",
         ("tests/ranks/test_quantised_wire.py::test_training_is_that_of_one_process_with_rounded_weights",),
+    ),
+    Mutant(
+        "second-copy-of-the-weights-before-the-update",
+        "stale",
+        "zerorun/zero/flat_group.py",
+        "        return before != state",
+        "        return before < 0",
+        ("tests/ranks/test_secondary_partition.py::test_deepspeed_7606_what_is_written_or_loaded_is_seen",),
+    ),
+    Mutant(
+        "frozen-weights-are-copied-in-every-step",
+        "bytes",
+        "zerorun/distributed/transport/communicator.py",
+        "        self.edits += not update",
+        "        self.edits += 1",
+        ("tests/ranks/test_secondary_partition.py::test_frozen_weights_are_copied_once",),
     ),
     Mutant(
         "codes-are-counted-as-parameters",

@@ -180,9 +180,15 @@ def test_it_is_the_same_however_gradients_travel() -> None:
             assert differences(simulated, on_cpu, 1e-5) == []
 
 
-def test_codes_have_no_races() -> None:
-    """Of weights and of gradients, on the simulated device, with units gathered ahead."""
-    config = quantised(3, 2, "bf16", zero_quantized_weights=True)
+ON_HOST = {"device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "places", [{}, {"offload_param": ON_HOST}, {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}]
+)
+def test_codes_have_no_races(places: dict[str, Any]) -> None:
+    """Of weights and of gradients, on the simulated device, with units gathered ahead, wherever they are kept."""
+    config = quantised(3, 2, "bf16", zero_quantized_weights=True, **places)
     for races in run_ranks(2, test_simulated_device.look, config):
         assert not races, "\n".join(races)
 

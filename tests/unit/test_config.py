@@ -367,8 +367,8 @@ def test_hybrid_shard() -> None:
     assert (zero.stage, zero.hybrid_shard, zero.shard_degree) == (3, True, None)
 
 
-@pytest.mark.parametrize("key", ["mics_shard_size", "zero_hpz_partition_size"])
-def test_mics_and_hpz_become_the_shard_degree(key: str) -> None:
+def test_mics_becomes_the_shard_degree() -> None:
+    key = "mics_shard_size"
     config = load_config({"zero_optimization": {"stage": 3, key: 4}})
     zero = config.zero_optimization
     assert (zero.hybrid_shard, zero.shard_degree) == (True, 4)

@@ -37,7 +37,7 @@ READ_BY_THE_ENGINE = {
     "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
     "prefetch_bucket_size max_live_parameters ignore_unused_parameters gather_16bit_weights_on_model_save "
     "zero_quantized_weights zero_quantized_nontrainable_weights "
-    "zero_quantized_gradients zero_quantized_gradients_bits",
+    "zero_quantized_gradients zero_quantized_gradients_bits zero_hpz_partition_size",
     "zero_optimization.leaf_module.": "classes names name_suffixes",
     "zero_optimization.offload_optimizer.": "device pin_memory ratio nvme_path",
     "zero_optimization.offload_param.": "device pin_memory nvme_path",
@@ -62,7 +62,7 @@ READ_BY_THE_CONFIGURATION = {
     "optimizer.": "allow_fallback",
     "tensor_parallel.": "autotp_size tp_size",
     "tensor_parallel.tp.": "tp_size",
-    "zero_optimization.": "zero_hpz_partition_size mics_shard_size",
+    "zero_optimization.": "mics_shard_size",
 }
 
 Entry = tuple[str, type[Section], str, FieldInfo]  # path (ends with a dot or is empty), section, attribute, field

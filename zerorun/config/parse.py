@@ -139,15 +139,14 @@ def data_parallel_degree(config: Config, world_size: int) -> int:
 
 
 def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the values for HYBRID_SHARD, MiCS and ZeRO++'s secondary partition: all shard within groups of ranks."""
+    """Return the values for HYBRID_SHARD and MiCS: both shard within groups of ranks."""
     zero = config.zero_optimization
     written = raw["zero_optimization"].get("stage") if isinstance(raw.get("zero_optimization"), dict) else None
     values: dict[str, Any] = {}
     if isinstance(written, str) and written.upper() == "HYBRID_SHARD":
         values[_ZERO + "hybrid_shard"] = True
-    degree = max(zero.mics_shard_size, zero.zero_hpz_partition_size)
-    if degree > 1 and zero.stage == 3:
-        values |= {_ZERO + "hybrid_shard": True, _ZERO + "shard_degree": degree}
+    if zero.mics_shard_size > 1 and zero.stage == 3:
+        values |= {_ZERO + "hybrid_shard": True, _ZERO + "shard_degree": zero.mics_shard_size}
     return values
 
 

@@ -77,13 +77,16 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
-    """Three keys set the shard degree: shard_degree, MiCS's shard size, and ZeRO++'s secondary partition size."""
+    """Two keys set the shard degree. A second copy of the weights is on the device."""
     zero = config.zero_optimization
-    for key in ("mics_shard_size", "zero_hpz_partition_size"):
-        wanted = getattr(zero, key)
-        if wanted > 1 and zero.shard_degree not in (None, wanted):
-            reason = f"sets the shard degree, which another key sets to {zero.shard_degree}."
-            yield ConfigProblem(f"zero_optimization.{key}", wanted, reason, f"Keep shard_degree and remove {key}.")
+    wanted, copied = zero.mics_shard_size, zero.zero_hpz_partition_size
+    if wanted > 1 and zero.shard_degree not in (None, wanted):
+        reason, remedy = f"sets the shard degree, which another key sets to {zero.shard_degree}.", "Keep shard_degree."
+        yield ConfigProblem("zero_optimization.mics_shard_size", wanted, reason, f"{remedy} Remove mics_shard_size.")
+    if copied > 1 and zero.stage == 3 and not zero.offload_param.is_off():
+        reason = "keeps a second copy of the weights on the device, and offload_param is there to keep them from it."
+        remedy = "Remove offload_param, or remove zero_hpz_partition_size."
+        yield ConfigProblem("zero_optimization.zero_hpz_partition_size", copied, reason, remedy)
 
 
 def _compile(config: Config) -> Iterator[ConfigProblem]:

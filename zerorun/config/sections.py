@@ -275,8 +275,8 @@ class ZeroOptimization(Section):
     """Whether `engine.save_16bit_model()` and trainers that save a model gather it on rank 0 at stage 3. `engine.export()`
     and `engine.state_dict()` work either way."""
     zero_hpz_partition_size: Annotated[Count, _STAGE_3] = 1
-    """ZeRO++'s secondary partition (hpZ); here another name for shard_degree: all states are divided over this many ranks,
-    and no second copy of the weights is kept."""
+    """ZeRO++'s secondary partition (hpZ): so many neighbouring data-parallel ranks, those of a node, keep a second copy of
+    the weights between them, so that units are gathered within a node. States are divided as without it."""
     mics_shard_size: Annotated[Int, _STAGE_3] = -1
     """MiCS; here another name for shard_degree."""
     mics_hierarchical_params_gather: Annotated[Flag, Inert("the backend chooses how to gather.", unless=False)] = False

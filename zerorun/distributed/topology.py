@@ -308,6 +308,16 @@ def subgroup(topology: Topology, axis: str, places: Sequence[int], name: str = "
     return topology._make(f"{axis} {places} {name}", chosen)
 
 
+def neighbours(topology: Topology, axis: str, count: int) -> dist.ProcessGroup | None:
+    """Return the process group of those ``count`` neighbours along ``axis`` of which this rank is one.
+
+    The first call makes it: all ranks must call, in the same order. Raises TopologyError without process groups.
+    """
+    _mesh_of(topology)
+    chosen = (ranks[first : first + count] for ranks in topology.groups(axis) for first in range(0, len(ranks), count))
+    return topology._make(f"{axis} by {count}", tuple(chosen))
+
+
 def limit_time(topology: Topology, limit: timedelta) -> None:
     """Let a collective take ``limit``, in the groups of ``topology`` and in that of all ranks. All ranks must do so."""
     groups = [] if topology.mesh is None else [*topology.mesh.get_all_groups(), *topology._made.values()]

@@ -42,7 +42,7 @@ from ..optim.optimizers import build_optimizer, split_state
 from ..optim.parts import PartsOptimizer
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
-from ..plan.make import buffer_dtype, make_plan, planned_topology, wire_dtype
+from ..plan.make import buffer_dtype, make_plan, planned_topology, secondary_partition, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
 from ..plan.weights import (
@@ -153,7 +153,8 @@ def initialize(
         parallelized = parallelized.undone_with(multiplying.remove)
         parallelized = divide(model, layers, wanted, topology, device).undone_with(multiplying.remove)
         _agree(multiplying.refuse_odd_parts)
-        comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes)
+        secondary = secondary_partition(wanted, topology)
+        comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes, secondary)
         mark_chosen(model, settings.leaf_module)
         planned_for = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
         planned_for = partial(planned_for, replication_of=parallelized.replication_of)

@@ -99,6 +99,8 @@ class Reports:
         bits = " and then ".join(f"int{hop.bits}" for hop in self.runtime.plan.hops)
         sent = f"gradients on the wire {wire}{f', of matrices {bits} in blocks' if bits else ''}"
         sent += ", weights of matrices int8 in blocks" * coded
+        near = next((group.secondary.size for group in self.runtime.plan.flat_groups if group.secondary is not None), 0)
+        sent += f", weights from a second copy on each {near} ranks" if near else ""
         stage, topology = self.config.zero_optimization.stage, self.topology
         degrees = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
         return (

@@ -213,16 +213,18 @@ class Fitting:
         """Yield changes of zero_optimization, beginning with none."""
         zero = self._config.zero_optimization
         stages = range(max(zero.stage, 1), 4)
+        once = {"zero_hpz_partition_size": 1} if zero.zero_hpz_partition_size > 1 and zero.stage == 3 else {}
         yield {}
+        yield from [once] if once else []  # without a second copy of the weights
         yield from ({"stage": stage} for stage in range(zero.stage + 1, 4))
         if not on_host(self._device):  # on a CPU, offloading to the host would free nothing
             if zero.offload_optimizer.is_off():
                 yield from ({"stage": stage, "offload_optimizer": _TO_HOST} for stage in stages)
             if zero.offload_param.is_off():
-                yield {"stage": 3, "offload_optimizer": _TO_HOST, "offload_param": _TO_HOST}
+                yield {"stage": 3, "offload_optimizer": _TO_HOST, "offload_param": _TO_HOST, **once}
         if zero.offload_optimizer.device != "nvme" and self._can_update_on_disk():
             yield from ({"stage": stage, "offload_optimizer": _TO_DISK} for stage in stages)
-            yield {"stage": 3, "offload_optimizer": _TO_DISK, "offload_param": _TO_DISK}
+            yield {"stage": 3, "offload_optimizer": _TO_DISK, "offload_param": _TO_DISK, **once}
 
     def _can_update_on_disk(self) -> bool:
         try:

@@ -19,10 +19,12 @@ from ..distributed.block_codes import BLOCK, coded_bytes
 from ..distributed.device import CPU
 from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Replication
+from ..distributed.secondary import Secondary
 from ..distributed.tensor_shard import TensorShard, shards_of
-from ..distributed.topology import Topology
+from ..distributed.topology import Topology, divisors
 from ..distributed.transports import reads_parts, reads_peers
 from ..errors import TopologyError
+from ..log import info_once
 from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
@@ -98,7 +100,31 @@ def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank:
     """
     pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
     degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
-    return Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
+    found = Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
+    secondary_partition(config, found)
+    return found
+
+
+def secondary_partition(config: Config, topology: Topology) -> Secondary | None:
+    """Return which ranks have a second copy of the weights (hpZ); None if there is none.
+
+    Raises TopologyError if groups of that many ranks do not fill the shard group.
+    """
+    settings, shard = config.zero_optimization, topology.shard
+    size = settings.zero_hpz_partition_size
+    if settings.stage < 3 or size == 1:
+        return None
+    if size == shard or shard == 1:
+        info_once(
+            f"zero_hpz_partition_size is {size}: all ranks that divide the states are one group, without a second copy."
+        )
+        return None
+    if shard % size:
+        raise TopologyError(
+            f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the {shard} ranks that divide the "
+            f"states. Remedy: set it to the number of these ranks on a node, one of {divisors(shard)}."
+        )
+    return Secondary(shard, size)
 
 
 def _shard_degree(config: Config, world_size: int, ranks_per_node: int) -> int | None:
@@ -342,7 +368,8 @@ class _Planner:
     @cached_property
     def _can_map(self) -> bool:
         """True if ranks can share the memory of large shards."""
-        return self.maps_shards and self.device_type == CPU and reads_peers(self.transport, self.topology)
+        direct = self.device_type == CPU and reads_peers(self.transport, self.topology)
+        return self.maps_shards and direct and secondary_partition(self.config, self.topology) is None
 
     @staticmethod
     def _fills_pages(group: FlatGroupPlan) -> bool:
@@ -389,6 +416,7 @@ class _Planner:
             owned=owned if trained else (0, 0),
             master_is_weight=trained and group.dtype == torch.float32 and alike,
             resident=unit.resident,
+            secondary=None if unit.resident else secondary_partition(self.config, self.topology),
             mapped=(unit.index, number) in self.mapped,
             unpacked=trained
             and large
@@ -414,6 +442,8 @@ class _Planner:
             yield Buffer("shard", "parameters", shard, unit.params_place)
         if group.coded:
             yield Buffer("coded", "parameters", coded_bytes(group.shard_numel), unit.params_place)
+        if group.secondary is not None:
+            yield Buffer("second", "parameters", group.second_bytes)
         if not group.trainable:
             return
         if not group.master_is_weight:

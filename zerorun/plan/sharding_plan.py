@@ -24,6 +24,7 @@ from ..distributed.block_codes import coded_bytes
 from ..distributed.coded_hops import CodedHop
 from ..distributed.layout import Layout, Piece, aligned_bytes
 from ..distributed.replication import ALONE, Replication
+from ..distributed.secondary import Secondary
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_peers
@@ -107,7 +108,8 @@ class FlatGroupPlan:
     to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
     of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
     ``coded``: gathers of the shards send codes (block_codes.py); ``codes_gradients``: reductions do.
-    ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have
+    ``secondary``: gathers are from a second copy of the weights. ``buffers``: the memory that this rank allocates.
+    ``tensor_shards``: for each parameter, what of it tensor ranks have
     here, for an optimizer that is told of parts.
     """
 
@@ -126,6 +128,7 @@ class FlatGroupPlan:
     unpacked: bool = False
     coded: bool = False
     codes_gradients: bool = False
+    secondary: Secondary | None = None
     buffers: tuple[Buffer, ...] = ()
     tensor_shards: tuple[TensorShard | None, ...] = ()
 
@@ -159,6 +162,17 @@ class FlatGroupPlan:
     def gathered_bytes(self) -> int:
         """The bytes that stand for this rank's shard in a gather."""
         return coded_bytes(self.shard_numel) if self.coded else self.shard_numel * self.dtype.itemsize
+
+    @property
+    def second_numel(self) -> int:
+        """The number of elements of which this rank has the second copy."""
+        kept = range(0) if self.secondary is None else self.secondary.kept(self.shard_rank)
+        return self.layout.bounds[kept.stop] - self.layout.bounds[kept.start]
+
+    @property
+    def second_bytes(self) -> int:
+        """The bytes of this rank's part of the second copy."""
+        return coded_bytes(self.second_numel) if self.coded else self.second_numel * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:

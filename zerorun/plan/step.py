@@ -48,6 +48,7 @@ class _Step:
         self._issued: list[Collective] = []
         self._reductions = Reductions(self._start_reduction, self._finish_reduction, overlap=plan.overlap)
         self._occupants: dict[int, UnitPlan] = {}  # shared parameter slot -> the unit in it
+        self._copied: set[str] = set()  # units whose second copy is up to date
 
     def run(self) -> list[Collective]:
         plan = self._plan
@@ -115,11 +116,19 @@ class _Step:
         if not unit.resident and self._occupants.get(unit.param_slot) is not unit:
             self._occupants[unit.param_slot] = unit
             self._all_gather(unit.name, unit.flat_groups, phase)
+            self._copied.add(unit.name)
 
     def _all_gather(self, unit: str, groups: Sequence[FlatGroupPlan], phase: str) -> None:
+        rank = self._plan.topology.shard_rank
         others = self._plan.topology.shard - 1
         for group in groups if others else ():
             sent = group.gathered_bytes * others
+            if group.secondary is not None:
+                sent = group.second_bytes * (group.secondary.size - 1)
+                keepers = group.secondary.keepers(rank)
+                if group.trainable and unit not in self._copied:
+                    copied = group.gathered_bytes * (len(keepers) - (rank in keepers))
+                    self._issued.append(Collective(f"{unit}: second copy", copied))
             self._issued.append(Collective(f"{unit}: all-gather {phase}", sent))
 
     # -- gradients -----------------------------------------------------------------------------------------------

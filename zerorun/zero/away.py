@@ -51,6 +51,7 @@ _KINDS = {
     "full": WEIGHTS,
     "shard": WEIGHTS,
     "coded": WEIGHTS,
+    "second": WEIGHTS,
     "master": MASTERS,
     "grad_full": StateKind.contiguous_grad_buffer,
     "grad_shard": StateKind.lp_grads,

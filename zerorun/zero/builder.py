@@ -120,10 +120,13 @@ class _Builder:
         codes = self._codes(unit, plan, param_slot) if plan.coded else None
         master = self._master(unit, plan, full, shard, values) if plan.trainable else None
         del values  # before anything else is made
+        second = self._second(plan) if plan.secondary is not None else None
         if master is None:
-            return FlatGroup(plan, params, full, shard, codes)
+            return FlatGroup(plan, params, full, shard, codes, second)
         gradients = self._gradients(unit, plan, grad_slot)
-        return TrainedGroup(plan, params, full, shard, master, gradients, codes)
+        weight_on_host = unit.placement.params and not unit.resident
+        together = not self._link.apart or weight_on_host == unit.placement.optimizer
+        return TrainedGroup(plan, params, full, shard, master, gradients, codes, second, together=together)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -159,6 +162,10 @@ class _Builder:
         else:
             own = torch.empty(size, dtype=torch.uint8, device=self._device)
         return CodeBuffers(own, next(param_slot))
+
+    def _second(self, plan: FlatGroupPlan) -> torch.Tensor:
+        dtype = torch.uint8 if plan.coded else plan.dtype
+        return torch.empty(plan.second_bytes // dtype.itemsize, dtype=dtype, device=self._device)
 
     def _kept_shard(self, unit: UnitPlan, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if unit.placement.params_on_disk and self._disk is not None:

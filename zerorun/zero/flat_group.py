@@ -43,14 +43,19 @@ class FlatGroup:
         full: torch.Tensor,
         shard: torch.Tensor,
         codes: CodeBuffers | None = None,
+        second: torch.Tensor | None = None,
     ) -> None:
-        """``params``: in the order of the layout; they become views of ``full`` [numel]. ``shard``: this rank's part."""
+        """``params``: in the order of the layout; they become views of ``full`` [numel]. ``shard``: this rank's part.
+
+        ``second``: room for this rank's part of the second copy, of the weights or of their codes.
+        """
         self.plan, self.params = plan, list(params)
         self.names = [entry.name for entry in plan.layout.entries]
         self.full, self.shard = full, shard
         self.coded = codes.shard if codes is not None else None
         self.arriving = codes.full if codes is not None else None
-        self._coded_at = -1
+        self.second = second
+        self._coded_at = self._copied_at = -1
         self.views = _views(full, plan.layout)
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
@@ -74,6 +79,11 @@ class FlatGroup:
         """The compute-dtype values that belong to ``master``: [owned]."""
         return self.full if self.plan.owns_everything and self.plan.resident else self.shard
 
+    @property
+    def arrives_in(self) -> torch.Tensor:
+        """Where what is gathered comes: the codes, if those are sent."""
+        return self.full if self.arriving is None else self.arriving
+
     def encode(self, state: int) -> torch.Tensor:
         """The codes of the shard. ``state``: a number that is another one whenever the shard may have changed."""
         assert self.coded is not None
@@ -81,6 +91,11 @@ class FlatGroup:
             encode(self.shard, self.coded)
             self._coded_at = state
         return self.coded
+
+    def copies_anew(self, state: int) -> bool:
+        """True if the second copy is to be made anew, which follows. ``state``: as for ``encode``."""
+        before, self._copied_at = self._copied_at, state
+        return before != state
 
     def decode(self) -> None:
         """Let ``full`` have the values of the codes that have come, this rank's too: all compute with the same."""
@@ -160,10 +175,13 @@ class TrainedGroup(FlatGroup):
         master: torch.Tensor,
         gradients: GradientBuffers,
         codes: CodeBuffers | None = None,
+        second: torch.Tensor | None = None,
+        *,
+        together: bool = True,
     ) -> None:
-        """``master``: [owned] fp32."""
-        super().__init__(plan, params, full, shard, codes)
-        self.master = master
+        """``master``: [owned] fp32. ``together``: it and the weight are on the same device."""
+        super().__init__(plan, params, full, shard, codes, second)
+        self.master, self._together = master, together
         self.grad_full, self.grad_shard, self.host_grad = gradients.full, gradients.shard, gradients.host
         # True if grad_shard is a part of grad_full (stages 0 and 1).
         self.shares_grad_memory = (
@@ -178,8 +196,7 @@ class TrainedGroup(FlatGroup):
     @property
     def weight_is_beside_master(self) -> bool:
         """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
-        apart = not self.plan.master_is_weight and self.weight.device == self.master.device
-        return apart and self.weight.dtype in ROUNDED
+        return self._together and not self.plan.master_is_weight and self.weight.dtype in ROUNDED
 
     # -- from autograd -------------------------------------------------------------------------------------------
 

@@ -175,7 +175,7 @@ class ShardedModel:
             unit.start_gather_of_updated(self.comm)
         for unit in resident:
             unit.finish_gather()
-        self.comm.fence()
+        self.comm.fence(update=True)
 
     def _publish_behind_forward(self) -> None:
         """Gather in the order of the next forward, which waits for each unit when it needs it. The root is needed first."""

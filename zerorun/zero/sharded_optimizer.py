@@ -122,7 +122,7 @@ class ShardedOptimizer:
         left_out = self._unused_everywhere() if unused else set()
         for unit in self.units:
             unit.updated()
-        self.comm.fence()
+        self.comm.fence(update=True)
         if unused and self._refuses_unused:
             self._refuse_unused(left_out)
         self._watch_unused(left_out)

@@ -10,6 +10,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | ``shard``         | FlatGroup   | [shard]     | compute | a view of ``full`` if that is its own, else its own         |
 | ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (block_codes.py)  |
 | ``arriving``      | FlatGroup   | [bytes]     | uint8   | the codes of all ranks, behind ``full`` in the shared slot  |
+| ``second``        | FlatGroup   | [part]      | compute | its own, if a node has a second copy; else of ``coded``     |
 | ``master``        | FlatGroup   | [owned]     | fp32    | ``shard`` itself in fp32 if both are placed alike; or own   |
 | ``grad_full``     | FlatGroup   | [numel]     | fp32    | own slot, or a part of a shared slot (stages 2 and 3)       |
 | ``grad_shard``    | FlatGroup   | [shard]     | fp32    | a view of ``grad_full`` if that is its own, else its own    |
@@ -105,11 +106,9 @@ class Unit:
         """Issue the all-gather of every flat group into its slot. ``finish_gather`` must follow before use."""
         self.updated()
         for flat_group in self.flat_groups:
+            self._gathering.append(_gather(self, comm, flat_group, flat_group.arrives_in, phase))
             if flat_group.arriving is not None:
-                self._gathering.append(_gather_codes(self, comm, flat_group, flat_group.arriving, phase))
                 self._decoding.append(flat_group)
-            else:
-                self._gathering.append(self.gather_into(comm, flat_group, flat_group.full, phase))
 
     def start_gather_of_updated(self, comm: Communicator) -> None:
         """``start_gather`` of the flat groups of a resident unit that have been trained."""
@@ -281,16 +280,19 @@ def gather_for_others(unit: Unit, comm: Communicator, phase: str) -> None:
     """Take part in a gather of ``unit`` of which this rank needs nothing, and return when it is over."""
     unit.updated()
     for flat_group in unit.flat_groups:
-        if flat_group.arriving is not None:
-            _gather_codes(unit, comm, flat_group, torch.empty_like(flat_group.arriving), phase).wait()
-        else:
-            unit.gather_into(comm, flat_group, torch.empty_like(flat_group.full), phase).wait()
+        _gather(unit, comm, flat_group, torch.empty_like(flat_group.arrives_in), phase).wait()
 
 
-def _gather_codes(unit: Unit, comm: Communicator, group: FlatGroup, coded: torch.Tensor, phase: str) -> Pending:
-    """Begin to gather the codes of ``group`` into ``coded`` [bytes]."""
-    bounds = [coded_bytes(bound) for bound in group.layout.bounds]
-    return _all_gather(unit, comm, coded, bounds, group.encode(comm.fences), f"{unit.name}: all-gather {phase}")
+def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor, phase: str) -> Pending:
+    """Begin to gather ``group``, or its codes, ``into`` what has room for them, from the second copy if there is one."""
+    bounds: Sequence[int] = group.layout.bounds
+    source, label, state = group.shard, f"{unit.name}: all-gather {phase}", comm.fences if group.trainable else comm.edits
+    if group.arriving is not None:
+        source, bounds = group.encode(state), [coded_bytes(bound) for bound in bounds]
+    if group.second is not None and comm.second_copy is not None:
+        copied_as = f"{unit.name}: second copy" if group.copies_anew(state) else None
+        return comm.second_copy.all_gather(into, bounds, label, source, group.second, copied_as=copied_as)
+    return _all_gather(unit, comm, into, bounds, source, label)
 
 
 def _all_gather(

@@ -12,6 +12,7 @@ import torch
 from ...errors import OrderError
 from ..device import queues
 from ..layout import Piece
+from ..secondary import Secondary
 from ..topology import Topology, everyone
 from ..transports import PEER_MEMORY, reads_parts
 from .coded_sum import Codes, reduce_scatter_codes
@@ -19,6 +20,7 @@ from .connect import connect_axis
 from .control import Control
 from .mapped_shards import MappedShards
 from .peer_memory import PeerMemoryError
+from .second_copy import SecondCopy
 from .statistics import UNANSWERED, CommunicationStatistics, Pending
 from .sums import store
 from .transport import Transport
@@ -33,6 +35,7 @@ class Communicator:
     Data flows between *data-parallel ranks*, those that have the same part of the model: ``all_gather`` over the shard
     axis, sums over the shard and the replicate axis. ``control`` is for decisions. ``traffic`` counts calls and bytes sent
     by label. ``model_axes``: transports of other axes, by name: over them ranks sum gradients that are summands on each.
+    ``secondary``: which ranks have a second copy of the weights, if they keep one.
     """
 
     def __init__(
@@ -41,13 +44,16 @@ class Communicator:
         device: torch.device,
         wire_dtype: torch.dtype = torch.float32,
         model_axes: dict[str, Transport] | None = None,
+        secondary: Secondary | None = None,
     ) -> None:
         self.topology, self.device, self.wire_dtype = topology, device, wire_dtype
         self.statistics = CommunicationStatistics()
         self.traffic = self.statistics.traffic
         self.fences = 0  # so many: shards have not changed as long as this has not
+        self.edits = 0  # and so many besides those of updates: nor have those that are not trained
         self._shard = self._connect("shard", topology.shard_rank, topology.shard)
         self._replicate = self._connect("replicate", topology.replicate_rank, topology.replicate)
+        self.second_copy = None if secondary is None else SecondCopy(secondary, self._shard, topology)
         self.model_axes = model_axes or {}
         self._stage: Transport | None = None  # made when it is needed
         self._world = self._connect_world()
@@ -70,7 +76,8 @@ class Communicator:
 
     def _axes(self) -> tuple[Transport, ...]:
         stage = [] if self._stage is None or self._stage is self._shard else [self._stage]
-        return (self._shard, self._replicate, *self.model_axes.values(), *stage)
+        near = [] if self.second_copy is None else [self.second_copy.near]
+        return (self._shard, *near, self._replicate, *self.model_axes.values(), *stage)
 
     def stage(self) -> Transport:
         """The ranks that have one copy of a pipeline stage's states between them, tensor ranks side by side.
@@ -248,9 +255,13 @@ class Communicator:
         """``shards``, the sources of gathers, change only after ``fence``: others may read them without asking."""
         self._shard.expose(shards)
 
-    def fence(self) -> None:
-        """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it."""
+    def fence(self, *, update: bool = False) -> None:
+        """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it.
+
+        ``update``: only those that are trained will.
+        """
         self.fences += 1
+        self.edits += not update
         try:
             for axis in self._axes():
                 axis.fence()

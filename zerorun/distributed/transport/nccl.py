@@ -8,7 +8,8 @@ a buffer in which all have the size of the largest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 
@@ -41,6 +42,14 @@ class Nccl(Transport):
         """What follows a collective of another axis waits for it here."""
         return CopyStream(self.device)
 
+    @contextmanager
+    def _beside_after(self, first: Pending) -> Iterator[None]:
+        """What the block gives the device to do comes after ``first``, and nothing else waits for either."""
+        self._beside.follow()
+        with self._beside.copying():
+            first.wait()
+            yield
+
     def _all_gather(
         self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None, until_given: bool
     ) -> Pending:
@@ -54,6 +63,15 @@ class Nccl(Transport):
             sent[: own.numel()].copy_(own if source is None else source)
         work = self.calls._allgather_base(table, sent)
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
+
+    def all_gather_after(
+        self, first: Pending, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
+    ) -> Pending:
+        """The device goes on from ``first`` to the gather by itself, on a stream for which nothing else waits."""
+        if _width(bounds) * self.size != full.numel():  # a buffer is made, and filled
+            return super().all_gather_after(first, full, bounds, label, source)
+        with self._beside_after(first):
+            return self.all_gather(full, bounds, label, source)
 
     def _reduce_scatter(
         self,
@@ -99,9 +117,7 @@ class Nccl(Transport):
         wire = buffer if buffer.dtype == wire_dtype else torch.empty_like(buffer, dtype=wire_dtype)
         self._count_all_reduce(wire, label)
         kept = first.buffers  # read on that stream, and made on another
-        self._beside.follow()
-        with self._beside.copying():
-            first.wait()
+        with self._beside_after(first):
             store(buffer, wire, accumulate=False)
             work = self.calls.allreduce([wire])
 

@@ -115,6 +115,13 @@ class Transport(ABC):
         """There is more than one rank. This one's part is in ``source`` if that is given, and in ``full`` if it is not or
         unless ``takes_from_source``."""
 
+    def all_gather_after(
+        self, first: Pending, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
+    ) -> Pending:
+        """``all_gather`` after ``first``, the collective of another axis that fills ``source``."""
+        first.wait()
+        return self.all_gather(full, bounds, label, source)
+
     def reduce_scatter(
         self,
         full: torch.Tensor,

@@ -1,0 +1,50 @@
+"""The second copy of hpZ (secondary.py): how it is made from the shards of all ranks, and units gathered from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..secondary import Secondary
+from ..topology import Topology, neighbours
+from .connect import connect_axis
+from .statistics import Pending
+from .transport import Transport
+
+
+class SecondCopy:
+    """The ranks between which it is. ``shard``: the axis along which states are divided. All its ranks must make it."""
+
+    def __init__(self, secondary: Secondary, shard: Transport, topology: Topology) -> None:
+        self._secondary, self._shard, size = secondary, shard, secondary.size
+        group = neighbours(topology, "shard", size)
+        self.near = connect_axis("neighbours", group, shard.rank % size, size, shard.device, shard.statistics)
+
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        label: str,
+        source: torch.Tensor,
+        second: torch.Tensor,
+        *,
+        copied_as: str | None,
+    ) -> Pending:
+        """Fill ``full`` [bounds[-1]] from the neighbours' parts of the copy, of which ``second`` is this rank's.
+
+        ``copied_as``: None if the copy is up to date. Else it is the label of what comes first: the copy is made anew from
+        all shards, of which ``source`` is this rank's, and which begin and end at ``bounds``.
+        """
+        parts, rank = self._secondary.bounds(bounds), self._shard.rank
+        if copied_as is None:
+            return self.near.all_gather(full, parts, label, second)
+        nothing = source.new_empty(0)
+        sent, received = ([nothing] * self._shard.size for _ in range(2))
+        for keeper in self._secondary.keepers(rank):
+            sent[keeper] = source
+        begin = bounds[self._secondary.kept(rank).start]
+        for owner in self._secondary.kept(rank):
+            received[owner] = second[bounds[owner] - begin : bounds[owner + 1] - begin]
+        copied = self._shard.all_to_all(sent, received, copied_as)
+        return self.near.all_gather_after(copied, full, parts, label, second)
