@@ -286,7 +286,8 @@ def gather_for_others(unit: Unit, comm: Communicator, phase: str) -> None:
 def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor, phase: str) -> Pending:
     """Begin to gather ``group``, or its codes, ``into`` what has room for them, from the second copy if there is one."""
     bounds: Sequence[int] = group.layout.bounds
-    source, label, state = group.shard, f"{unit.name}: all-gather {phase}", comm.fences if group.trainable else comm.edits
+    source, label = group.shard, f"{unit.name}: all-gather {phase}"
+    state = comm.edits if group.master is None else comm.fences
     if group.arriving is not None:
         source, bounds = group.encode(state), [coded_bytes(bound) for bound in bounds]
     if group.second is not None and comm.second_copy is not None:
