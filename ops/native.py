@@ -33,6 +33,7 @@ ADAM, ADAGRAD, LION, SGD, ADAM_SAGE, SOPHIA, CURVATURE = range(7)
 _IN_TWO_PARTS = {"keep": 1.0, "decay": 0.0, "rate": 0.0, "third_keep": 0.0, "third_past": 0.0, "third_eps": 0.0}
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 SIGNED8, UNSIGNED8 = 4, 5  # types of states in blocks
+_RESTS = {torch.bfloat16: 2, torch.int16: 6}  # types of what a weight in bf16 leaves out
 STATES = 3  # a rule has at most
 
 _logger = logging.getLogger("zerorun")
@@ -70,8 +71,10 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "gradient")),
         ("states", StateFields * STATES),
-        ("out", ctypes.c_void_p),
-        ("numel", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("out", "rest")),
+        *((name, ctypes.c_int64) for name in ("numel", "start", "row", "whole_row", "column")),
+        *((name, ctypes.c_int32) for name in ("weight_type", "rest_type", "by_chance")),
+        ("keys", ctypes.c_uint32 * (2 + 2 * STATES)),
         *((name, ctypes.c_int32) for name in ("gradient_type", "out_type", "rule", "isa", "threads")),
         *((name, ctypes.c_float) for name in ("coefficient", "keep", "keep_low", "decay", "decay_low", "rate", "rate_low")),
         *((name, ctypes.c_float) for name in ("momentum", "blend", "second_keep", "second_blend", "eps")),
@@ -136,6 +139,7 @@ class Library:
             weight=weight.data_ptr(),
             gradient=gradient.data_ptr(),
             numel=weight.numel(),
+            weight_type=_TYPES[weight.dtype],
             gradient_type=_TYPES[gradient.dtype],
             rule=rule,
             isa=ISAS.index(self.isa),
@@ -147,6 +151,12 @@ class Library:
             step.states[number] = StateFields.of(state)
         if out is not None:
             step.out, step.out_type = out.data_ptr(), _TYPES[out.dtype]
+        rest, noise = operands.rounding.rest, operands.rounding.noise
+        if rest is not None:
+            step.rest, step.rest_type = rest.data_ptr(), _RESTS[rest.dtype]
+        if noise is not None:
+            step.by_chance, step.keys = True, type(step.keys)(*noise.keys)
+            step.start, step.row, step.whole_row, step.column = noise.start, noise.row, noise.whole_row, noise.column
         self.functions.zerorun_update(ctypes.byref(step))
         # Autograd must know that these tensors have changed, although torch did not change them.
         torch.autograd.graph.increment_version(operands.written)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .rounding import NEAREST, Rounding
 from .state_format import BLOCK, Blocks, State
 
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,16 +21,21 @@ class Operands:
     Raises TypeError for another dtype, and ValueError for another shape, stride or device.
     """
 
-    weight: Tensor  # [numel] fp32, updated
+    weight: Tensor  # [numel] fp32 or bf16, updated
     gradient: Tensor  # [numel] fp32, bf16 or fp16, read only
     states: tuple[State, ...]  # [numel] fp32 or bf16 each, or in blocks that begin where the weight begins; updated
-    out: Tensor | None  # [numel] fp32, bf16 or fp16: receives the new weight, rounded to nearest even
+    # [numel] fp32, bf16 or fp16: receives the new weight, rounded to nearest even if it is fp32
+    out: Tensor | None
     # Multiplies the gradient. A tensor is an fp32 scalar that only the device reads: if it is not finite, the update writes
     # nothing.
     coefficient: float | Tensor
+    rounding: Rounding = NEAREST  # of a weight and of states in bf16
 
     def __post_init__(self) -> None:
-        _check("weight", self.weight, self.weight, (torch.float32,))
+        _check("weight", self.weight, self.weight, (torch.float32, torch.bfloat16))
+        if self.rounding.rest is not None:
+            _check("weight", self.weight, self.weight, (torch.bfloat16,))
+            _check("rest", self.rounding.rest, self.weight, (torch.int16, torch.bfloat16))
         _check("gradient", self.gradient, self.weight, _ROUNDED)
         for state in self.states:
             if isinstance(state, Blocks):
@@ -46,7 +52,8 @@ class Operands:
     def written(self) -> list[Tensor]:
         """All tensors that the update writes to: the weight first, and ``out`` last."""
         parts = [[s.codes, s.scale] if isinstance(s, Blocks) else [s] for s in self.states]
-        return [self.weight, *(tensor for part in parts for tensor in part), *([] if self.out is None else [self.out])]
+        beside = [tensor for tensor in (self.rounding.rest, self.out) if tensor is not None]
+        return [self.weight, *(tensor for part in parts for tensor in part), *beside]
 
 
 class Updates(Protocol):

@@ -2,15 +2,16 @@
 
 One pass unscales and clips the gradient (one coefficient), decays and updates the fp32 weight and its fp32 states, and
 writes the weight rounded to the dtype that the model computes in. In mixed precision with Adam that is 28 bytes per
-element, where casting up, updating and casting down takes 40. Formulas, state names and group keys are those of
-``torch.optim``. On a CPU the native library does it (native.py), on a GPU a Triton kernel (on_cuda.py); elsewhere, and
-without them, torch does (torch_path.py).
+element, where casting up, updating and casting down takes 40. Weight and states may also be kept in bf16 (rounding.py), or
+states in 8 bits (state_format.py). Formulas, state names and group keys are those of ``torch.optim``. On a CPU the native
+library does it (native.py), on a GPU a Triton kernel (on_cuda.py); elsewhere, and without them, torch does (torch_path.py).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast, overload
 
 import torch
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from . import native, on_cuda, torch_path
 from .operands import Operands, Updates
-from .state_format import SCALE, Blocks, State, StateFormat, StatePart, held, keep_state
+from .rounding import NEAREST, Origin, Rounding
+from .state_format import BLOCK, SCALE, Blocks, State, StateFormat, StatePart, held, keep_state
 
 ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is 0
 
 # -- functions ---------------------------------------------------------------------------------------------------------
 #
 # Tensors are as Operands says, and so is ``coefficient``, which multiplies the gradient. Its tensor is not changed.
+# ``rounding``: of what is kept in bf16, also the weight.
 
 
 _left_to_torch: set[str] = set()  # device types; what ranks have agreed on holds for the whole process
@@ -69,13 +72,14 @@ def adam(
     decoupled: bool = True,
     bias_correction: bool = True,
     coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """Adam (Kingma & Ba 2015, arXiv:1412.6980); with ``decoupled``, AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
     ``step``: the number of this step, from 1. Without ``bias_correction`` the moments are used uncorrected, as after
     infinitely many steps.
     """
-    operands = Operands(weight, gradient, (exp_avg, exp_avg_sq), out, coefficient)
+    operands = Operands(weight, gradient, (exp_avg, exp_avg_sq), out, coefficient, rounding)
     (beta1, beta2), library = betas, _library(operands)
     steps = float(step) if bias_correction else ENDLESS
     if library is None:
@@ -113,9 +117,10 @@ def adagrad(
     eps: float = 1e-10,
     weight_decay: float = 0.0,
     coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """Adagrad (Duchi, Hazan & Singer 2011, JMLR 12) with torch's decay of the learning rate. ``step``: from 1."""
-    operands = Operands(weight, gradient, (sum,), out, coefficient)
+    operands = Operands(weight, gradient, (sum,), out, coefficient, rounding)
     rate, library = lr / (1 + (step - 1) * lr_decay), _library(operands)
     if library is None:
         torch_path.adagrad(operands, rate=rate, eps=eps, weight_decay=weight_decay)
@@ -134,6 +139,7 @@ def lion(
     betas: tuple[float, float] = (0.9, 0.99),
     weight_decay: float = 0.0,
     coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """Lion: Chen et al. 2023, arXiv:2302.06675, Alg. 2.
 
@@ -141,7 +147,7 @@ def lion(
     the gradient g. The paper therefore uses a learning rate 3 to 10 times smaller than for AdamW, and a decay larger by
     that factor.
     """
-    operands = Operands(weight, gradient, (exp_avg,), out, coefficient)
+    operands = Operands(weight, gradient, (exp_avg,), out, coefficient, rounding)
     (beta1, beta2), library = betas, _library(operands)
     if library is None:
         torch_path.lion(operands, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
@@ -171,13 +177,14 @@ def sgd(
     nesterov: bool = False,
     first: bool = False,
     coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """SGD as in ``torch.optim.SGD`` (``nesterov``: Sutskever et al. 2013). Without a buffer there is no momentum.
 
     ``first``: this is the first step. The buffer, still all zeros, becomes the gradient, whatever the dampening.
     """
     states = () if momentum_buffer is None else (momentum_buffer,)
-    operands = Operands(weight, gradient, states, out, coefficient)
+    operands = Operands(weight, gradient, states, out, coefficient, rounding)
     blend, library = 1.0 if first else 1 - dampening, _library(operands)
     if library is None:
         how = {"lr": lr, "momentum": momentum, "blend": blend, "weight_decay": weight_decay}
@@ -203,13 +210,14 @@ def adam_sage(
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """AdamW-SAGE: Liang et al., "No Parameters Left Behind", ICLR 2022.
 
     AdamW's step of an element is multiplied by |I - J| / (J + eps^2), where I = |weight * gradient| is its sensitivity, and
     J the moving average of that with ``beta3``, corrected for its bias. So the first step, ``step`` 1, only decays.
     """
-    operands = Operands(weight, gradient, (exp_avg, exp_avg_sq, exp_avg_sensitivity), out, coefficient)
+    operands = Operands(weight, gradient, (exp_avg, exp_avg_sq, exp_avg_sensitivity), out, coefficient, rounding)
     (beta1, beta2), library = betas, _library(operands)
     if library is None:
         how = {"lr": lr, "beta1": beta1, "beta2": beta2, "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
@@ -245,13 +253,14 @@ def sophia(
     eps: float = 1e-15,
     weight_decay: float = 0.0,
     coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """Sophia-G: Liu et al. 2023, arXiv:2305.14342, Alg. 3, with the learning rate of its authors' code (theirs times rho).
 
     The weight moves by lr * clip(exp_avg / (rho * bs * hessian + eps), 1), after decoupled decay. ``hessian`` is an average
     of squared gradients, see :func:`curvature`, and ``bs`` the number of tokens that these gradients were averaged over.
     """
-    operands = Operands(weight, gradient, (exp_avg, hessian), out, coefficient)
+    operands = Operands(weight, gradient, (exp_avg, hessian), out, coefficient, rounding)
     scale, library = rho * bs, _library(operands)
     if library is None:
         torch_path.sophia(operands, lr=lr, beta1=betas[0], scale=scale, eps=eps, weight_decay=weight_decay)
@@ -262,13 +271,19 @@ def sophia(
 
 @torch.no_grad()
 def curvature(
-    weight: Tensor, gradient: Tensor, hessian: Tensor, *, beta2: float = 0.99, coefficient: float | Tensor = 1.0
+    weight: Tensor,
+    gradient: Tensor,
+    hessian: Tensor,
+    *,
+    beta2: float = 0.99,
+    coefficient: float | Tensor = 1.0,
+    rounding: Rounding = NEAREST,
 ) -> None:
     """Average the square of ``gradient`` into ``hessian``: the Gauss-Newton-Bartlett estimate of arXiv:2305.14342, Alg. 2.
 
     ``gradient``: that of the mean loss against labels which were drawn from what the model predicts. The weight stays.
     """
-    operands = Operands(weight, gradient, (hessian,), None, coefficient)
+    operands = Operands(weight, gradient, (hessian,), None, coefficient, rounding)
     library = _library(operands)
     if library is None:
         torch_path.curvature(operands, beta2=beta2)
@@ -283,15 +298,18 @@ Where = Callable[[Tensor], Tensor]
 
 
 class SinglePassOptimizer(torch.optim.Optimizer):
-    """The base of the optimizers below. Parameters are contiguous fp32 tensors of any shape.
+    """The base of the optimizers below. Parameters are contiguous fp32 or bf16 tensors of any shape.
 
-    Five attributes say what else the pass does. A step does not change gradients.
+    These attributes say what else the pass does. A step does not change gradients.
 
     - ``coefficient`` multiplies all gradients up to the end of the next :meth:`step`, which may find out only on the device
       that it is not finite, and write nothing (see Operands). Whoever learns of it calls :meth:`take_back`.
     - ``gradients``: parameter -> its gradient (as many elements, fp32, bf16 or fp16); without one, ``param.grad`` is used.
     - ``outputs``: parameter -> the tensor for its new value, rounded (as many elements, fp32, bf16 or fp16).
     - ``formats``: parameter -> the format of its states; without one, ``default_format`` decides.
+    - ``rests``: parameter in bf16 -> the tensor that keeps what it leaves out (as many elements, bf16 or int16).
+    - ``origins``: parameter -> what of the model's parameters it consists of. Where that is known, its states in bf16 are
+      rounded by chance, and so is the parameter itself if it is in bf16 and has no rest.
     - ``state_home``: called with a parameter, the number of a state and one of its parts; makes that part, all zeros. If it
       has as many elements as the parameter, it has its shape, too; otherwise it is 1-D.
 
@@ -347,12 +365,15 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         self.gradients: dict[Tensor, Tensor] = getattr(self, "gradients", {})
         self.outputs: dict[Tensor, Tensor] = getattr(self, "outputs", {})
         self.formats: dict[Tensor, StateFormat] = getattr(self, "formats", {})
+        self.rests: dict[Tensor, Tensor] = getattr(self, "rests", {})
+        self.origins: dict[Tensor, tuple[Origin, ...]] = getattr(self, "origins", {})
         self.state_home: Callable[[Tensor, int, StatePart], Tensor] = getattr(self, "state_home", _zeros)
         for param, states in self._held.items():  # torch casts what it loads to the parameter's dtype
             for key in [key for key in states if key + SCALE in states]:
                 states[key] = states[key].to(torch.uint8)
-            for key in self._states(self.defaults) if self.format_of(param) is StateFormat.BF16 else ():
-                states[key] = states[key].to(torch.bfloat16)
+            parts = self.format_of(param).parts
+            for key in states.keys() & self._states(self.defaults).keys() if len(parts) == 1 else ():
+                states[key] = states[key].to(parts[0].dtype)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -417,7 +438,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
                 for part in self.format_of(param).parts:
                     self._held[param][key + part.key] = self.state_home(param, number, part)
                 if start:
-                    keep_state(self._held[param], key, torch.full_like(param, start).reshape(-1))
+                    keep_state(self._held[param], key, torch.full_like(param, start, dtype=torch.float32).reshape(-1))
                 first = True
         kept = {key: value for key, value in group.items() if key != "params"}
         return {**kept, "lr": float(group["lr"]), "first": first}
@@ -432,9 +453,16 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     def inherit(self, param: Tensor, parts: Iterable[Tensor]) -> None:
         """Let ``parts``, into which ``param`` was cut, have what is known of it besides its state."""
-        found = self.format_of(param)
+        pieces = list(parts)
+        self.formats |= dict.fromkeys(pieces, self.format_of(param))
         self.formats.pop(param, None)
-        self.formats.update(dict.fromkeys(parts, found))
+        rest, origins, end = self.rests.pop(param, None), self.origins.pop(param, None), 0
+        for piece in pieces:
+            low, end = end, end + piece.numel()
+            if rest is not None:
+                self.rests[piece] = rest.view(-1)[low:end]
+            if origins is not None:
+                self.origins[piece] = tuple(found for origin in origins if (found := origin.within(low, end)))
 
     def state_count(self) -> int:
         """Return how many states of its own size a parameter has, at most."""
@@ -459,15 +487,29 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         ``where``: maps ``param`` and each of its states to the tensor that stands for it now.
         """
         there = _itself if where is None else where
-        states = [_operand(self._held[param], key) for key in self._states(settings)]
-        self._function(
-            _flat("tensor", there(param)),
-            _flat("gradient", gradient),
-            *(_flat_state(state, there) for state in states),
-            out=None if out is None else _flat("output", out),
-            coefficient=coefficient,
-            **self._options(param, settings),
-        )
+        states = [_flat_state(_operand(self._held[param], key), there) for key in self._states(settings)]
+        options = self._options(param, settings)
+        out = None if out is None else _flat("output", out)
+        tensors = _flat("tensor", there(param)), _flat("gradient", gradient), states, out
+        for cut, rounding in self._roundings(param, there, lambda: options.get("step") or self._count(param)):
+            weight, new, own, rounded = (_cut(tensor, cut) for tensor in tensors)
+            self._function(weight, new, *own, out=rounded, coefficient=coefficient, rounding=rounding, **options)
+
+    def _roundings(
+        self, param: Tensor, where: Where, number: Callable[[], int], purpose: str = ""
+    ) -> Iterator[tuple[slice, Rounding]]:
+        """Yield (elements of the flattened ``param``, how they are rounded) for each call of an update of it.
+
+        ``number``: gives that of the update. ``purpose``: of another update with the same number.
+        """
+        rest = _flat("rest", where(self.rests[param])) if param in self.rests else None
+        if param not in self.origins:
+            yield slice(None), Rounding(rest)
+            return
+        step = number()
+        for origin in self.origins[param]:
+            cut = slice(origin.offset, origin.offset + origin.numel)
+            yield cut, Rounding(None if rest is None else rest[cut], origin.noise(step, purpose))
 
     _function: Callable[..., None]  # one of those above; takes weight, gradient and states
 
@@ -496,6 +538,17 @@ def _operand(states: dict[str, Any], key: str) -> State:
 
 def _itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _cut(part: Any, cut: slice) -> Any:
+    """Return these elements of a flat tensor, of a state in blocks, which must begin with a block, or of a list of them."""
+    if part is None or cut == slice(None):
+        return part
+    if isinstance(part, list):
+        return [_cut(one, cut) for one in part]
+    if isinstance(part, Blocks):
+        return Blocks(part.codes[cut], part.scale[cut.start // BLOCK : -(-cut.stop // BLOCK)], part.signed)
+    return part[cut]
 
 
 def _flat_state(state: State, where: Where) -> State:
@@ -732,7 +785,9 @@ class Sophia(SinglePassOptimizer):
 
         ``settings``: from :meth:`prepare`. ``where``: as for :meth:`update`.
         """
-        weight, hessian = (
-            _flat("tensor", tensor if where is None else where(tensor)) for tensor in (param, self._held[param]["hessian"])
-        )
-        curvature(weight, _flat("gradient", gradient), hessian, beta2=settings["betas"][1], coefficient=coefficient)
+        there, beta2 = _itself if where is None else where, settings["betas"][1]
+        hessian = _flat("state", there(self._held[param]["hessian"]))
+        tensors = [_flat("tensor", there(param)), _flat("gradient", gradient), hessian]
+        number = partial(int, self._held[param].get("step", 0))
+        for cut, rounding in self._roundings(param, there, number, "curvature"):
+            curvature(*_cut(tensors, cut), beta2=beta2, coefficient=coefficient, rounding=rounding)

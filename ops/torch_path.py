@@ -1,6 +1,6 @@
 """The updates of single_pass.py by torch's own kernels, for use without the native library and Triton.
 
-Tensors are updated in chunks, whose gradients are copied to an fp32 buffer, and so are states in other formats than fp32.
+Tensors are updated in chunks, whose gradients are copied to an fp32 buffer, and so are weights and states of other dtypes.
 So gradients are not changed, and no temporary is as large as a tensor. On a CPU a chunk stays in the cache. Results differ
 from the native ones by rounding: torch's kernels contract multiplications and additions.
 """
@@ -8,14 +8,17 @@ from the native ones by rounding: torch's kernels contract multiplications and a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .operands import Operands
+from .rounding import Rounding, by_chance, join, split
 from .state_format import BLOCK, Blocks, State
 
 _CPU_CHUNK = 1 << 18  # elements: 1 MiB of fp32
+_Draw = Callable[[int], Tensor]  # the noise of a tensor of a chunk: of the weight, 0, or of a state, from 1 on
 _DEVICE_CHUNK = 1 << 24  # elements: 64 MiB of fp32; enough work per kernel to hide the cost of its launch
 
 
@@ -182,12 +185,16 @@ def _by_chunks(
             tuple(_chunk(state, low, high) for state in operands.states),
             None if out is None else out[low:high],
             coefficient,
+            Rounding(None if operands.rounding.rest is None else operands.rounding.rest[low:high]),
         )
         before = [] if applies is None else [tensor.clone() for tensor in chunk.written]
-        states = tuple(_wide(state) for state in chunk.states)
-        update(chunk.weight, scaled, states)
-        for state, new in zip(chunk.states, states, strict=True):
-            _keep(state, new)
+        kept, states = join(chunk.weight, chunk.rounding.rest), tuple(_wide(state) for state in chunk.states)
+        update(kept, scaled, states)
+        noise = operands.rounding.noise
+        draw = None if noise is None else partial(noise.of, low=low, high=high, device=weight.device)
+        _keep_weight(chunk, kept, draw)
+        for number, (state, new) in enumerate(zip(chunk.states, states, strict=True)):
+            _keep(state, new, number, draw)
         if chunk.out is not None:
             chunk.out.copy_(chunk.weight)
         if applies is not None:
@@ -206,11 +213,21 @@ def _wide(state: State) -> Tensor:
     return state.wide() if isinstance(state, Blocks) else state.float()
 
 
-def _keep(state: State, values: Tensor) -> None:
+def _keep_weight(chunk: Operands, values: Tensor, draw: _Draw | None) -> None:
+    """Write the new weights ``values`` [n] fp32 where they are kept in bf16."""
+    rest = chunk.rounding.rest
+    if rest is not None:
+        for kept, new in zip((chunk.weight, rest), split(values, rest.dtype), strict=True):
+            kept.copy_(new)
+    elif chunk.weight.dtype != torch.float32:
+        chunk.weight.copy_(values if draw is None else by_chance(values, draw(0)))
+
+
+def _keep(state: State, values: Tensor, number: int, draw: _Draw | None) -> None:
     if isinstance(state, Blocks):
         state.keep(values)
     elif state is not values:
-        state.copy_(values)
+        state.copy_(values if draw is None else by_chance(values, draw(1 + number)))
 
 
 def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:

@@ -34,6 +34,7 @@ _SIGNED_CELLS = tl.constexpr(cell_table(True).words.numel())
 _UNSIGNED_CELLS = tl.constexpr(cell_table(False).words.numel())
 _PARTS = ("keep", "keep_low", "decay", "decay_low", "rate", "rate_low")
 _OF_THIRD = ("third_keep", "third_keep_low", "third_past", "third_past_low", "third_eps", "third_eps_low")
+_KEYS = tuple(f"{tensor}_key{half}" for tensor in ("weight", "first", "second", "third") for half in (1, 2))
 _CONSTANTS = (*_PARTS, "momentum", "blend", "second_keep", "second_blend", "eps", *_OF_THIRD)
 
 
@@ -46,7 +47,9 @@ class Kernels:
         first, second, third = states = (*operands.states, None, None, None)[: native.STATES]
         in_blocks = any(isinstance(state, Blocks) for state in operands.states)
         maps, words = _tables(weight.device) if in_blocks else (None, None)
-        nesterov = bool(constants.get("nesterov"))
+        nesterov, rest, noise = bool(constants.get("nesterov")), operands.rounding.rest, operands.rounding.noise
+        # As signed numbers: a type that changed with the value would be compiled anew.
+        keys = [key - (key >> 31 << 32) for key in noise.keys] if noise is not None else [None] * 2 * (1 + native.STATES)
         parts = native.in_two_parts(constants)
         floats = {name: float(parts.get(name, 0.0)) for name in _CONSTANTS}  # an int would be compiled in
         if weight.numel():
@@ -55,7 +58,7 @@ class Kernels:
                 coefficient = torch.full((), coefficient, dtype=torch.float32, device=weight.device)
             with torch.cuda.device_of(weight):
                 _update[(triton.cdiv(weight.numel(), _BLOCK),)](
-                    weight,
+                    _bits(weight),
                     _bits(operands.gradient),
                     _data(first),
                     _data(second),
@@ -64,6 +67,9 @@ class Kernels:
                     *(state.scale if isinstance(state, Blocks) else None for state in states),
                     maps,
                     words,
+                    None if rest is None else _bits(rest),
+                    *keys,
+                    *((0, 0, 0, 0) if noise is None else (noise.start, noise.row, noise.whole_row, noise.column)),
                     weight.numel(),
                     coefficient,
                     **floats,
@@ -73,6 +79,8 @@ class Kernels:
                     THIRD_SIGNED=_is_signed(third),
                     NESTEROV=nesterov,
                     COUPLED=floats["decay"] != 0.0,
+                    ADDED=rest is not None and rest.dtype == torch.bfloat16,
+                    IN_ROWS=noise is not None and noise.row > 0,
                     BLOCK=_BLOCK,
                     num_warps=4,
                     enable_fp_fusion=False,
@@ -109,7 +117,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 # a mask, so that accesses are 16 bytes wide whatever the length of the tensor is.
 
 
-@triton.jit(do_not_specialize=["numel"])
+@triton.jit(do_not_specialize=["numel", *_KEYS, "start", "row", "whole_row", "column"])
 def _update(
     weight,
     gradient,
@@ -122,6 +130,19 @@ def _update(
     third_scale,
     maps,
     words,
+    rest,
+    weight_key1,
+    weight_key2,
+    first_key1,
+    first_key2,
+    second_key1,
+    second_key2,
+    third_key1,
+    third_key2,
+    start,
+    row,
+    whole_row,
+    column,
     numel,
     coefficient,
     keep,
@@ -147,39 +168,44 @@ def _update(
     THIRD_SIGNED: tl.constexpr,
     NESTEROV: tl.constexpr,
     COUPLED: tl.constexpr,
+    ADDED: tl.constexpr,
+    IN_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     scale = tl.load(coefficient)
     writes = tl.abs(scale) < float("inf")  # False for NaN, too
-    start = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
-    at = tl.max_contiguous(start + tl.arange(0, BLOCK), 4)  # a thread's share, the same for all dtypes
+    begin = tl.program_id(0).to(tl.int64) * BLOCK  # tensors may have more than 2^31 elements
+    at = tl.max_contiguous(begin + tl.arange(0, BLOCK), 4)  # a thread's share, the same for all dtypes
+    place = _place(begin, start, row, whole_row, column, IN_ROWS, BLOCK)
+    weight_keys, first_keys = (weight_key1, weight_key2), (first_key1, first_key2)
+    second_keys, third_keys = (second_key1, second_key2), (third_key1, third_key2)
     parts = (keep, keep_low, decay, decay_low, rate, rate_low)
     of_third = (third_keep, third_keep_low, third_past, third_past_low, third_eps, third_eps_low)
     constants = (momentum, blend, second_keep, second_blend, eps, of_third)
-    if writes & (start + BLOCK <= numel):
+    if writes & (begin + BLOCK <= numel):
         g = _to_fp32(tl.load(gradient + at)) * scale
-        w = tl.load(weight + at)
+        w = _weight(weight, rest, at, None, ADDED)
         m = _widen(first, first_scale, maps, w, at, None, FIRST_SIGNED)
         v = _widen(second, second_scale, maps, w, at, None, SECOND_SIGNED)
         s = _widen(third, third_scale, maps, w, at, None, THIRD_SIGNED)
         w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED)
-        _store(None if RULE == _CURVATURE else weight, w, at, None)
-        _narrow(first, first_scale, words, m, at, None, start, numel, FIRST_SIGNED, BLOCK)
-        _narrow(second, second_scale, words, v, at, None, start, numel, SECOND_SIGNED, BLOCK)
-        _narrow(third, third_scale, words, s, at, None, start, numel, THIRD_SIGNED, BLOCK)
+        w = _keep_weight(None if RULE == _CURVATURE else weight, rest, w, at, None, place, weight_keys, ADDED)
+        _narrow(first, first_scale, words, m, at, None, begin, numel, place, first_keys, FIRST_SIGNED, BLOCK)
+        _narrow(second, second_scale, words, v, at, None, begin, numel, place, second_keys, SECOND_SIGNED, BLOCK)
+        _narrow(third, third_scale, words, s, at, None, begin, numel, place, third_keys, THIRD_SIGNED, BLOCK)
         _store(out, w, at, None)
     elif writes:
         mask = at < numel
         g = _to_fp32(tl.load(gradient + at, mask=mask)) * scale
-        w = tl.load(weight + at, mask=mask)
+        w = _weight(weight, rest, at, mask, ADDED)
         m = _widen(first, first_scale, maps, w, at, mask, FIRST_SIGNED)
         v = _widen(second, second_scale, maps, w, at, mask, SECOND_SIGNED)
         s = _widen(third, third_scale, maps, w, at, mask, THIRD_SIGNED)
         w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED)
-        _store(None if RULE == _CURVATURE else weight, w, at, mask)
-        _narrow(first, first_scale, words, m, at, mask, start, numel, FIRST_SIGNED, BLOCK)
-        _narrow(second, second_scale, words, v, at, mask, start, numel, SECOND_SIGNED, BLOCK)
-        _narrow(third, third_scale, words, s, at, mask, start, numel, THIRD_SIGNED, BLOCK)
+        w = _keep_weight(None if RULE == _CURVATURE else weight, rest, w, at, mask, place, weight_keys, ADDED)
+        _narrow(first, first_scale, words, m, at, mask, begin, numel, place, first_keys, FIRST_SIGNED, BLOCK)
+        _narrow(second, second_scale, words, v, at, mask, begin, numel, place, second_keys, SECOND_SIGNED, BLOCK)
+        _narrow(third, third_scale, words, s, at, mask, begin, numel, place, third_keys, THIRD_SIGNED, BLOCK)
         _store(out, w, at, mask)
 
 
@@ -224,12 +250,84 @@ def _widen(state, scale, maps, w, at, mask, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _narrow(state, scale, words, value, at, mask, start, numel, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _narrow(state, scale, words, value, at, mask, start, numel, place, keys, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Write the values of a state in its format."""
     if scale is not None:
         _quantise(state, scale, words, value, at, mask, start, numel, SIGNED, BLOCK)
     elif state is not None:
-        _store(state, value, at, mask)
+        _keep(state, value, at, mask, place, keys)
+
+
+@triton.jit
+def _keep(to, value, at, mask, place, keys):
+    """Write fp32 values in the type of ``to``: in bf16 rounded by chance, if there are keys."""
+    if keys[0] is None or to.dtype.element_ty != tl.int16:
+        _store(to, value, at, mask)
+    else:
+        tl.store(to + at, _by_chance(value, place, keys), mask=mask)
+
+
+@triton.jit
+def _weight(weight, rest, at, mask, ADDED: tl.constexpr):
+    """Return the values of the weight in fp32."""
+    value = _to_fp32(tl.load(weight + at, mask=mask))
+    if rest is not None:
+        left_out = tl.load(rest + at, mask=mask)
+        if ADDED:
+            value += _to_fp32(left_out)
+        else:
+            value = (value.to(tl.int32, bitcast=True) + left_out.to(tl.int32)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def _keep_weight(weight, rest, value, at, mask, place, keys, ADDED: tl.constexpr):
+    """Write the weight in its type, and return the values that ``out`` gets. Without a weight nothing is written."""
+    if weight is None:
+        result = value
+    elif rest is None:
+        _keep(weight, value, at, mask, place, keys)
+        result = value
+        if weight.dtype.element_ty == tl.int16 and keys[0] is not None:
+            result = _to_fp32(_by_chance(value, place, keys))
+    elif ADDED:
+        upper = _to_bf16(value)
+        result = _to_fp32(upper)
+        tl.store(weight + at, upper, mask=mask)
+        left = _to_bf16(value - result)
+        tl.store(rest + at, left - (_to_bf16(result + _to_fp32(left)) != upper).to(tl.int16), mask=mask)
+    else:
+        bits = value.to(tl.uint32, bitcast=True)
+        upper = tl.where(value != value, (bits >> 16) | 0x40, (bits + 0x8000) >> 16).to(tl.int16)
+        result = _to_fp32(upper)
+        tl.store(weight + at, upper, mask=mask)
+        tl.store(rest + at, tl.where(value != value, 0, bits).to(tl.int16), mask=mask)
+    return result
+
+
+@triton.jit
+def _place(begin, start, row, whole_row, column, IN_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the positions in the whole parameter of the elements of this program: see rounding.py."""
+    place = tl.cast(start, tl.int64) + begin + tl.arange(0, BLOCK)
+    if IN_ROWS:
+        number = place // tl.cast(row, tl.int64)
+        inside = place - number * tl.cast(row, tl.int64)
+        place = number * tl.cast(whole_row, tl.int64) + inside + tl.cast(column, tl.int64)
+    return place
+
+
+@triton.jit
+def _by_chance(value, place, keys):
+    """Rounded away from zero where the noise of an element says so, as the bits of a bf16. ``keys``: two numbers."""
+    first, second = tl.cast(keys[0], tl.int32), tl.cast(keys[1], tl.int32)
+    high = (place >> 32).to(tl.uint32) * 0x9E3779B9
+    mixed = place.to(tl.uint32) ^ high ^ first.to(tl.uint32, bitcast=True)
+    mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
+    mixed = ((mixed ^ (mixed >> 15)) + second.to(tl.uint32, bitcast=True)) * 0x846CA68B
+    noise = (mixed ^ (mixed >> 16)) & 0xFFFF
+    bits = value.to(tl.uint32, bitcast=True)
+    quiet = (bits >> 16) | 0x40
+    return tl.where(value != value, quiet, (bits + noise) >> 16).to(tl.int16)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerorun.ops import native, single_pass
+from zerorun.ops.rounding import NEAREST, Rounding
 
 EPSILON = 2.0**-23
 TINIEST = 2.0**-149
@@ -34,13 +35,16 @@ class Work:
     states: tuple[Tensor, ...]
     out: Tensor | None = None
     coefficient: float | Tensor = 1.0
+    rounding: Rounding = NEAREST
 
     def copy(self) -> Work:
-        out = None if self.out is None else self.out.clone()
-        return replace(self, weight=self.weight.clone(), states=tuple(s.clone() for s in self.states), out=out)
+        out, rest = (None if tensor is None else tensor.clone() for tensor in (self.out, self.rounding.rest))
+        states, rounding = tuple(s.clone() for s in self.states), replace(self.rounding, rest=rest)
+        return replace(self, weight=self.weight.clone(), states=states, out=out, rounding=rounding)
 
     def results(self) -> list[Tensor]:
-        return [self.weight, *self.states, *([] if self.out is None else [self.out])]
+        beside = [tensor for tensor in (self.out, self.rounding.rest) if tensor is not None]
+        return [self.weight, *self.states, *beside]
 
 
 Expected = tuple[Tensor, Tensor]  # a value, and the size of its terms; float64
@@ -134,7 +138,8 @@ class Rule:
     hyper: dict[str, Any]
 
     def run(self, work: Work) -> None:
-        self.function(work.weight, work.gradient, *work.states, out=work.out, coefficient=work.coefficient, **self.hyper)
+        how = {**self.hyper, "coefficient": work.coefficient, "rounding": work.rounding}
+        self.function(work.weight, work.gradient, *work.states, out=work.out, **how)
 
 
 ADAMW = {"step": 7, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}

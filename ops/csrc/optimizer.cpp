@@ -1,7 +1,8 @@
 // Optimizer updates of flat tensors in one pass over memory: gradient to fp32, decay, update, rounded weight.
 //
-// States are fp32, bf16, or one byte per element with a scale for each 256 of them (ops/state_format.py says how). The rules
-// work on fp32: states in other formats are widened into a buffer before, and rounded from there.
+// States are fp32, bf16, or one byte per element with a scale for each 256 of them (ops/state_format.py says how). Weights
+// are fp32 or bf16, alone or with a rest (ops/rounding.py). The rules work on fp32: what has another format is widened into a
+// buffer before, and rounded from there.
 //
 // A plain C interface without torch headers, so that it builds in a second and fits every torch version. ops/native.py is
 // the only caller and mirrors struct Step.
@@ -27,7 +28,7 @@
 
 namespace {
 
-enum Type : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3, SIGNED8 = 4, UNSIGNED8 = 5 };
+enum Type : int32_t { NONE = 0, FP32 = 1, BF16 = 2, FP16 = 3, SIGNED8 = 4, UNSIGNED8 = 5, REMAINDER = 6 };
 enum Rule : int32_t { ADAM = 0, ADAGRAD = 1, LION = 2, SGD = 3, ADAM_SAGE = 4, SOPHIA = 5, CURVATURE = 6 };
 enum Isa : int32_t { SCALAR = 0, AVX2 = 1, AVX512 = 2 };
 
@@ -44,11 +45,20 @@ struct State {
 };
 
 struct Step {
-    float* weight;         // [numel]
+    void* weight;          // [numel] of weight_type
     const void* gradient;  // [numel] of gradient_type
     State states[STATES];  // see each rule
     void* out;             // [numel] of out_type: the new weight, rounded to nearest even; null for NONE
+    void* rest;            // [numel] of rest_type: what a weight in BF16 leaves out; null for NONE
     int64_t numel;
+    int64_t start;         // see ops/rounding.py, like the next three and the keys
+    int64_t row;
+    int64_t whole_row;
+    int64_t column;
+    Type weight_type;      // FP32 or BF16
+    Type rest_type;        // NONE, BF16 (to be added), or REMAINDER
+    int32_t by_chance;     // whether states in BF16 are rounded by chance, and a weight in BF16 without a rest
+    uint32_t keys[1 + STATES][2];
     Type gradient_type;
     Type out_type;
     Rule rule;
@@ -75,7 +85,7 @@ struct Step {
     int32_t nesterov;
 };
 
-constexpr int64_t BLOCK = 1024;            // elements; 24 KB with all its tensors
+constexpr int64_t BLOCK = 1024;            // elements; 28 KB with all its tensors
 constexpr int64_t SCALED = 256;            // elements that share a scale; BLOCK is a multiple of it
 constexpr int64_t THREAD_NUMEL = 1 << 14;  // least work worth a thread: about 10 us, and waking one takes 1 to 5 us
 
@@ -100,6 +110,13 @@ INLINE uint16_t to_bf16(float value) {
     const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const uint32_t quiet = (bits >> 16) | 0x40;  // rounding could carry a NaN's mantissa away
     return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
+}
+
+// Away from zero if the lower 16 bits and `noise`, of as many bits, make a carry.
+INLINE uint16_t by_chance(float value, uint32_t noise) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t quiet = (bits >> 16) | 0x40;
+    return uint16_t((bits & 0x7fffffff) > 0x7f800000 ? quiet : (bits + noise) >> 16);
 }
 
 INLINE float from_fp16(uint16_t half) {
@@ -163,6 +180,71 @@ INLINE void quantise(const State& state, int64_t at, int64_t count, const float*
     }
 }
 
+// -- noise, and weights in bf16: see ops/rounding.py ---------------------------------------------------------------------
+
+// The noise of elements `at .. at + count` of a tensor: 0 is the weight, from 1 on states.
+INLINE void draw(const Step& step, int tensor, int64_t at, int64_t count, uint32_t* __restrict noise) {
+    const uint32_t first = step.keys[tensor][0], second = step.keys[tensor][1];
+    for (int64_t done = 0, size; done < count; done += size) {
+        const int64_t here = step.start + at + done, row = step.row ? here / step.row : 0;
+        const int64_t place = step.row ? row * step.whole_row + here - row * step.row + step.column : here;
+        size = std::min(count - done, (int64_t(1) << 32) - (place & 0xffffffff));  // the upper half stays the same
+        if (step.row) size = std::min(size, (row + 1) * step.row - here);
+        const uint32_t low = uint32_t(place), other = uint32_t(place >> 32) * 0x9e3779b9u ^ first;
+        uint32_t* __restrict to = noise + done;
+        for (int32_t i = 0; i < int32_t(size); ++i) {
+            uint32_t mixed = (low + uint32_t(i)) ^ other;
+            mixed = (mixed ^ mixed >> 16) * 0x7feb352du;
+            mixed = ((mixed ^ mixed >> 15) + second) * 0x846ca68bu;
+            to[i] = (mixed ^ mixed >> 16) & 0xffff;
+        }
+    }
+}
+
+// The weights from element `at` on: where they are if they are fp32, else in `buffer`.
+INLINE float* widen_weight(const Step& step, int64_t at, int64_t count, float* __restrict buffer) {
+    if (step.weight_type == FP32) return static_cast<float*>(step.weight) + at;
+    const uint16_t* from = static_cast<const uint16_t*>(step.weight) + at;
+    const uint16_t* rest = static_cast<const uint16_t*>(step.rest) + at;
+    if (step.rest_type == REMAINDER) {
+        for (int64_t i = 0; i < count; ++i)
+            buffer[i] = float_of((uint32_t(from[i]) << 16) + uint32_t(int32_t(int16_t(rest[i]))));
+    } else if (step.rest_type == BF16) {
+        for (int64_t i = 0; i < count; ++i) buffer[i] = from_bf16(from[i]) + from_bf16(rest[i]);
+    } else {
+        for (int64_t i = 0; i < count; ++i) buffer[i] = from_bf16(from[i]);
+    }
+    return buffer;
+}
+
+// Rounds the weights in `buffer`, which are then those that are kept.
+INLINE void narrow_weight(const Step& step, int64_t at, int64_t count, float* __restrict buffer) {
+    if (step.weight_type == FP32) return;
+    uint16_t* __restrict to = static_cast<uint16_t*>(step.weight) + at;
+    uint16_t* __restrict rest = static_cast<uint16_t*>(step.rest) + at;
+    if (step.rest_type == REMAINDER) {
+        for (int64_t i = 0; i < count; ++i) {
+            const uint32_t bits = bits_of(buffer[i]), special = (bits & 0x7fffffff) > 0x7f800000;
+            to[i] = uint16_t(special ? (bits >> 16) | 0x40 : (bits + 0x8000) >> 16);
+            rest[i] = uint16_t(special ? 0 : bits);
+        }
+    } else if (step.rest_type == BF16) {
+        for (int64_t i = 0; i < count; ++i) {
+            to[i] = to_bf16(buffer[i]);
+            const uint16_t left = to_bf16(buffer[i] - from_bf16(to[i]));
+            rest[i] = uint16_t(left - (to_bf16(from_bf16(to[i]) + from_bf16(left)) != to[i]));
+        }
+    } else if (step.by_chance) {
+        alignas(64) uint32_t noise[BLOCK];
+        draw(step, 0, at, count, noise);
+        for (int64_t i = 0; i < count; ++i) to[i] = by_chance(buffer[i], noise[i]);
+    } else {
+        for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(buffer[i]);
+    }
+    if (step.out_type != NONE)
+        for (int64_t i = 0; i < count; ++i) buffer[i] = from_bf16(to[i]);
+}
+
 // -- one block ----------------------------------------------------------------------------------------------------------
 
 // The values of a state from element `at` on: where they are if they are fp32, else in `buffer`. Null if there is no state.
@@ -178,8 +260,14 @@ INLINE float* widen(const State& state, int64_t at, int64_t count, float* __rest
     return buffer;
 }
 
-INLINE void narrow(const State& state, int64_t at, int64_t count, const float* __restrict buffer) {
-    if (state.type == BF16) {
+INLINE void narrow(const Step& step, int number, int64_t at, int64_t count, const float* __restrict buffer) {
+    const State& state = step.states[number];
+    if (state.type == BF16 && step.by_chance) {
+        uint16_t* __restrict to = static_cast<uint16_t*>(state.data) + at;
+        alignas(64) uint32_t noise[BLOCK];
+        draw(step, 1 + number, at, count, noise);
+        for (int64_t i = 0; i < count; ++i) to[i] = by_chance(buffer[i], noise[i]);
+    } else if (state.type == BF16) {
         uint16_t* __restrict to = static_cast<uint16_t*>(state.data) + at;
         for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(buffer[i]);
     } else if (state.type != FP32 && state.type != NONE) {
@@ -348,10 +436,10 @@ INLINE void curvature(const Step& s, int64_t count, const float* __restrict grad
 // -- a range of elements, for each instruction set ---------------------------------------------------------------------
 
 INLINE void run(const Step& step, int64_t begin, int64_t end) {
-    alignas(64) float gradient[BLOCK], buffers[STATES][BLOCK];
+    alignas(64) float gradient[BLOCK], wide[BLOCK], buffers[STATES][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         const int64_t count = std::min(BLOCK, end - at);
-        float *weight = step.weight + at, *states[STATES];
+        float *weight = widen_weight(step, at, count, wide), *states[STATES];
         load(step, at, count, gradient);
 #pragma GCC unroll 1
         for (int i = 0; i < STATES; ++i) states[i] = widen(step.states[i], at, count, buffers[i]);
@@ -364,7 +452,8 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
         if (step.rule == CURVATURE) curvature(step, count, gradient, states[0]);
         if (step.rule == SGD) sgd(step, count, gradient, weight, states[0]);
 #pragma GCC unroll 1
-        for (int i = 0; i < STATES; ++i) narrow(step.states[i], at, count, buffers[i]);
+        for (int i = 0; i < STATES; ++i) narrow(step, i, at, count, buffers[i]);
+        if (step.rule != CURVATURE) narrow_weight(step, at, count, weight);
         store(step, at, count, weight);
     }
 }

@@ -1362,8 +1362,8 @@ MUTANTS = (
         "reference-does-not-clip",
         "divisor",
         "zerorun/verify/unsharded.py",
-        "                self.masters[param].grad = total * (clip * unscale)",
-        "                self.masters[param].grad = total * unscale",
+        "                gradient, master = total * (clip * unscale), self.masters[param]",
+        "                gradient, master = total * unscale, self.masters[param]",
         ("tests/ranks/test_verify.py::test_equal_runs_are_called_equal",),
     ),
     Mutant(

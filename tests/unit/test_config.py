@@ -44,6 +44,8 @@ HF_STYLE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
 }
 
+_PURE = {"enabled": True, "bf16_master_weights_and_grads": True}
+
 
 def problems_of(source: object) -> list[ConfigProblem]:
     with pytest.raises(ConfigError) as caught:
@@ -423,7 +425,12 @@ def test_mics_becomes_the_shard_degree() -> None:
         ({"pipeline": {"stages": 2, "chunks": 2}}, "pipeline.chunks"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
-        ({"bf16": {"bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"bf16": {**_PURE, "store_param_remainders": True}}, "bf16.store_param_remainders"),
+        ({"bf16": {"enabled": True, "rounding": "kahan", "bf16_optimizer_states": True}}, "bf16.rounding"),
+        (
+            {"bf16": _PURE, "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            "zero_optimization.zero_quantized_gradients",
+        ),
         ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "optimizer.params.max_grad_norm"),
         ({"optimizer": {"type": "Lion", "params": {"bias_correction": False}}}, "optimizer.params.bias_correction"),
     ],
@@ -536,6 +543,7 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ({"zero_optimization": {"stage": 2, "max_live_parameters": 1}}, "zero_optimization.stage3_max_live_parameters"),
         ({"zero_optimization": {"unit_numel": 100}}, "zero_optimization.unit_numel"),
         ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level"),
+        ({"bf16": {"enabled": True, "rounding": "nearest"}}, "bf16.rounding"),
         ({"fp16": {"enabled": True, "loss_scale": 64, "hysteresis": 2}}, "fp16.hysteresis"),
         ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale"),
         ({"activation_checkpointing": {"partition_activations": True}}, None),

@@ -31,7 +31,8 @@ READ_BY_THE_ENGINE = {
     "flops_profiler.": "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor",
     "comms_logger.": "enabled verbose prof_all prof_ops",
     "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
-    "bf16.": "enabled check_grad_overflow",
+    "bf16.": "enabled check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states store_param_remainders "
+    "rounding",
     "fp8.": "enabled recipe filter_fqns emulate",
     "torch_autocast.": "enabled dtype",
     "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
@@ -58,7 +59,7 @@ READ_BY_THE_ENGINE = {
 # What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.
 READ_BY_THE_CONFIGURATION = {
     "": "data_parallel_size",
-    "data_types.": "param_dtype",
+    "data_types.": "param_dtype grad_accum_dtype",
     "optimizer.": "allow_fallback",
     "tensor_parallel.": "autotp_size tp_size",
     "tensor_parallel.tp.": "tp_size",

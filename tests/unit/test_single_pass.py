@@ -32,7 +32,9 @@ from updates import (
 )
 
 from zerorun.ops import native, single_pass
+from zerorun.ops.rounding import MasterFormat, Origin, Rounding, by_chance, join, split
 from zerorun.ops.single_pass import SGD, Adagrad, Adam, Lion, SinglePassOptimizer
+from zerorun.ops.state_format import StateFormat
 
 PATHS = (*native.ISAS, "torch")
 MANY = 1_000_000
@@ -118,6 +120,89 @@ def test_instruction_sets_give_the_same_bits(rule: Rule, monkeypatch: pytest.Mon
             rule.run(done[-1])
         for other in done[1:]:
             assert all(map(same, done[0].results(), other.results()))
+
+
+@pytest.mark.each_pair
+@ALL_RULES
+@pytest.mark.parametrize("kind", MasterFormat)
+@pytest.mark.parametrize("rows", [0, 13])
+@pytest.mark.parametrize("chance", [True, False])
+def test_what_is_kept_in_bf16_is_the_fp32_result_rounded(
+    rule: Rule, kind: MasterFormat, rows: int, chance: bool, path: str
+) -> None:
+    """Weight and states, on every path: so ranks whose shards begin elsewhere come to the same bits."""
+    noise = Origin(0, MANY, "name", (1 << 32) - 3000, rows, 29, 5).noise(7) if chance else None
+    start = training(rule, 7000)
+    weight, rest = kind.parts(start.weight)
+    states = tuple(state.bfloat16() for state in start.states)
+    narrow = replace(start, weight=weight, states=states, rounding=Rounding(rest, noise)).copy()
+    narrow.out = None if kind is MasterFormat.FP32 else torch.zeros(7000).bfloat16()
+    wide = replace(start, weight=join(weight, rest), states=tuple(state.float() for state in states)).copy()
+    rule.run(wide)
+    rule.run(narrow)
+
+    def rounded(values: Tensor, tensor: int) -> Tensor:
+        return values.bfloat16() if noise is None else by_chance(values, noise.of(tensor, 0, 7000, values.device))
+
+    if kind is MasterFormat.BF16 and rule.function is not single_pass.curvature:
+        assert same(narrow.weight, rounded(wide.weight, 0))
+    else:
+        kept, left_out = kind.parts(wide.weight)
+        assert same(narrow.weight, kept)
+        assert left_out is None or (narrow.rounding.rest is not None and same(narrow.rounding.rest, left_out))
+    for number, (state, value) in enumerate(zip(narrow.states, wide.states, strict=True)):
+        assert same(state, rounded(value, 1 + number))
+    assert narrow.out is None or same(narrow.out, narrow.weight)
+
+
+def test_parts_of_a_tensor_are_rounded_as_the_whole(path: str) -> None:
+    """Shards begin anywhere, and pieces consist of several parameters."""
+    names = (("one", 0, 900), ("two", 912, 2100))  # with a gap, as in flat buffers
+    start = torch.randn(3012, generator=torch.Generator().manual_seed(1)).bfloat16()
+    whole, gradient = start.clone(), torch.randn(3012, generator=torch.Generator().manual_seed(2))
+    optimizer = Adam([whole], lr=0.01)
+    optimizer.formats[whole], optimizer.gradients[whole] = StateFormat.BF16, gradient
+    optimizer.origins[whole] = tuple(Origin(low, numel, name) for name, low, numel in names)
+    cut = [start[:700].clone(), start[700:1000].clone(), start[1000:].clone()]
+    other = Adam(cut, lr=0.01)
+    for part, low, high in zip(cut, (0, 700, 1000), (700, 1000, 3012), strict=True):
+        other.formats[part], other.gradients[part] = StateFormat.BF16, gradient[low:high]
+        other.origins[part] = tuple(f for origin in optimizer.origins[whole] if (f := origin.within(low, high)))
+    for _ in range(3):
+        optimizer.step()
+        other.step()
+    covered = torch.cat([torch.arange(low, low + numel) for _, low, numel in names])
+    assert same(torch.cat(cut)[covered], whole[covered]) and not same(whole[covered], start[covered])
+    assert same(whole[900:912], start[900:912])  # what belongs to no parameter stays
+
+
+def test_noise_is_even_and_of_its_own_for_each_tensor_and_step() -> None:
+    values = torch.full((MANY,), 1.0 + 2**-9)  # a quarter of the way to the next bf16
+    drawn = []
+    for name, step, tensor in (("a", 1, 0), ("b", 1, 0), ("a", 2, 0), ("a", 1, 1)):
+        noise = Origin(0, MANY, name).noise(step).of(tensor, 0, MANY, values.device)
+        drawn.append(noise.double())
+        assert abs(float(by_chance(values, noise).double().mean()) - float(values[0])) < 2e-5
+        assert abs(float(drawn[-1].mean()) / 65536 - 0.5) < 2e-3
+    pairs = torch.corrcoef(torch.stack([*drawn, drawn[0].roll(1), drawn[0].roll(1024)]))
+    assert float((pairs - torch.eye(6).double()).abs().max()) < 5e-3
+    assert not torch.equal(drawn[0], Origin(0, MANY, "a", seed=1).noise(1).of(0, 0, MANY, values.device).double())
+
+
+def test_remainders_are_exact_and_sums_with_compensation_round_to_the_weight() -> None:
+    """Any bits but those of NaN, ties and numbers that round to infinity included."""
+    ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16 + 2**15
+    drawn = torch.randint(-(2**31), 2**31, (MANY,), dtype=torch.int64, generator=torch.Generator().manual_seed(3))
+    values = torch.cat([ties, drawn.int()]).view(torch.float32)
+    weight, rest = split(values, torch.int16)
+    back = join(weight, rest)
+    number = ~values.isnan()
+    assert torch.equal(back[number].view(torch.int32), values[number].view(torch.int32)) and back[~number].isnan().all()
+    weight, rest = split(values, torch.bfloat16)
+    usual = number & weight.isfinite()
+    together = join(weight, rest)[usual]
+    assert torch.equal(together.bfloat16(), weight[usual])
+    assert float(((together - values[usual]).abs() / values[usual].abs().clamp(min=2**-100)).max()) < 2**-16
 
 
 @pytest.mark.parametrize("gradient_type", DTYPES)

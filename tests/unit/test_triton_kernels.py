@@ -21,6 +21,7 @@ from covering import by_day
 from updates import DTYPES, RULES, UNITS, Rule, Work, assert_close_to_float64, random_bits, same, training
 
 from zerorun.ops import native, on_cuda, single_pass
+from zerorun.ops.rounding import MasterFormat, Origin, Rounding
 from zerorun.optim import optimizers as optim
 from zerorun.report import software
 
@@ -99,6 +100,23 @@ def test_bits_of_the_native_library(rule: Rule, interpreted: Any, monkeypatch: p
                     if rule is RULES["adam, no betas"]:  # Triton's interpreter before 3.7 takes a constant -0.0 for 0.0
                         one, other = one + 0.0, other + 0.0
                     assert same(one, other)
+
+
+@pytest.mark.each_value
+@ALL_RULES
+@pytest.mark.parametrize("kind", MasterFormat)
+@pytest.mark.parametrize("rows", [0, 13])
+def test_bits_of_weights_in_bf16(
+    rule: Rule, kind: MasterFormat, rows: int, interpreted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any bits in; noise whose positions begin below 2^32 and end above it."""
+    noise = Origin(0, 6561, "name", (1 << 32) - 3000, rows, 29, 5).noise(7)
+    start = random_bits(rule, 6561)
+    weight, rest = kind.parts(start.weight)
+    states = tuple(state.bfloat16() for state in start.states)
+    wide = replace(start, weight=weight, states=states, rounding=Rounding(rest, noise), out=torch.zeros(6561).bfloat16())
+    for one, other in both(rule, wide, interpreted, monkeypatch):
+        assert same(one, other)
 
 
 @ALL_RULES
@@ -190,10 +208,13 @@ def compiled(
     aligned: bool = True,
     coupled: bool = False,
     kept_as: str = "*fp32",
+    weight: str = "*fp32",
+    rest: str = "",
+    noise: bool = False,
 ) -> Any:
     """The kernel for a GPU that need not be there. ``gradient``, ``out``, ``kept_as``: Triton's names of pointers.
 
-    States that are ``kept_as`` bytes are in blocks.
+    States that are ``kept_as`` bytes are in blocks. ``rest``: what a weight in bf16 has beside it.
     """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -203,8 +224,11 @@ def compiled(
     states_here = ("first", "second", "third")
     scales = ("first_scale", "second_scale", "third_scale", "maps")
     signature |= dict.fromkeys(("weight", "coefficient", *scales), "*fp32") | dict.fromkeys(states_here, kept_as)
-    signature |= {"gradient": gradient, "numel": "i64", "words": "*i32"}
+    signature |= {"gradient": gradient, "numel": "i64", "words": "*i32", "weight": weight, "rest": "*i16"}
+    signature |= dict.fromkeys(triton_kernels._KEYS, "i32") | dict.fromkeys(("start", "row", "whole_row", "column"), "i64")
     constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "COUPLED": coupled, "BLOCK": 1024}
+    constants |= {"ADDED": rest == "kahan", "IN_ROWS": noise} | ({} if rest else {"rest": None})
+    constants |= {} if noise else dict.fromkeys(triton_kernels._KEYS)
     constants |= {"FIRST_SIGNED": True, "SECOND_SIGNED": False, "THIRD_SIGNED": True}
     constants |= {"third_scale": None} if kept_as == "*u8" else dict.fromkeys((*scales, "words"))
     constants |= dict.fromkeys(states_here[states:]) | ({} if out else {"out": None})
@@ -243,6 +267,14 @@ def test_machine_code_of_states_in_few_bits(cache: None) -> None:
         assert ".local" not in ptx
 
 
+@pytest.mark.parametrize("rest", ["", "kahan", "remainder"])
+def test_machine_code_of_weights_in_bf16(rest: str, cache: None) -> None:
+    """Rows of tensor ranks are divided in integers, and nothing goes through other memory."""
+    ptx = compiled(native.ADAM, 2, "*i16", None, 90, kept_as="*i16", weight="*i16", rest=rest, noise=True).asm["ptx"]
+    assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full|(mul|add|sub)\.f(32|64)", ptx)
+    assert ".local" not in ptx and ".shared" not in ptx
+
+
 def test_machine_code_accesses_16_bytes_at_a_time(cache: None) -> None:
     """Of each of four fp32 tensors in whole blocks, and through no other memory; single elements if unaligned."""
     ptx = compiled(native.ADAM, 2, "*i16", "*i16", 90).asm["ptx"]
@@ -261,7 +293,8 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
     """Steps of any learning rate and length use one kernel: what makes another is in the arguments' types alone."""
     kernel = triton_kernels._update
     compiled_in = {name for name, param in zip(kernel.arg_names, kernel.params, strict=True) if param.is_constexpr}
-    assert compiled_in == {"RULE", "FIRST_SIGNED", "SECOND_SIGNED", "THIRD_SIGNED", "NESTEROV", "COUPLED", "BLOCK"}
+    flags = {"FIRST_SIGNED", "SECOND_SIGNED", "THIRD_SIGNED", "NESTEROV", "COUPLED", "ADDED", "IN_ROWS"}
+    assert compiled_in == {"RULE", "BLOCK", *flags}
     (numel,) = (param for param in kernel.params if param.name == "numel")
     assert numel.do_not_specialize
     calls: list[dict[str, Any]] = []

@@ -31,8 +31,9 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..plan.units import stored_name
 from ..zero.access import GatheredParameters
-from .inventory import Inventory, TensorPart, stored_name
+from .inventory import Inventory, TensorPart
 from .ranks import Ranks, attempt, leads_stage
 from .read import Reader
 from .tensorfile import TensorFile, dtype_of

@@ -19,9 +19,11 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
+from ..ops.rounding import join
 from ..ops.state_format import BLOCK, SCALE, Blocks, held, is_scale
 from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.sharding_plan import ParameterRun
+from ..plan.units import stored_name
 from ..plan.weights import inner_tensors
 from ..zero.flat_group import FlatGroup
 from ..zero.pieces import OptimizerPiece
@@ -32,13 +34,6 @@ from .block_states import keeps_blocks, scale_shape, scale_shard
 from .ranks import leads_stage
 from .tensorfile import dtype_code
 from .write_plan import MASTER, MODEL, OPTIMIZER, Row
-
-_WRAPPER = "_orig_mod."
-
-
-def stored_name(name: str) -> str:
-    """The name that checkpoints use for what ``named_parameters`` or ``state_dict`` call ``name``."""
-    return name.replace(_WRAPPER, "")
 
 
 @dataclass(frozen=True)
@@ -297,8 +292,11 @@ def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) 
     if run is None:
         return
     assert flat_group.master is not None
-    owned = flat_group.master[run.offset : run.offset + run.numel]
-    if flat_group.dtype == torch.float32:
+    cut = slice(run.offset, run.offset + run.numel)
+    owned = flat_group.master[cut]
+    if flat_group.rest is not None:
+        owned = join(owned, flat_group.rest[cut]).cpu()
+    if flat_group.dtype == owned.dtype:
         yield TensorPart(MODEL, name, run.start, owned, home.shape, home.shard)
     elif flat_group.dtype.itemsize < owned.element_size():  # weights are masters, rounded
         yield TensorPart(MASTER, name, run.start, owned, home.shape, home.shard, flat_group.dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..optim.parts import StateRange
 from ..plan.optimizer_states import new_states
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import as_bytes, inner_tensors
+from ..zero.flat_group import TrainedGroup
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_optimizer import ShardedOptimizer
 from .block_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
@@ -190,6 +192,7 @@ class ModelLoader:
                 reads.append(Read(MODEL, stored, 0, flat))
                 copies.append((buffer, flat))
         self.reader.fetch(reads, ranks)
+        self._convert_all()
         for buffer, flat in copies:
             buffer.copy_(flat.view(buffer.shape))
         ranks.agree(attempt(lambda: self._require_scales(buffers))[1])
@@ -215,12 +218,15 @@ class ModelLoader:
         stored, flat_group, shard = self.find(name), home.flat_group, home.shard
         if stored is None:
             return
-        if flat_group.trainable:
-            assert flat_group.master is not None
+        if isinstance(flat_group, TrainedGroup):
             source = MASTER if stored in self.reader.places(MASTER) else MODEL
             for run in flat_group.plan.owned_runs():
                 if run.entry == home.entry:
-                    yield Read(source, stored, run.start, flat_group.master[run.offset : run.offset + run.numel], shard)
+                    out = flat_group.master[run.offset : run.offset + run.numel]
+                    if flat_group.rest is not None:
+                        out = torch.empty(run.numel)
+                        self._conversions.append(partial(flat_group.keep_exact, out, run.offset))
+                    yield Read(source, stored, run.start, out, shard)
         if not flat_group.trainable or flat_group.dtype == torch.float64:
             if home.unit.resident:
                 yield Read(MODEL, stored, 0, home.part_of_full(flat_group.full), shard)
@@ -271,11 +277,14 @@ class ModelLoader:
                 group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
         ranks.agree(attempt(lambda: self._make_states(keys, scalars or {}, reads))[1])
         self.reader.fetch(reads, ranks)
+        self._convert_all()
+        names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
+        return f"{described['type']} ({', '.join(names)})"
+
+    def _convert_all(self) -> None:
         for convert in self._conversions:
             convert()
         self._conversions.clear()
-        names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
-        return f"{described['type']} ({', '.join(names)})"
 
     def _compare_optimizer(self, described: dict[str, Any]) -> None:
         sharded = self.subject.optimizer

@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..plan.units import stored_name
 from ..zero.access import WholeValues
-from .inventory import Inventory, TensorPart, stored_name
+from .inventory import Inventory, TensorPart
 from .write_plan import MODEL
 
 

@@ -13,10 +13,11 @@ from ..distributed.device import default_device
 from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.transport.process_group import init_distributed
 from ..errors import CheckpointError
+from ..plan.units import stored_name
 from ..zero.init import keep_part, part_of
 from ..zero.sharded_model import model_of
 from .directory import has_manifest
-from .inventory import Inventory, Subject, stored_name
+from .inventory import Inventory, Subject
 from .load import ModelLoader, NameMap, Wanted, compare_tensors
 from .manifest import read_manifest
 from .ranks import Ranks

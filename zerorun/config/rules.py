@@ -14,7 +14,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Return every setting that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
+    for rule in (_precision, _masters, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
         problems += rule(config)
     return problems
 
@@ -50,6 +50,24 @@ def _precision(config: Config) -> Iterator[ConfigProblem]:
             reason = f"autocast works on fp32 parameters, and {name}.enabled casts them."
             remedy = f"Set torch_autocast.enabled or {name}.enabled to false."
             yield ConfigProblem("torch_autocast.enabled", True, reason, remedy)
+
+
+def _masters(config: Config) -> Iterator[ConfigProblem]:
+    section = config.bf16
+    if not section.enabled:
+        return
+    if section.bf16_master_weights_and_grads and section.store_param_remainders:
+        reason = "it keeps fp32 masters, and bf16_master_weights_and_grads keeps none."
+        remedy = 'Remove one of the two; "rounding": "kahan" is near the first in the same memory.'
+        yield ConfigProblem("bf16.store_param_remainders", True, reason, remedy)
+    if section.rounding == "kahan" and not section.bf16_master_weights_and_grads:
+        reason = "masters are in fp32, which leave nothing out that a second number could keep."
+        remedy = "Set bf16.bf16_master_weights_and_grads to true, or remove the key."
+        yield ConfigProblem("bf16.rounding", "kahan", reason, remedy)
+    if config.gradient_dtype == "bf16" and config.zero_optimization.zero_quantized_gradients:
+        reason = "gradients are coded from fp32, and bf16_master_weights_and_grads keeps them in bf16."
+        remedy = 'Set data_types.grad_accum_dtype to "fp32", or remove the key.'
+        yield ConfigProblem("zero_optimization.zero_quantized_gradients", True, reason, remedy)
 
 
 def _loss_scale(config: Config) -> Iterator[ConfigProblem]:
@@ -153,7 +171,7 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     written = _written(config)
     notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
     rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes)
-    for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note):
+    for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note, _rounding_notes):
         notes += rule(config)
     return tuple(notes)
 
@@ -241,6 +259,19 @@ def _autocast_note(config: Config) -> Iterator[ConfigNote]:
     if config.torch_autocast.is_off() and config.sources.get("torch_autocast.enabled") != "default":
         for key in written_in_vain(config, "torch_autocast", ("dtype",)):
             yield ConfigNote(key, "torch_autocast.enabled is false.")
+
+
+def _rounding_notes(config: Config) -> Iterator[ConfigNote]:
+    section, wanted, actual = config.bf16, config.data_types.grad_accum_dtype, config.gradient_dtype
+    if wanted not in (None, actual):
+        reason = f"gradients are accumulated in {actual}; communication_data_type sets the dtype on the wire."
+        yield ConfigNote("data_types.grad_accum_dtype", reason)
+    in_bf16 = section.bf16_master_weights_and_grads or section.bf16_optimizer_states
+    if section.enabled and not in_bf16 and "bf16.rounding" in _written(config):
+        reason = (
+            "masters and optimizer states are in fp32; bf16_master_weights_and_grads or bf16_optimizer_states reads it."
+        )
+        yield ConfigNote("bf16.rounding", reason)
 
 
 def _unit_notes(config: Config) -> Iterator[ConfigNote]:

@@ -99,14 +99,15 @@ class Config(Section):
     """Leave out the last, smaller batch of an epoch."""
     dataloader: Dataloader = Dataloader()
     seed: Annotated[Int, Field(ge=0)] | None = None
-    """The seed of the data loader's random numbers."""
+    """The seed of the data loader's random numbers, and of rounding by chance."""
 
     gradient_clipping: Annotated[Real, Field(ge=0)] = 1.0
     """Gradients are clipped to this global 2-norm; 0: no clipping."""
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], LowerCase] = "mean"
     """How the gradients of data-parallel ranks are combined: "mean" or "sum"."""
     communication_data_type: Dtype | None = None
-    """The dtype of gradients on the wire; not given: fp32, in which gradients are accumulated."""
+    """The dtype of gradients on the wire; not given: that in which they are accumulated, which is fp32 unless
+    `bf16_master_weights_and_grads` says otherwise."""
     communication_timeout_s: Annotated[Real, Field(ge=1, le=1e8)] | None = None
     """Seconds that ranks wait for one another in a collective before that is an error, from `initialize()` on and in all
     the program; not given: as long as the process group allows, which is 1,800 s if zerorun makes it."""
@@ -250,6 +251,12 @@ class Config(Section):
     def provenance(self) -> Provenance:
         """Where the values come from."""
         return self._provenance
+
+    @property
+    def gradient_dtype(self) -> str:
+        """The dtype in which gradients are kept and accumulated."""
+        narrow = self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
+        return "bf16" if narrow and self.data_types.grad_accum_dtype != "fp32" else "fp32"
 
     @property
     def observes_loss(self) -> bool:

@@ -40,7 +40,6 @@ _ALWAYS_BESIDE = Inert("reads and writes always go on beside the updates.", unle
 _CUT = Inert("files are read and written in pieces of 1 MiB, 32 at a time.")
 _MAPPED = Inert("parameter shards on a disk are a mapped file; the kernel keeps in memory what there is room for.")
 _SCALELESS = Inert("bf16 has the range of fp32 and uses no loss scale.")
-_IN_FP32 = Inert("gradients are accumulated in fp32; communication_data_type sets the dtype on the wire.", unless="fp32")
 _WHOLE_ACTIVATIONS = Inert("every tensor rank sends whole activations, or its part of the sequence, to the next stage.")
 _DEEPCOMPILE = Inert("only DeepCompile would read it, and it is off.", unless=False)
 _CAST = Inert("floating inputs are always cast to the compute dtype.", unless=True)
@@ -108,17 +107,25 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """bfloat16 parameters and activations over fp32 masters."""
+    """bfloat16 parameters and activations, over fp32 masters or alone."""
 
     enabled: Flag = False
-    """Train with parameters and activations in bf16; masters, sums and optimizer states stay in fp32."""
+    """Train with parameters and activations in bf16. Masters, gradients and optimizer states are in fp32, unless other keys
+    of this section say otherwise."""
     check_grad_overflow: Flag = True
     """A step with NaN or infinite gradients is skipped with a warning; three in a row are an error."""
     immediate_grad_update: Annotated[Flag, Inert("gradients are always taken over while backward runs.", unless=True)] = (
         False
     )
-    bf16_master_weights_and_grads: Annotated[Flag, Refused("master weights are kept in fp32.")] = False
-    bf16_optimizer_states: Annotated[Flag, Refused("optimizer states are kept in fp32.")] = False
+    bf16_master_weights_and_grads: Flag = False
+    """true: the bf16 weights are the masters, and gradients are kept in bf16. `rounding` says how updates are rounded."""
+    bf16_optimizer_states: Flag = False
+    """true: optimizer states are kept in bf16. Unlike in DeepSpeed that works over fp32 masters, too."""
+    store_param_remainders: Flag = False
+    """true: fp32 masters are kept as the bf16 weights and the 16 bits that these leave out: the same values in less."""
+    rounding: Annotated[Literal["stochastic", "nearest", "kahan"], LowerCase] = "stochastic"
+    """How updates are rounded to bf16: by chance with the right mean, to nearest as in DeepSpeed, or with a second bf16
+    number beside each weight that keeps what the weight leaves out."""
     auto_cast: Annotated[Flag, _CAST] = False
     loss_scale: Annotated[Real, _SCALELESS] = 0.0
     initial_scale_power: Annotated[Int, _SCALELESS] = 0
@@ -160,7 +167,8 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     """Further dtypes."""
 
-    grad_accum_dtype: Annotated[Dtype, _IN_FP32] = "fp32"
+    grad_accum_dtype: Dtype | None = None
+    """fp32: gradients are kept in fp32 even with `bf16.bf16_master_weights_and_grads`. Without that, they always are."""
     param_dtype: Dtype | None = None
     """If given, it must be the dtype that fp16 and bf16 imply."""
     buffer_dtype: Dtype | None = None

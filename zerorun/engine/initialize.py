@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -183,7 +183,8 @@ def initialize(
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
     coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps)
     runtime = Runtime(model, plan, made, comm, backwards, coding)
-    sharded = _shard_optimizer(raw, plan, made.units, comm, refuse_unused=not settings.ignore_unused_parameters)
+    refuses = not settings.ignore_unused_parameters
+    sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
@@ -361,7 +362,13 @@ def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> No
 
 
 def _shard_optimizer(
-    raw: RawOptimizer, plan: ShardingPlan, units: list[Unit], comm: Communicator, *, refuse_unused: bool
+    raw: RawOptimizer,
+    plan: ShardingPlan,
+    units: list[Unit],
+    comm: Communicator,
+    copies: Mapping[str, str],
+    *,
+    refuse_unused: bool,
 ) -> ShardedOptimizer | None:
     if not raw.groups:
         return None
@@ -384,6 +391,9 @@ def _shard_optimizer(
         optimizer.take_parts(plan.parts, places, PartSums(plan, comm))
     if isinstance(optimizer, SinglePassOptimizer):
         optimizer.formats.update({piece.tensor: piece.format for piece in pieces})
+        optimizer.rests.update({piece.tensor: rest for piece in pieces if (rest := piece.rest) is not None})
+        if raw.seed is not None:
+            optimizer.origins.update({piece.tensor: piece.origins(copies, raw.seed) for piece in pieces})
         link = next((link for link in links_of(units) if link.store is not None), None)
         if link is not None:
             optimizer.state_home = link.home

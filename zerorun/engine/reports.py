@@ -11,7 +11,9 @@ from ..config.parse import Config, EffectiveValue
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..log import in_bytes, info_once
+from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
+from ..optim.loss_scaler import DTYPES
 from ..plan.sharding_plan import ShardingPlan
 from ..watch.board import Phase, during
 from ..zero.access import full_state_dict
@@ -106,9 +108,20 @@ class Reports:
         return (
             f"stage {stage}, {degrees}{topology.replicate} x {topology.shard} data-parallel ranks, "
             f"{len(self.units)} units; "
-            f"compute {compute}, master, accumulation and sums float32, {sent}{self._states()}; "
+            f"compute {compute}, {self._masters()}, {sent}{self._states()}; "
             f"per rank, before optimizer states: {kinds}"
         )
+
+    def _masters(self) -> str:
+        """What is to be said of masters and of the gradients that are added up."""
+        section, kept = self.config.bf16, {group.master_format for group in self.plan.trainable}
+        gradients = str(DTYPES[self.config.gradient_dtype]).removeprefix("torch.")
+        if kept <= {MasterFormat.FP32}:
+            return f"master, accumulation and sums {gradients}"
+        master = f"bfloat16 rounded {section.rounding}"
+        if MasterFormat.REMAINDER in kept:
+            master = "float32 as bfloat16 and 16-bit remainders"
+        return f"master {master}, accumulation {gradients}, sums float32"
 
     def _states(self) -> str:
         """What is to be said of the formats of optimizer states, with a comma; "" if all are fp32."""
@@ -117,7 +130,9 @@ class Reports:
             for entry, format in zip(group.layout.entries, group.state_formats, strict=True):
                 found[format.value] += entry.numel
         shown = " and ".join(f"{format} for {numel:,} elements" for format, numel in sorted(found.items()))
-        return f", optimizer states {shown}" if found.keys() - {StateFormat.FP32.value} else ""
+        rounding = "nearest" if self.config.bf16.rounding == "nearest" else "stochastic"
+        how = f" rounded {rounding}" if StateFormat.BF16.value in found else ""
+        return f", optimizer states {shown}{how}" if found.keys() - {StateFormat.FP32.value} else ""
 
     def announce(self) -> None:
         """Log what ``describe`` returns, once, on rank 0."""

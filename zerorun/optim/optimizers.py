@@ -389,7 +389,7 @@ def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[di
         return False
     known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
     asked = set(kwargs).union(*groups) - {"params", "name"}
-    return asked <= known and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+    return asked <= known and all(t.dtype in (torch.float32, torch.bfloat16) and t.is_contiguous() for t in tensors)
 
 
 def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

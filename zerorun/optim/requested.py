@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from .parts import PartsOptimizer
 
@@ -19,7 +20,8 @@ class RawOptimizer:
     ``group_of``: id(parameter) -> index of its group. ``whole``: the optimizer needs uncut parameters. ``parts``: its
     class, if it gets one tensor for each part of a parameter, and is told which it is. ``matrix_dtype``: in which Muon's
     matrices travel to their owners; None for other optimizers. ``formats``: id(parameter) -> the format of its states, of
-    those that are not kept in fp32.
+    those that are not kept in fp32. ``master``: that of the values that are updated. ``seed``: of the chance by which both
+    are rounded to bf16; None to round to nearest.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -31,6 +33,8 @@ class RawOptimizer:
     parts: type[PartsOptimizer] | None = None
     matrix_dtype: torch.dtype | None = None
     formats: dict[int, StateFormat] = field(default_factory=dict)
+    master: MasterFormat = MasterFormat.FP32
+    seed: int | None = None
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:

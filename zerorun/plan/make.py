@@ -25,6 +25,7 @@ from ..distributed.topology import Topology, divisors
 from ..distributed.transports import reads_parts, reads_peers
 from ..errors import TopologyError
 from ..log import info_once
+from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
@@ -48,7 +49,6 @@ APART_NUMEL = 4096
 # The first units keep the pages of other ranks' parameters mapped between their turns, up to this many bytes in all: see
 # mapped_shards.py.
 KEPT_BYTES = 32 << 20
-_FP32 = torch.float32.itemsize
 
 
 def make_plan(
@@ -77,7 +77,7 @@ def make_plan(
 
 def wire_dtype(config: Config) -> torch.dtype:
     """The dtype in which gradients are sent."""
-    return DTYPES[config.communication_data_type or "fp32"]
+    return DTYPES[config.communication_data_type or config.gradient_dtype]
 
 
 def compute_dtype(config: Config) -> torch.dtype | None:
@@ -322,7 +322,9 @@ class _Planner:
 
     @cached_property
     def tensor_shards(self) -> dict[int, TensorShard]:
-        return shards_of(self.model) if self.raw.parts is not None or self.raw.matrix_dtype is not None else {}
+        raw = self.raw
+        wanted = raw.parts is not None or raw.matrix_dtype is not None or raw.seed is not None
+        return shards_of(self.model) if wanted else {}
 
     def _format(self, param: nn.Parameter) -> StateFormat:
         return self.raw.formats.get(id(param), StateFormat.FP32)
@@ -414,7 +416,9 @@ class _Planner:
         found = replace(
             group,
             owned=owned if trained else (0, 0),
-            master_is_weight=trained and group.dtype == torch.float32 and alike,
+            master_is_weight=trained and group.dtype == self.raw.master.dtype and alike,
+            master_format=self.raw.master if trained else MasterFormat.FP32,
+            gradient_dtype=DTYPES[self.config.gradient_dtype] if trained else torch.float32,
             resident=unit.resident,
             secondary=None if unit.resident else secondary_partition(self.config, self.topology),
             mapped=(unit.index, number) in self.mapped,
@@ -446,14 +450,17 @@ class _Planner:
             yield Buffer("second", "parameters", group.second_bytes)
         if not group.trainable:
             return
+        master, gradient = group.master_format, group.gradient_dtype.itemsize
         if not group.master_is_weight:
-            yield Buffer("master", "master", group.owned_numel * _FP32, unit.states_place)
+            yield Buffer("master", "master", group.owned_numel * master.dtype.itemsize, unit.states_place)
+        if master.rest is not None:
+            yield Buffer("rest", "master", group.owned_numel * master.rest.itemsize, unit.states_place)
         if unit.grad_slot < 0:
-            yield Buffer("grad_full", "slots" if policy.share_grad_slots else "gradients", group.layout.numel * _FP32)
+            yield Buffer("grad_full", "slots" if policy.share_grad_slots else "gradients", group.gradient_bytes)
         if unit.placement.optimizer:
-            yield Buffer("host_grad", "gradients", group.shard_numel * _FP32, HOST)
+            yield Buffer("host_grad", "gradients", group.shard_numel * gradient, HOST)
         elif policy.share_grad_slots:
-            yield Buffer("grad_shard", "gradients", group.shard_numel * _FP32)
+            yield Buffer("grad_shard", "gradients", group.shard_numel * gradient)
 
     # -- matrices ------------------------------------------------------------------------------------------------
 
@@ -483,10 +490,11 @@ class _Planner:
 
     def _staging(self, units: Sequence[UnitPlan], disk: DiskPlan | None) -> StagingPlan:
         """Plan the staging buffers for the largest flat group that is updated in host memory, if it needs any."""
-        on_disk = buffer_bytes(disk.masters, disk.states or 0) if disk is not None and disk.masters else 0
+        on_disk = buffer_bytes(disk.masters, disk.states or 0, disk.format) if disk is not None and disk.masters else 0
         updated = [group for unit in units if unit.placement.optimizer for group in unit.trainable]
-        rounded = [group.shard_numel * group.dtype.itemsize for group in updated if group.dtype.itemsize < _FP32]
-        gradients = [group.shard_numel * _FP32 for group in updated]
+        narrower = [group for group in updated if group.dtype.itemsize < group.master_format.dtype.itemsize]
+        rounded = [group.shard_numel * group.dtype.itemsize for group in narrower]
+        gradients = [group.shard_numel * group.gradient_dtype.itemsize for group in updated]
         apart = self.device_type != CPU
         return StagingPlan(max(gradients, default=0), max(rounded, default=0), on_disk, apart)
 
@@ -502,6 +510,7 @@ class _Planner:
             masters={unit.index: tuple(group.stretches() for group in unit.trainable) for unit in there},
             states=state_count(self.raw) if states_there and self.raw.groups else None,
             param_bytes=sum(aligned_bytes(b.bytes) for g in shards for b in g.buffers if b.tensor in ("shard", "coded")),
+            format=self.raw.master,
         )
 
 

@@ -76,7 +76,7 @@ class _Receiving:
             for hop in self._plan.hops[1:] if group.codes_gradients else ():
                 self._give(self._of_hop(hop, group))
             if self._plan.topology.replicate > 1:
-                self._sum_over_replicas(group.shard_numel)
+                self._sum_over_replicas(group)
 
     def _receive(self, group: FlatGroupPlan) -> list[torch.Tensor]:
         ranks = self._plan.topology.shard
@@ -84,7 +84,7 @@ class _Receiving:
             return []
         if group.codes_gradients:
             return self._of_hop(self._plan.hops[0], group)
-        return self._sum(group.layout.numel, group.shard_numel, ranks)
+        return self._sum(group, group.layout.numel, group.shard_numel, ranks)
 
     def _of_hop(self, hop: CodedHop, group: FlatGroupPlan) -> list[torch.Tensor]:
         """What an exchange of codes sends, and receives into."""
@@ -94,15 +94,15 @@ class _Receiving:
         for buffer in buffers:
             self.pool.give(buffer)
 
-    def _sum(self, sent: int, owned: int, ranks: int) -> list[torch.Tensor]:
+    def _sum(self, group: FlatGroupPlan, sent: int, owned: int, ranks: int) -> list[torch.Tensor]:
         wire = self._plan.wire_dtype
-        taken = [self.pool.take(sent, wire)] if wire != torch.float32 else []
+        taken = [self.pool.take(sent, wire)] if wire != group.gradient_dtype else []
         if self._plan.transport == PEER_MEMORY:
             return taken
         peers = min(ranks - 1, _PEERS)
         return taken + [self.pool.take(owned * (ranks - 1) // peers, wire) for _ in range(peers)]
 
-    def _sum_over_replicas(self, owned: int) -> None:
-        low, high = _part_of_replica(self._plan, owned)
-        for buffer in self._sum(owned, high - low, self._plan.topology.replicate):
+    def _sum_over_replicas(self, group: FlatGroupPlan) -> None:
+        low, high = _part_of_replica(self._plan, group.shard_numel)
+        for buffer in self._sum(group, group.shard_numel, high - low, self._plan.topology.replicate):
             self.pool.give(buffer)

@@ -28,6 +28,7 @@ from ..distributed.secondary import Secondary
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_peers
+from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from ..optim.parts import Part, SumOfParts
 from .matrices import MatrixExchange
@@ -108,7 +109,8 @@ class FlatGroupPlan:
     to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
     of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
     ``coded``: gathers of the shards send codes (block_codes.py); ``codes_gradients``: reductions do.
-    ``secondary``: gathers are from a second copy of the weights. ``buffers``: the memory that this rank allocates.
+    ``secondary``: gathers are from a second copy of the weights. ``master_format``: what is kept of the values that are
+    updated; ``gradient_dtype``: that of all buffers of gradients. ``buffers``: the memory that this rank allocates.
     ``tensor_shards``: for each parameter, what of it tensor ranks have
     here, for an optimizer that is told of parts.
     """
@@ -129,6 +131,8 @@ class FlatGroupPlan:
     coded: bool = False
     codes_gradients: bool = False
     secondary: Secondary | None = None
+    master_format: MasterFormat = MasterFormat.FP32
+    gradient_dtype: DType = torch.float32
     buffers: tuple[Buffer, ...] = ()
     tensor_shards: tuple[TensorShard | None, ...] = ()
 
@@ -152,6 +156,11 @@ class FlatGroupPlan:
     @property
     def owned_numel(self) -> int:
         return self.owned[1] - self.owned[0]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients of all parameters."""
+        return self.layout.numel * self.gradient_dtype.itemsize
 
     @property
     def owns_everything(self) -> bool:
@@ -288,7 +297,7 @@ class UnitPlan:
     @property
     def grad_slot_bytes(self) -> int:
         """The bytes that its gradients take in a shared slot."""
-        return sum(aligned_bytes(group.layout.numel * torch.float32.itemsize) for group in self.trainable)
+        return sum(aligned_bytes(group.gradient_bytes) for group in self.trainable)
 
 
 @dataclass(frozen=True)
@@ -328,12 +337,14 @@ NO_STAGING = StagingPlan()
 class DiskPlan:
     """What this rank keeps in files. ``masters``: unit -> for each of its masters, stretches of its elements.
 
-    ``states``: the number of optimizer states per master; None if masters and states are not kept in files.
+    ``states``: the number of optimizer states per master; None if masters and states are not kept in files. ``format``: of
+    the masters.
     """
 
     masters: dict[int, tuple[tuple[Stretch, ...], ...]]
     states: int | None
     param_bytes: int
+    format: MasterFormat = MasterFormat.FP32
 
 
 @dataclass(frozen=True)

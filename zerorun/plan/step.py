@@ -25,6 +25,7 @@ CONTROL = "control"
 # there are two more for each part of the model (see Communicator.told_order), and the devices sum some, too.
 SUMMARY_NUMEL, NORM_NUMEL = 8, 3
 NORM = "norm"
+_FP32 = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -168,22 +169,25 @@ class _Step:
             if not self._goes_on(group):
                 self._sum_over_replicas(unit, group)
         for group in unit.trainable if topology.shard > 1 and not self._plan.policy.shard_optimizer else ():
-            sent = group.shard_numel * (topology.shard - 1) * torch.float32.itemsize
+            sent = group.shard_numel * (topology.shard - 1) * group.gradient_dtype.itemsize
             self._issued.append(Collective(f"{unit.name}: all-gather gradients", sent))
 
     def _sum_over_replicas(self, unit: UnitPlan, group: FlatGroupPlan) -> None:
-        for sent in self._bytes_over_replicas(group.shard_numel) if self._plan.topology.replicate > 1 else ():
+        for sent in self._bytes_over_replicas(group) if self._plan.topology.replicate > 1 else ():
             self._issued.append(Collective(f"{unit.name}: reduce-scatter gradients over replicas", sent))
 
-    def _bytes_over_replicas(self, numel: int) -> list[int]:
+    def _bytes_over_replicas(self, group: FlatGroupPlan) -> list[int]:
         """Return the bytes of an all-reduce, by call: one call through NCCL, else a reduce-scatter and an all-gather."""
-        topology = self._plan.topology
-        return self._bytes_of_all_reduce(numel, topology.replicate, topology.replicate_rank, self._plan.wire_dtype.itemsize)
+        topology, wire, kept = self._plan.topology, self._plan.wire_dtype.itemsize, group.gradient_dtype.itemsize
+        return self._bytes_of_all_reduce(group.shard_numel, topology.replicate, topology.replicate_rank, wire, kept)
 
-    def _bytes_of_all_reduce(self, numel: int, size: int, rank: int, wire: int) -> list[int]:
-        """As ``_bytes_over_replicas``, over ``size`` ranks of which this is number ``rank``."""
+    def _bytes_of_all_reduce(self, numel: int, size: int, rank: int, wire: int, kept: int = _FP32) -> list[int]:
+        """As ``_bytes_over_replicas``, over ``size`` ranks of which this is number ``rank``.
+
+        ``wire``, ``kept``: bytes per element where it is summed, and of the sum.
+        """
         if self._plan.transport == NCCL:
             return [2 * numel * (size - 1) // size * wire]
         step = -(-numel // size)
         low, high = (min(step * (rank + end), numel) for end in (0, 1))
-        return [(numel - (high - low)) * wire, (high - low) * (size - 1) * torch.float32.itemsize]
+        return [(numel - (high - low)) * wire, (high - low) * (size - 1) * kept]

@@ -23,6 +23,7 @@ from ..errors import ConfigError, ConfigProblem
 from .weights import stays_apart
 
 ROOT = "root"
+_WRAPPER = "_orig_mod."  # what torch.compile puts in names
 
 
 # Attributes that scripts set: of a module that is a leaf (accelerate looks for this one), and of a registered parameter.
@@ -42,6 +43,11 @@ class LeafModules:
         if getattr(module, LEAF_MARK, False) or name in self.names or name.endswith(self.suffixes):
             return True
         return bool(self.classes) and not {*names_of(type(module))}.isdisjoint(self.classes)
+
+
+def stored_name(name: str) -> str:
+    """Return the name for everybody of what ``named_parameters`` or ``state_dict`` of this rank's model call ``name``."""
+    return name.replace(_WRAPPER, "")
 
 
 def names_of(kind: type) -> tuple[str, str]:

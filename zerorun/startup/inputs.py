@@ -21,7 +21,8 @@ from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config
 from ..distributed.tensor_shard import shards_of
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
-from ..ops.single_pass import SinglePassOptimizer
+from ..ops.rounding import MasterFormat
+from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim import muon
 from ..optim.lr_schedules import build_schedule
@@ -255,27 +256,64 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    formats = _state_formats(model, client, name, params, groups)
-    return RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype, formats)
+    tried = client
+    if tried is None:
+        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
+    raw = RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype)
+    return _with_formats(raw, model, config, tried)
 
 
-def _state_formats(
-    model: nn.Module,
-    client: torch.optim.Optimizer | None,
-    name: str,
-    params: dict[str, Any],
-    groups: list[dict[str, Any]],
-) -> dict[int, StateFormat]:
+def _with_formats(raw: RawOptimizer, model: nn.Module, config: Config, tried: torch.optim.Optimizer) -> RawOptimizer:
+    """Return ``raw`` with the formats of masters and states. ``tried``: the optimizer, or one made for other tensors.
+
+    Raises ConfigError if the configuration wants other formats than the optimizer can have.
+    """
+    section = config.bf16
+    if not isinstance(tried, SinglePassOptimizer):
+        _refuse_formats(config, type(tried).__name__, "its update computes in the dtype of what it keeps")
+        return raw
+    if raw.matrix_dtype is not None:
+        _refuse_formats(config, "Muon", "its momentum and the directions of matrices need fp32")
+    formats = _state_formats(model, tried)
+    states_in_bf16 = section.enabled and section.bf16_optimizer_states
+    if states_in_bf16 and isinstance(tried, Adam8bit):
+        reason = f"{raw.name or type(tried).__name__} keeps states in 8 bits."
+        remedy = 'Remove the key, or set optimizer.type to "AdamW".'
+        raise ConfigError([ConfigProblem("bf16.bf16_optimizer_states", True, reason, remedy)])
+    if states_in_bf16:
+        formats = {id(param): StateFormat.BF16 for param in model.parameters()}
+    return replace(raw, formats=formats, master=_master_format(config), seed=_seed_of_chance(config))
+
+
+def _master_format(config: Config) -> MasterFormat:
+    section = config.bf16
+    if section.enabled and section.bf16_master_weights_and_grads:
+        return MasterFormat.KAHAN if section.rounding == "kahan" else MasterFormat.BF16
+    return MasterFormat.REMAINDER if section.enabled and section.store_param_remainders else MasterFormat.FP32
+
+
+def _seed_of_chance(config: Config) -> int | None:
+    """Return the seed if something is rounded by chance. States are, too, where weights have a rest."""
+    section = config.bf16
+    in_bf16 = section.bf16_master_weights_and_grads or section.bf16_optimizer_states
+    return (config.seed or 0) if section.enabled and in_bf16 and section.rounding != "nearest" else None
+
+
+def _refuse_formats(config: Config, name: str, reason: str) -> None:
+    """Raise ConfigError, with all problems, if masters or states of the optimizer ``name`` are to be kept in bf16."""
+    remedy = "Set optimizer.type to Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD or Sophia, or remove the key."
+    keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders")
+    wanted = [key for key in keys if config.bf16.enabled and getattr(config.bf16, key)]
+    if wanted:
+        raise ConfigError([ConfigProblem(f"bf16.{key}", True, f"{name} cannot: {reason}.", remedy) for key in wanted])
+
+
+def _state_formats(model: nn.Module, tried: SinglePassOptimizer) -> dict[int, StateFormat]:
     """Return id(parameter) -> the format of its states, of those that the optimizer does not keep in fp32.
 
     The numbers of elements are those of whole parameters, whatever ranks will have of them. Parameters that several
     pipeline stages have count as embeddings: each stage sees only its own modules, and must come to the same format.
     """
-    tried = client
-    if tried is None and issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer):
-        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
-    if not isinstance(tried, SinglePassOptimizer):
-        return {}
     shards = shards_of(model)
     embeddings = {id(own_weight(module)) for module in model.modules() if isinstance(module, nn.Embedding)}
     if isinstance(model, Pipelined):

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import on_device
+from ..ops.rounding import Origin
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
@@ -20,6 +21,7 @@ from ..optim.optimizers import build_optimizer
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import buffer_dtype, compute_dtype
+from ..plan.units import stored_name
 from ..startup.float8 import Float8Layers, float8_layers
 from ..startup.inputs import is_scheduler, take_in
 from .recorder import Named, Recorder
@@ -80,7 +82,8 @@ class Unsharded(Whole):
     def __init__(self, task: TrainingTask, config: Config, raw: RawOptimizer, device: torch.device) -> None:
         super().__init__(task.model.to(device), task.loss, config, LossScaler.of(config.fp16), device)
         params = [param for group in raw.groups for param in group["params"]]
-        self.masters = {param: nn.Parameter(param.detach().to(device, torch.float32, copy=True)) for param in params}
+        kept = {param: raw.master.parts(param.detach().to(device, torch.float32, copy=True)) for param in params}
+        self.masters = {param: nn.Parameter(master) for param, (master, _) in kept.items()}
         self._convert()
         groups = [{**group, "params": [self.masters[param] for param in group["params"]]} for group in raw.groups]
         if raw.optimizer is not None:
@@ -90,6 +93,13 @@ class Unsharded(Whole):
         if isinstance(self.optimizer, SinglePassOptimizer):
             formats = {own: raw.formats.get(id(param), StateFormat.FP32) for param, own in self.masters.items()}
             self.optimizer.formats.update(formats)
+            names = {id(param): stored_name(name) for name, param in task.model.named_parameters()}
+            for param, (_, rest) in kept.items():
+                if rest is not None:
+                    self.optimizer.rests[self.masters[param]] = rest
+                if raw.seed is not None:
+                    origin = Origin(0, param.numel(), names[id(param)], seed=raw.seed)
+                    self.optimizer.origins[self.masters[param]] = (origin,)
         self.scheduler = self._scheduler(task.options.get("lr_scheduler"))
         self.last_norm: float | None = None
 
@@ -125,12 +135,18 @@ class Unsharded(Whole):
                 sums.setdefault(param, joined(instead.get(names[id(param)], ()), total).to(total))
             clip = min(1.0, limit / (_norm(sums.values()) * unscale + 1e-6)) if limit else 1.0
             for param, total in sums.items():
-                self.masters[param].grad = total * (clip * unscale)
+                gradient, master = total * (clip * unscale), self.masters[param]
+                if isinstance(self.optimizer, SinglePassOptimizer):
+                    self.optimizer.gradients[master] = gradient  # which may be of another dtype
+                else:
+                    master.grad = gradient
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
         self.scaler.update(not math.isfinite(norm))
         self.sums.clear()
+        if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.gradients.clear()
         for param, master in self.masters.items():
             master.grad = None
             param.data.copy_(master.detach())

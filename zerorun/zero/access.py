@@ -17,7 +17,7 @@ from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import copied_to_cpu, follow_memory, followers
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
-from .flat_group import FlatGroup
+from .flat_group import FlatGroup, TrainedGroup, rounded
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
@@ -107,8 +107,8 @@ def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Any:
         model.make_ready()
         for unit in model.units:
             for flat_group in unit.trainable if unit.resident else ():
-                if not flat_group.plan.master_is_weight:
-                    flat_group.master.copy_(flat_group.weight)
+                if not flat_group.plan.master_is_weight or flat_group.rest is not None:
+                    flat_group.keep_exact(flat_group.weight)
 
     return module.register_load_state_dict_post_hook(after)
 
@@ -130,9 +130,9 @@ class WholeValues:
         home = self._model.homes[id(param)]
         flat_group = home.flat_group
         key = id(flat_group), master and flat_group.master is not None
-        if key not in self._flats and flat_group.master is not None and key[1]:
+        if key not in self._flats and isinstance(flat_group, TrainedGroup) and key[1]:
             self._model.bring_back(MASTERS, WEIGHTS)
-            self._flats[key] = gathered(self._model, flat_group, flat_group.master, home.unit.name)
+            self._flats[key] = gathered(self._model, flat_group, flat_group.exact, home.unit.name)
         elif key not in self._flats:
             self._flats[key] = _weights(self._model.runtime, home.unit, flat_group)
         return self._model.parts.whole(param, entry_view(home, self._flats[key]))
@@ -208,14 +208,24 @@ def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor)
     flat_group = home.flat_group
     model.bring_back()
     model.comm.fence()
+    weight = rounded(flat_group.plan, value)
     if home.unit.resident:
-        entry_view(home, flat_group.full).copy_(value)
+        entry_view(home, flat_group.full).copy_(weight)
     else:
-        store_owned(flat_group, home.entry, flat_group.shard, value)
+        store_owned(flat_group, home.entry, flat_group.shard, weight)
         if model.runtime.gathers.holds(home.unit):
             model.runtime.gathers.evict(home.unit.param_slot)
-    if flat_group.master is not None and not flat_group.plan.master_is_weight:
-        store_owned(flat_group, home.entry, flat_group.master, value)
+    if isinstance(flat_group, TrainedGroup) and not (flat_group.plan.master_is_weight and flat_group.rest is None):
+        exact = flat_group.exact  # of the others
+        store_owned(flat_group, home.entry, exact, value)
+        keep_owned(home, flat_group, exact)
+
+
+def keep_owned(home: ParameterHome, flat_group: TrainedGroup, values: torch.Tensor) -> None:
+    """Let the master at ``home`` have what ``values`` [owned] have for it; they may be ``exact`` itself."""
+    for run in flat_group.plan.owned_runs():
+        if run.entry == home.entry:
+            flat_group.keep_exact(values[run.offset : run.offset + run.numel], run.offset)
 
 
 class GatheredParameters:
@@ -392,11 +402,10 @@ def _checksum(value: torch.Tensor) -> tuple[float, float]:
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return the full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
     found = find(param, MASTERS, WEIGHTS)
-    if found is None or found[1].flat_group.master is None:
+    if found is None or not isinstance(found[1].flat_group, TrainedGroup):
         return None
     model, home = found
-    master = home.flat_group.master
-    assert master is not None
+    master = found[1].flat_group.exact
     if master.numel() != home.flat_group.layout.numel or model.parts.shards:
         compare_request(model, "safe_get_full_fp32_param", [repr(home.name)])
     part = entry_view(home, gathered(model, home.flat_group, master, home.unit.name)).clone()
@@ -459,14 +468,14 @@ def write_state(model: ShardedModel, home: ParameterHome, key: str, owned: torch
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return a view of this rank's part of the fp32 master of ``param``, flat and maybe empty.
+    """Return a view of this rank's part of the master of ``param``, flat and maybe empty; a copy if it is not kept in fp32.
 
     None if no engine optimizes ``param``.
     """
     found = find(param, MASTERS, WEIGHTS)
-    if found is None or found[1].flat_group.master is None:
+    if found is None or not isinstance(found[1].flat_group, TrainedGroup):
         return None
-    return owned_part(found[1], found[1].flat_group.master)
+    return owned_part(found[1], found[1].flat_group.exact)
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:

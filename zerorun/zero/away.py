@@ -53,6 +53,7 @@ _KINDS = {
     "coded": WEIGHTS,
     "second": WEIGHTS,
     "master": MASTERS,
+    "rest": MASTERS,
     "grad_full": StateKind.contiguous_grad_buffer,
     "grad_shard": StateKind.lp_grads,
 }

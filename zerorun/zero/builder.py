@@ -15,7 +15,7 @@ from ..errors import ModelError
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 from ..plan.weights import let_go_of_memory
 from .away import States
-from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup
+from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup, rounded
 from .init import forget_part, whole_value
 from .offload.host_link import Disk, HostLink
 from .offload.host_memory import give_back_freed
@@ -108,8 +108,9 @@ class _Builder:
         return iter(self._param_slots.carve(plan.param_slot, numels, dtypes) if needing else ())
 
     def _in_grad_slot(self, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        numels = [group.layout.numel for group in plan.trainable] if plan.grad_slot >= 0 else []
-        return iter(self._grad_slots.carve(plan.grad_slot, numels, [torch.float32] * len(numels)) if numels else ())
+        groups = plan.trainable if plan.grad_slot >= 0 else ()
+        numels, dtypes = [group.layout.numel for group in groups], [group.gradient_dtype for group in groups]
+        return iter(self._grad_slots.carve(plan.grad_slot, numels, dtypes) if numels else ())
 
     def _flat_group(
         self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor], grad_slot: Iterator[torch.Tensor]
@@ -119,6 +120,7 @@ class _Builder:
         full, shard = self._weights(unit, plan, values, param_slot)
         codes = self._codes(unit, plan, param_slot) if plan.coded else None
         master = self._master(unit, plan, full, shard, values) if plan.trainable else None
+        rest = self._rest(unit, plan, values) if plan.trainable else None
         del values  # before anything else is made
         second = self._second(plan) if plan.secondary is not None else None
         if master is None:
@@ -126,7 +128,7 @@ class _Builder:
         gradients = self._gradients(unit, plan, grad_slot)
         weight_on_host = unit.placement.params and not unit.resident
         together = not self._link.apart or weight_on_host == unit.placement.optimizer
-        return TrainedGroup(plan, params, full, shard, master, gradients, codes, second, together=together)
+        return TrainedGroup(plan, params, full, shard, master, gradients, codes, second, rest, together=together)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -145,13 +147,14 @@ class _Builder:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(where the whole parameters lie [numel], this rank's shard) in compute dtype."""
         if unit.resident:
-            full = values.to(plan.dtype)
+            full = rounded(plan, values)
             return full, full[plan.low : plan.high]
+        own = rounded(plan, values[plan.low : plan.high])
         if plan.mapped:
             assert self._mapping is not None
             full = self._mapping.take().view(plan.dtype)
-            return full, full[plan.low : plan.high].copy_(values[plan.low : plan.high])
-        return next(param_slot), self._kept_shard(unit, values[plan.low : plan.high], plan.dtype)
+            return full, full[plan.low : plan.high].copy_(own)
+        return next(param_slot), self._kept_shard(unit, own, plan.dtype)
 
     def _codes(self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor]) -> CodeBuffers:
         size = coded_bytes(plan.shard_numel)
@@ -181,25 +184,36 @@ class _Builder:
     def _master(
         self, unit: UnitPlan, plan: FlatGroupPlan, full: torch.Tensor, shard: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """[owned] fp32."""
+        """[owned] in the dtype of its format."""
         if plan.master_is_weight:
             return full if plan.owns_everything and unit.resident else shard
-        owned = values[plan.owned[0] : plan.owned[1]]
+        owned, _ = plan.master_format.parts(values[plan.owned[0] : plan.owned[1]])
         if unit.placement.states_on_disk and self._disk is not None and self._disk.states is not None:
             return self._disk.states.master(unit.index, unit.trainable.index(plan)).copy_(owned)
-        return self._kept(owned, torch.float32, on_host=unit.placement.optimizer)
+        return self._kept(owned, plan.master_format.dtype, on_host=unit.placement.optimizer)
+
+    def _rest(self, unit: UnitPlan, plan: FlatGroupPlan, values: torch.Tensor) -> torch.Tensor | None:
+        """[owned], what the master leaves out of ``values``; None if its format has nothing there."""
+        _, rest = plan.master_format.parts(values[plan.owned[0] : plan.owned[1]])
+        if rest is None:
+            return None
+        if unit.placement.states_on_disk and self._disk is not None and self._disk.states is not None:
+            there = self._disk.states.rest(unit.index, unit.trainable.index(plan))
+            return None if there is None else there.copy_(rest)
+        return self._kept(rest, rest.dtype, on_host=unit.placement.optimizer)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def _gradients(self, unit: UnitPlan, plan: FlatGroupPlan, grad_slot: Iterator[torch.Tensor]) -> GradientBuffers:
         own, on_host = plan.shard_numel, unit.placement.optimizer  # then a reduced gradient leaves its slot at once
-        full = next(grad_slot) if unit.grad_slot >= 0 else self._zeros(plan.layout.numel)
+        dtype = plan.gradient_dtype
+        full = next(grad_slot) if unit.grad_slot >= 0 else self._zeros(plan.layout.numel, dtype)
         apart = self._plan.policy.share_grad_slots and not on_host
-        shard = self._zeros(own) if apart else full[plan.low : plan.high]
-        return GradientBuffers(full, shard, self._link.empty(own, torch.float32) if on_host else None)
+        shard = self._zeros(own, dtype) if apart else full[plan.low : plan.high]
+        return GradientBuffers(full, shard, self._link.empty(own, dtype) if on_host else None)
 
-    def _zeros(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=torch.float32, device=self._device)
+    def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
 
 
 def _taken_value(param: nn.Parameter) -> torch.Tensor:

@@ -62,7 +62,8 @@ class _Files:
 
     def bytes_in(self, folder: Path) -> int:
         """Return the bytes that this rank keeps in ``folder``."""
-        states = file_bytes(self.plan.masters, self.plan.states or 0) if folder == self.states_folder else 0
+        kept = self.plan.masters, self.plan.states or 0, self.plan.format
+        states = file_bytes(*kept) if folder == self.states_folder else 0
         return states + (self.plan.param_bytes if folder == self.params_folder else 0)
 
     def require(self) -> None:
@@ -74,8 +75,8 @@ class _Files:
         """Make the files."""
         states = params = None
         if self.states_folder is not None:
-            masters, count = self.plan.masters, self.plan.states or 0
-            states = StateFile(self.states_folder, masters, count, node_bytes=_local_ranks() * file_bytes(masters, count))
+            kept = self.plan.masters, self.plan.states or 0, self.plan.format
+            states = StateFile(self.states_folder, *kept, node_bytes=_local_ranks() * file_bytes(*kept))
         if self.params_folder is not None:
             size = self.plan.param_bytes
             params = mapped_file(self.params_folder, size) if size else torch.empty(0, dtype=torch.uint8)

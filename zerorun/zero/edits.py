@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 
 from ..errors import ModelError, StepError
-from .access import compare_request, managed, owned_part, owned_state, refuse_copies, store_owned, write_state
+from .access import compare_request, keep_owned, managed, owned_part, owned_state, refuse_copies, store_owned, write_state
 from .flat_group import TrainedGroup
 from .gradients import gathered_gradients, reduce_all, whole_gradient
 from .pieces import owned_gradient
@@ -147,9 +147,11 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     flat = _local(home, owned_part(home, flat_group.master), value, function)
     compare_request(model, function, [repr(home.name)])
     model.comm.fence()  # others may still read the old values
-    owned_part(home, flat_group.master).copy_(flat)
+    exact = flat_group.exact
+    owned_part(home, exact).copy_(flat)
+    keep_owned(home, flat_group, exact)
     if not flat_group.plan.master_is_weight:
-        owned_part(home, flat_group.weight).copy_(flat)
+        owned_part(home, flat_group.weight).copy_(owned_part(home, flat_group.master))
     if not home.unit.resident and model.runtime.gathers.holds(home.unit):
         model.runtime.gathers.evict(home.unit.param_slot)
     home.unit.let_go_of_others()

@@ -11,6 +11,7 @@ from torch import nn
 from ..distributed.block_codes import decode_parts, encode
 from ..distributed.layout import Layout
 from ..distributed.transport.sums import square_sum
+from ..ops.rounding import join
 from ..plan.sharding_plan import FlatGroupPlan
 from .placeholders import placeholders
 
@@ -34,6 +35,7 @@ class FlatGroup:
     """
 
     master: torch.Tensor | None = None
+    rest: torch.Tensor | None = None
     grad_shard: torch.Tensor | None = None
 
     def __init__(
@@ -120,7 +122,7 @@ class FlatGroup:
 
 @dataclass(frozen=True)
 class GradientBuffers:
-    """Memory of a flat group's gradients, fp32. ``full``: [numel]; ``shard``: [shard], maybe a part of it.
+    """Memory of a flat group's gradients, in one dtype. ``full``: [numel]; ``shard``: [shard], maybe a part of it.
 
     ``host``: [shard], where the optimizer is not on the device.
     """
@@ -176,12 +178,16 @@ class TrainedGroup(FlatGroup):
         gradients: GradientBuffers,
         codes: CodeBuffers | None = None,
         second: torch.Tensor | None = None,
+        rest: torch.Tensor | None = None,
         *,
         together: bool = True,
     ) -> None:
-        """``master``: [owned] fp32. ``together``: it and the weight are on the same device."""
+        """``master``: [owned] fp32 or bf16. ``rest``: [owned], what a master in bf16 leaves out (ops/rounding.py).
+
+        ``together``: master and weight are on the same device.
+        """
         super().__init__(plan, params, full, shard, codes, second)
-        self.master, self._together = master, together
+        self.master, self.rest, self._together = master, rest, together
         self.grad_full, self.grad_shard, self.host_grad = gradients.full, gradients.shard, gradients.host
         # True if grad_shard is a part of grad_full (stages 0 and 1).
         self.shares_grad_memory = (
@@ -197,6 +203,18 @@ class TrainedGroup(FlatGroup):
     def weight_is_beside_master(self) -> bool:
         """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
         return self._together and not self.plan.master_is_weight and self.weight.dtype in ROUNDED
+
+    @property
+    def exact(self) -> torch.Tensor:
+        """The values of the master in fp32, [owned]: itself, or a copy. Not to be written to."""
+        return join(self.master, self.rest)
+
+    def keep_exact(self, values: torch.Tensor, low: int = 0) -> None:
+        """Let the master have ``values`` [n], from element ``low`` on."""
+        parts = self.plan.master_format.parts(values.reshape(-1).to(self.master.device))
+        for kept, new in zip((self.master, self.rest), parts, strict=True):
+            if kept is not None and new is not None:
+                kept[low : low + new.numel()].copy_(new)
 
     # -- from autograd -------------------------------------------------------------------------------------------
 
@@ -351,6 +369,13 @@ class TrainedGroup(FlatGroup):
         self.loose = self._carry = self._square_sum = None
         self.late = {}
         self.used = [False] * len(self.params)
+
+
+def rounded(plan: FlatGroupPlan, values: torch.Tensor) -> torch.Tensor:
+    """``values`` [...] in the dtype of the weights, as a rest is of them if there is one; themselves if they have it."""
+    if plan.master_format.rest is None:
+        return values.to(plan.dtype)
+    return plan.master_format.parts(values.reshape(-1))[0].view(values.shape)
 
 
 def _views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

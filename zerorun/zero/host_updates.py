@@ -141,7 +141,7 @@ def _update(
         if flat_group.plan.master_is_weight or (flat_group.weight_is_beside_master and weights_on_host):
             for job in jobs:
                 job.run(None if flat_group.plan.master_is_weight else job.piece.weight, where)
-        elif flat_group.dtype in ROUNDED and flat_group.dtype != torch.float32:
+        elif flat_group.dtype in ROUNDED and flat_group.dtype != flat_group.master.dtype:
             arrivals.append(_update_and_send(link, flat_group, jobs, where))
         else:
             for job in jobs:

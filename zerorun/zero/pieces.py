@@ -10,16 +10,18 @@ for each part of a parameter. All others get every parameter whole, in its own s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
 
 import torch
 
+from ..ops.rounding import Origin
 from ..ops.state_format import StateFormat
 from ..plan.sharding_plan import ParameterRun, PiecePlan
+from ..plan.units import stored_name
 from .flat_group import TrainedGroup
 from .unit import Unit
 
@@ -31,7 +33,7 @@ class OptimizerPiece:
     flat_group: TrainedGroup
     group: int
     low: int  # where it begins in the flat group's owned range, in elements
-    tensor: torch.Tensor  # fp32
+    tensor: torch.Tensor  # fp32 or bf16
     runs: list[ParameterRun]
     format: StateFormat = StateFormat.FP32
 
@@ -46,9 +48,34 @@ class OptimizerPiece:
         """The compute-dtype values that belong to ``tensor``, flat."""
         return self.flat_group.weight[self.low : self.low + self.tensor.numel()]
 
+    @property
+    def rest(self) -> torch.Tensor | None:
+        """What ``tensor`` leaves out of the values that it stands for, flat; None if its format has nothing there."""
+        rest = self.flat_group.rest
+        return None if rest is None else rest[self.low : self.low + self.tensor.numel()]
+
+    def origins(self, copies: Mapping[str, str], seed: int) -> tuple[Origin, ...]:
+        """What of the model's parameters it consists of, by names that all ranks have for them.
+
+        ``copies``: this rank's name of a parameter -> that which it has elsewhere.
+        """
+        return tuple(self._origin(run, copies, seed) for run in self.runs if run.numel)
+
+    def _origin(self, run: ParameterRun, copies: Mapping[str, str], seed: int) -> Origin:
+        own, shards = stored_name(self.flat_group.names[run.entry]), self.flat_group.plan.tensor_shards
+        name, shard = copies.get(own, own), shards[run.entry] if shards else None
+        whole = Origin(run.offset, run.numel, name, run.start, seed=seed)
+        if shard is None:
+            return whole
+        if len(shard.ranges) != 1:  # of several matrices in one: a name for what this rank has
+            return replace(whole, name=f"{name} {shard.ranges}")
+        inner = prod(shard.shape[shard.dim + 1 :])
+        rows = {"row": shard.length * inner, "whole_row": shard.shape[shard.dim] * inner}
+        return replace(whole, **rows, column=shard.ranges[0][0] * inner)
+
 
 def owned_gradient(flat_group: TrainedGroup) -> torch.Tensor:
-    """The gradient of what this rank updates: [owned] fp32, on the device of the master."""
+    """The gradient of what this rank updates: [owned], on the device of the master."""
     if flat_group.host_grad is not None:
         return flat_group.host_grad
     whole = flat_group.plan.owns_everything and flat_group.shares_grad_memory

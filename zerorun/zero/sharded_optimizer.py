@@ -166,9 +166,12 @@ class ShardedOptimizer:
             raise StepError("optimizer.step() was called directly. Remedy: call engine.step().")
 
     def _update_now(self, pieces: list[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
+        apart = {piece.tensor: piece.gradient for piece in pieces if piece.gradient.dtype != piece.tensor.dtype}
         for piece in pieces:
-            piece.tensor.grad = piece.gradient
+            piece.tensor.grad = piece.gradient if piece.tensor not in apart else None
         if isinstance(self.optimizer, SinglePassOptimizer):
+            self.optimizer.gradients.clear()
+            self.optimizer.gradients.update(apart)  # torch wants gradients of the same dtype
             self.optimizer.outputs = {p.tensor: p.weight for p in pieces if p.flat_group.weight_is_beside_master}
             self.optimizer.coefficient = coefficient
         elif coefficient != 1.0 and pieces:

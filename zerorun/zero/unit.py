@@ -11,15 +11,17 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (block_codes.py)  |
 | ``arriving``      | FlatGroup   | [bytes]     | uint8   | the codes of all ranks, behind ``full`` in the shared slot  |
 | ``second``        | FlatGroup   | [part]      | compute | its own, if a node has a second copy; else of ``coded``     |
-| ``master``        | FlatGroup   | [owned]     | fp32    | ``shard`` itself in fp32 if both are placed alike; or own   |
-| ``grad_full``     | FlatGroup   | [numel]     | fp32    | own slot, or a part of a shared slot (stages 2 and 3)       |
-| ``grad_shard``    | FlatGroup   | [shard]     | fp32    | a view of ``grad_full`` if that is its own, else its own    |
-| ``host_grad``     | FlatGroup   | [shard]     | fp32    | in host memory, if the optimizer is (placement.py)          |
-| moments           | torch.optim | like master | fp32    | on 1-D (or whole) pieces of ``master``                      |
+| ``master``        | FlatGroup   | [owned]     | fp32 *  | ``shard`` itself in its dtype if both are placed alike      |
+| ``rest``          | FlatGroup   | [owned]     | 16 bits | where ``master`` would be, if that is in bf16 and has one   |
+| ``grad_full``     | FlatGroup   | [numel]     | fp32 *  | own slot, or a part of a shared slot (stages 2 and 3)       |
+| ``grad_shard``    | FlatGroup   | [shard]     | fp32 *  | a view of ``grad_full`` if that is its own, else its own    |
+| ``host_grad``     | FlatGroup   | [shard]     | fp32 *  | in host memory, if the optimizer is (placement.py)          |
+| moments           | torch.optim | like master | fp32 *  | on 1-D (or whole) pieces of ``master``                      |
 | parameter.grad    | autograd    | the user's  | compute | autograd's own, from its backward until ``accumulate``      |
 | ``loose``         | FlatGroup   | flat, a list | fp32   | as autograd left them, from ``accumulate`` until sent       |
 
-``owned`` is the shard, or at stage 0 the whole buffer. Frozen flat groups have no master and no gradient.
+``owned`` is the shard, or at stage 0 the whole buffer. Frozen flat groups have no master and no gradient. (*) Or bf16: the
+plan's ``master_format`` and ``gradient_dtype``, and the optimizer's formats of states, say so.
 
 [Note: gradients come as a whole unit]
 Autograd leaves fresh gradients on ``parameter.grad``. When the unit's backward is over, ``accumulate`` moves them all

@@ -33,10 +33,10 @@ from ...distributed.layout import aligned_bytes
 from ...distributed.waits import waiting
 from ...errors import SwapError
 from ...ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
+from ...ops.rounding import MasterFormat
 from ...ops.state_format import StateFormat, StatePart
 from ...watch.board import NOBODY
 
-_ITEM = torch.float32.itemsize
 (FP32,) = StateFormat.FP32.parts
 BUFFERS = 3
 
@@ -73,11 +73,16 @@ class _Stretch:
 
 @dataclass(frozen=True)
 class _Array:
-    """A master [numel] and its states. ``start``: byte offset in the file, where the master is; the states follow."""
+    """A master [numel] and its states. ``start``: byte offset in the file, where the master is; the states follow.
+
+    ``rest``: byte offset of what it leaves out, if its ``format`` has that.
+    """
 
     start: int
     numel: int
     stretches: tuple[_Stretch, ...]
+    format: MasterFormat
+    rest: int
 
     def stretch(self, element: int) -> _Stretch:
         """Return the stretch of which ``element`` is one."""
@@ -119,22 +124,27 @@ def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
         file.close()
 
 
-def file_bytes(units: Mapping[int, Sequence[Master]], states: int) -> int:
+def file_bytes(units: Mapping[int, Sequence[Master]], states: int, format: MasterFormat = MasterFormat.FP32) -> int:
     """Return the size in bytes of the :class:`StateFile` with these arguments."""
-    return sum(extent.room for extent in _extents(units, states).values())
+    return sum(extent.room for extent in _extents(units, states, format).values())
 
 
-def buffer_bytes(units: Mapping[int, Sequence[Master]], states: int, buffer_count: int = BUFFERS) -> int:
+def buffer_bytes(
+    units: Mapping[int, Sequence[Master]],
+    states: int,
+    format: MasterFormat = MasterFormat.FP32,
+    buffer_count: int = BUFFERS,
+) -> int:
     """Return the bytes of memory that the buffers of this :class:`StateFile` take."""
-    return buffer_count * max((extent.room for extent in _extents(units, states).values()), default=0)
+    return buffer_count * max((extent.room for extent in _extents(units, states, format).values()), default=0)
 
 
-def _extents(units: Mapping[int, Sequence[Master]], states: int) -> dict[int, _Extent]:
+def _extents(units: Mapping[int, Sequence[Master]], states: int, format: MasterFormat) -> dict[int, _Extent]:
     extents, offset = {}, 0
     for key, described in units.items():
         masters, start = [], offset
         for master in described:
-            array, start = _array(master, states, start)
+            array, start = _array(master, states, start, format)
             masters.append(array)
         room = _blocks(start - offset)
         extents[key] = _Extent(offset, room, tuple(masters))
@@ -142,11 +152,12 @@ def _extents(units: Mapping[int, Sequence[Master]], states: int) -> dict[int, _E
     return extents
 
 
-def _array(master: Master, states: int, start: int) -> tuple[_Array, int]:
+def _array(master: Master, states: int, start: int, master_format: MasterFormat) -> tuple[_Array, int]:
     """Place a master and its states from byte ``start`` on. Return the next free byte, too."""
     described = [(master, StateFormat.FP32)] if isinstance(master, int) else master
     numel = sum(count for count, _ in described)
-    end = start + aligned_bytes(numel * _ITEM)
+    rest = start + aligned_bytes(numel * master_format.dtype.itemsize)
+    end = rest + (aligned_bytes(numel * master_format.rest.itemsize) if master_format.rest is not None else 0)
     stretches, low = [], 0
     for count, format in described:
         starts = {}
@@ -156,11 +167,11 @@ def _array(master: Master, states: int, start: int) -> tuple[_Array, int]:
                 end += aligned_bytes(part.nbytes(count))
         stretches.append(_Stretch(low, count, starts))
         low += count
-    return _Array(start, numel, tuple(stretches)), end
+    return _Array(start, numel, tuple(stretches), master_format, rest), end
 
 
 class StateFile:
-    """Masters, in fp32, and states of one rank's units on a disk, all zero at first.
+    """Masters and states of one rank's units on a disk, all zero at first.
 
     The file has no name once it is open, so nothing is left behind, however the process ends. ``begin``, ``prefetch``,
     ``open``, ``release`` and ``flush`` raise :class:`SwapError` if reading or writing fails, and then in every later call.
@@ -172,18 +183,19 @@ class StateFile:
         folder: Path,
         units: Mapping[int, Sequence[Master]],
         states: int,
+        format: MasterFormat = MasterFormat.FP32,
         *,
         node_bytes: int = 0,
         buffer_count: int = BUFFERS,
     ) -> None:
-        """``units``: unit -> its masters, each of which has ``states`` states. ``buffer_count``: at least 2.
+        """``units``: unit -> its masters in ``format``, each of which has ``states`` states. ``buffer_count``: at least 2.
 
         ``node_bytes``: the bytes of all ranks of this machine together, for the error message if the disk is full.
         """
         if buffer_count < 2:
             raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
         self._folder, self._failure = folder, None
-        self._extents = _extents(units, states)
+        self._extents = _extents(units, states, format)
         self.file_bytes = sum(extent.room for extent in self._extents.values())
         self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
         self._starts = [array.start for array in self._arrays]
@@ -215,11 +227,19 @@ class StateFile:
     # -- tensors over the mapping --------------------------------------------------------------------------------
 
     def master(self, key: int, index: int) -> torch.Tensor:
-        """Return the ``index``-th master of unit ``key``: [numel] fp32."""
+        """Return the ``index``-th master of unit ``key``: [numel] in the dtype of its format."""
         array = self._extents[key].masters[index]
-        if not array.numel:
-            return torch.empty(0)
-        return self._bytes[array.start : array.start + array.numel * _ITEM].view(torch.float32)
+        return self._view(array.start, array.numel, array.format.dtype)
+
+    def rest(self, key: int, index: int) -> torch.Tensor | None:
+        """Return what the ``index``-th master of unit ``key`` leaves out, [numel]; None if its format has nothing there."""
+        array = self._extents[key].masters[index]
+        return None if array.format.rest is None else self._view(array.rest, array.numel, array.format.rest)
+
+    def _view(self, start: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return self._bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def home(self, param: torch.Tensor, number: int, part: StatePart = FP32) -> torch.Tensor:
         """Return a part of a state, all zeros, for ``param``: in the file if ``param`` is there, else in memory.
@@ -248,7 +268,7 @@ class StateFile:
             return part.zeros(master)
         offset = self._offset(master)
         array = self._arrays[bisect_right(self._starts, offset) - 1]
-        element = (offset - array.start) // _ITEM
+        element = (offset - array.start) // array.format.dtype.itemsize
         stretch = array.stretch(element)
         start = stretch.starts[number, part.key] + part.nbytes(element - stretch.low)
         state = self._bytes[start : start + part.nbytes(master.numel())].view(part.dtype)
