@@ -33,13 +33,13 @@ def llama(layers: int = 2, **settings: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def stored(folder: str) -> LlamaForCausalLM:
+def stored(folder: str, **how: Any) -> LlamaForCausalLM:
     """``llama()`` as it comes from files in ``folder``, for trainers that load a model a second time by its name."""
     path = f"{folder}/stored"
     if dist.get_rank() == 0:
         llama().save_pretrained(path)
     dist.barrier()
-    return LlamaForCausalLM.from_pretrained(path)
+    return LlamaForCausalLM.from_pretrained(path, **how)
 
 
 class Sentences(Dataset[dict[str, Any]]):

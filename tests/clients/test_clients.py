@@ -21,8 +21,9 @@ from harness import patience
 pytestmark = pytest.mark.nightly
 HERE = Path(__file__).parent
 STAGES = (0, 1, 2, 3)
-# In 16 bits DDP computes in another way: autocast with fp32 weights.
-TOLERANCES = {"bf16": 0.05, "fp16": 1e-3}
+# In 16 bits DDP computes in another way: autocast with fp32 weights. TRL lets adapters of quantised models be bf16, and the
+# engine computes with what fp32 masters make of them.
+TOLERANCES = {"bf16": 0.05, "fp16": 1e-3, "SFT, QLoRA": 2e-3, "SFT, LLM.int8": 2e-3}
 EXACT = 1e-6
 TRAINER = (
     "plain", "accumulation", "checkpointing", "lora", "generate", "resume", "best", "save", "bf16", "fp16",
@@ -33,7 +34,10 @@ ACCELERATE = (
     "schedule", "state dict", "offload",
 )  # fmt: skip
 LOWEST_STAGE = {"offload": 1, "offloaded optimizer": 1, "offloaded parameters": 3}
-TRL = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
+TRL = (
+    "SFT", "SFT, LoRA", "SFT, QLoRA", "SFT, LLM.int8", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing",
+    "GRPO", "GRPO, reference",
+)  # fmt: skip
 LIGHTNING = (
     "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
 )  # fmt: skip

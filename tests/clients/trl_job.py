@@ -12,10 +12,19 @@ from cells import run_cells
 from client_models import llama, stored, tokenizer, words
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import BitsAndBytesConfig
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 STEPS = 3
-CELLS = ("SFT", "SFT, LoRA", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing", "GRPO", "GRPO, reference")
+CELLS = (
+    "SFT", "SFT, LoRA", "SFT, QLoRA", "SFT, LLM.int8", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing",
+    "GRPO", "GRPO, reference",
+)  # fmt: skip
+QUANTISED = {
+    "QLoRA": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "LLM.int8": BitsAndBytesConfig(load_in_8bit=True),
+}
 
 
 def data(kind: str) -> Dataset:
@@ -33,6 +42,14 @@ def reward(completions: list[str], **unused: Any) -> list[float]:
     return [float(len(set(text.split()))) for text in completions]
 
 
+def quantised(folder: str, variant: str) -> Any:
+    """``llama()`` as transformers quantises it. Where a configuration with stage 3 is alive, no rank has all of it."""
+    model = stored(folder, quantization_config=QUANTISED[variant], dtype=torch.float32)
+    parts = [param for param in model.parameters() if type(param) is not torch.nn.Parameter and hasattr(param, "ds_id")]
+    assert len(parts) == (14 if is_deepspeed_zero3_enabled() else 0)
+    return model
+
+
 def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     kind, _, variant = cell.partition(", ")
     zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
@@ -45,11 +62,13 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         "gradient_checkpointing": variant == "checkpointing",
     }  # fmt: skip
     torch.manual_seed(11)
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]) if variant == "LoRA" else None
+    adapts = variant in ("LoRA", *QUANTISED)
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]) if adapts else None
     given = {"train_dataset": data(kind), "processing_class": tokenizer(), "peft_config": config}
     trainer: Any
     if kind == "SFT":
-        trainer = SFTTrainer(llama(), SFTConfig(max_length=12, **how), **given)
+        args = SFTConfig(max_length=12, **how)
+        trainer = SFTTrainer(quantised(folder, variant) if variant in QUANTISED else llama(), args, **given)
     elif kind == "DPO":
         trainer = DPOTrainer(stored(folder), args=DPOConfig(max_length=24, **how), **given)
     else:

@@ -1583,6 +1583,14 @@ MUTANTS = (
         ("tests/ranks/test_quantised_weights.py::test_int8_layers_follow_their_weights[3-True]",),
     ),
     Mutant(
+        "int8-weights-stay-whole-beside-their-parts",
+        "stale",
+        "zerorun/zero/init.py",
+        "    let_go_of_memory(param, data)",
+        "    pass",
+        ("tests/ranks/test_qlora.py::test_each_rank_holds_all_transformers_30663_peft_2016[int8]",),
+    ),
+    Mutant(
         "the-first-sensitivity-is-past",
         "bound",
         "ops/single_pass.py",

@@ -53,7 +53,7 @@ class Peak(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tensors_in([result]):
             storage = tensor.untyped_storage()
-            if storage._cdata in before or storage._cdata in self._known:
+            if tensor.is_meta or storage._cdata in before or storage._cdata in self._known:
                 continue
             self._known.add(storage._cdata)
             self.now += storage.nbytes()

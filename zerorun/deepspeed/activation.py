@@ -109,8 +109,10 @@ class _SurfaceLoader(Loader):
             info_once(f"deepspeed is zerorun in this process ({VARIABLE} or zerorun.deepspeed.activate()).")
             from .optimizer_names import name_optimizers
             from .parameters import install
+            from .quantised_loads import divide_quantised_loads
 
             install()
+            divide_quantised_loads()
             name_optimizers()
 
 

@@ -37,7 +37,7 @@ from .placement import Placement, place_units
 from .policy import STAGES, Policy
 from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
 from .units import ROOT, LeafModules, UnitPolicy, UnitSpec, choose_units
-from .weights import apart_from, is_packed, stored_bytes
+from .weights import apart_from, is_packed, scale_bytes, stored_bytes
 
 # If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
 # more than packing them.
@@ -284,7 +284,7 @@ class _Planner:
             grad_slots=_slots(in_flight, [u.grad_slot_bytes for u in sharing] if self.policy.share_grad_slots else []),
             staging=self._staging(units, disk),
             disk=disk,
-            kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())),
+            kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())) + scale_bytes(self.model),
             buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in self.model.buffers()),
             by_parts=self.raw.parts is not None,
             hops=self.wire.hops(units),

@@ -35,6 +35,8 @@ _PACKED = {
         "a Linear8bitLt quantises its weight anew if its state was reset, as by state.reset_grads()"
     ),
 }
+# Attributes of packed weights, of their states and of what these refer to: scales and tables of codes.
+_SCALES, _NESTED = ("absmax", "code", "offset", "SCB"), ("quant_state", "state2")
 # Class name of a wrapper -> what to do instead of training it.
 _INSTEAD = {
     "WeightWithDynamicFloat8CastTensor": "use Float8LinearConfig(enable_fsdp_float8_all_gather=False): plain weights",
@@ -62,6 +64,28 @@ def is_packed(param: torch.Tensor) -> bool:
 def stays_apart(param: torch.Tensor) -> bool:
     """True for a parameter that every rank keeps whole: see [Note: three kinds]."""
     return kind_of(param) == APART
+
+
+def scale_bytes(model: nn.Module) -> int:
+    """Return the bytes of the tensors by which layers of ``model`` read packed weights: every rank has all of them."""
+    found = {}
+    for layer in model.modules():
+        weight = own_weight(layer)
+        holders = [weight, getattr(layer, "state", None)] if weight is not None and is_packed(weight) else []
+        for holder in holders:
+            for name, value in vars(holder).items() if holder is not None else ():
+                if name in _SCALES and isinstance(value, torch.Tensor):
+                    found[id(value)] = value
+                elif name in _NESTED:
+                    holders.append(value)
+    return sum(scale.numel() * scale.element_size() for scale in found.values())
+
+
+def is_quantised(param: torch.Tensor) -> bool:
+    """True for a packed weight that has its packed values: bitsandbytes packs when a weight is moved to a device."""
+    return (
+        is_packed(param) and not param.is_meta and (hasattr(param, "CB") or getattr(param, "quant_state", None) is not None)
+    )
 
 
 def repacking(param: torch.Tensor) -> str:

@@ -39,7 +39,7 @@ from ..distributed.same_request import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
-from ..plan.weights import stays_apart
+from ..plan.weights import is_packed, let_go_of_memory, own_weight, stays_apart
 from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
@@ -91,6 +91,8 @@ class _Shown:
 # parameter -> the part that this rank keeps, and the placeholder. By identity; an entry is dropped with its parameter.
 _partitioned = WeakIdKeyDictionary()
 _shown_by = WeakIdKeyDictionary()
+# Packed weight -> the hook on its layer that finds forwards without an engine.
+_forwards = WeakIdKeyDictionary()
 # Key of a storage -> the placeholder in it, or the memory that it was for whole parameters.
 _shown: WeakValueDictionary[int, _Shown] = WeakValueDictionary()
 _memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
@@ -102,12 +104,13 @@ class Held:
     def __init__(self, param: torch.Tensor, part: _Part) -> None:
         self.param, self._part = param, part
         whole = _whole(part)
-        forget_part(param)
-        param.data = whole
+        _partitioned.pop(param)
+        _shown_by.pop(param, None)
+        _show(param, whole)
 
     def put_back(self) -> None:
         """Partition the parameter as it was before. Changes of the full value are dropped."""
-        self.param.data = placeholder(self._part.shard.new_empty(()).expand(self._part.shape))
+        _show(self.param, placeholder(self._part.shard.new_empty(()).expand(self._part.shape)))
         _keep(self.param, self._part)
 
 
@@ -158,7 +161,7 @@ def take_values(params: Sequence[torch.Tensor], source: int) -> None:
             values = param.detach().contiguous()
             world.broadcast(values, source, "GatheredParameters: broadcast of an edited parameter")
             if _is_expanded(param):
-                param.data = values
+                _show(param, values)
             else:
                 param.copy_(values)  # in place, because other tensors may share its memory
 
@@ -212,6 +215,9 @@ def forget_part(param: torch.Tensor) -> None:
     """Forget that ``Init`` partitioned ``param``: its values are elsewhere now."""
     _partitioned.pop(param, None)
     _shown_by.pop(param, None)
+    hook = _forwards.pop(param, None)
+    if hook is not None:
+        hook.remove()
 
 
 def partitioned(model: nn.Module) -> list[nn.Parameter]:
@@ -231,7 +237,7 @@ def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[
         whole = whole_value(param)
         forget_part(param)
         if id(param) in here:
-            param.data = share_of(param, whole)  # type: ignore[arg-type]
+            _show(param, share_of(param, whole))  # type: ignore[arg-type]
         del whole  # before the next one is put together
 
 
@@ -263,8 +269,23 @@ def release(param: torch.Tensor) -> None:
         _remember_memory(part, whole)
     shown = _shown_by.get(param)
     reusable = shown is not None and (shown.tensor.shape, shown.tensor.dtype) == (param.shape, param.dtype)
-    param.data = shown.tensor if reusable and shown.tensor.device == param.device else placeholder(param)
+    _show(param, shown.tensor if reusable and shown.tensor.device == param.device else placeholder(param))
     _keep(param, part)
+
+
+def _show(param: torch.Tensor, data: torch.Tensor) -> None:
+    """Let ``param`` be ``data``, and so what else refers to the memory of a packed weight."""
+    param.data = data
+    let_go_of_memory(param, data)
+
+
+def partition_now(module: nn.Module, param: nn.Parameter) -> None:
+    """Partition ``param``, which ``module`` is to register outside of a block. All ranks must call it in the same order."""
+    init_distributed()
+    with torch._C.DisableTorchFunction(), torch.no_grad():
+        _compare(_OTHER_CODE, [f"made a parameter of shape {tuple(param.shape)}, {param.dtype}"], _SAME_CODE)
+        release(param)
+        _watch_forward(module, param)
 
 
 def _keep(param: torch.Tensor, part: _Part) -> None:
@@ -289,6 +310,21 @@ def _withhold(module: nn.Module, state: dict[str, Any], prefix: str, local_metad
 def _watch_state_dict(module: nn.Module) -> None:
     if _withhold not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_withhold)
+
+
+def _watch_forward(module: Any, param: torch.Tensor) -> None:
+    """Let forwards of ``module`` before ``initialize()`` raise: the bytes of a packed placeholder look like any others."""
+    if isinstance(module, nn.Module) and param not in _forwards and is_packed(param):
+        _forwards[param] = module.register_forward_pre_hook(_refuse_forward)
+
+
+def _refuse_forward(module: nn.Module, inputs: Any) -> None:
+    if not Init.open and own_weight(module) in _partitioned:
+        raise ModelError(
+            f"the forward of a {type(module).__name__} needs its quantised weight, which is spread over all ranks. Remedy: "
+            "give the model to initialize() first. One that is to stay whole on every rank is loaded outside of "
+            "`with zerorun.zero.Init():`, and in the DeepSpeed mode before the configuration with stage 3 is made."
+        )
 
 
 def _is_left_alone(param: torch.Tensor) -> bool:
@@ -372,7 +408,7 @@ def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Te
             offset = (part.low - base) // whole.itemsize
             place = whole.new_empty(0).set_(storage, offset, part.shape, part.stride or whole.stride())  # type: ignore[arg-type]
             whole = place.copy_(whole)
-        param.data = whole
+        _show(param, whole)
         _partitioned.pop(param)
         params.append(param)
     return params
@@ -492,6 +528,9 @@ class Init(TorchFunctionMode):
             for part in module.modules():
                 if part._parameters:
                     _watch_state_dict(part)
+                weight = own_weight(part)
+                if weight is not None and weight in _partitioned:
+                    _watch_forward(part, weight)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -598,5 +637,6 @@ class Init(TorchFunctionMode):
             _compare(_OTHER_CODE, [f"made a parameter of shape {tuple(p.shape)}, {p.dtype}" for p in waiting], _SAME_CODE)
             for param in waiting:
                 release(param)
+                _watch_forward(self._owner_of(param), param)
             self._alive.update(new)
         self._whole_now.clear()
