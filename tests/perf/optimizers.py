@@ -31,6 +31,7 @@ HELD_OUT = 512  # samples per rank
 EVERY = 20  # steps between two points of the plot
 BASE = "AdamW, fp32"
 NATS = 0.01  # within which a row is as good as AdamW in fp32
+WORSE = 0.005  # from which on it is worse: five times of what rounding in other ways makes
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,22 @@ class Row:
 
 _ADAM: dict[str, Any] = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 _BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+
+
+def _kept(*keys: str, rounding: str = "stochastic") -> dict[str, Any]:
+    """bf16 in which ``keys`` of its section are true."""
+    return {"bf16": {"enabled": True, **dict.fromkeys(keys, True), "rounding": rounding}}
+
+
+_PURE = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 ROWS: dict[str, Row] = {
     BASE: Row("AdamW", _ADAM),
     "AdamW, bf16": Row("AdamW", _ADAM, _BF16, below=NATS),
+    "bf16 alone, 8 bytes": Row("AdamW", _ADAM, _kept(*_PURE), below=NATS),
+    "bf16 alone, nearest": Row("AdamW", _ADAM, _kept(*_PURE, rounding="nearest"), above=WORSE),
+    "bf16 alone, Kahan, 10 bytes": Row("AdamW", _ADAM, _kept(*_PURE, rounding="kahan"), below=NATS),
+    "bf16 moments, 14 bytes": Row("AdamW", _ADAM, _kept("bf16_optimizer_states"), below=NATS),
+    "bf16 and remainders, 16 bytes": Row("AdamW", _ADAM, _kept("store_param_remainders"), below=NATS),
     "AdamW8bit": Row("AdamW8bit", _ADAM, below=NATS),
     "AdamW8bit, bf16": Row("AdamW8bit", _ADAM, _BF16, below=NATS),
     "Muon": Row("Muon", {**_ADAM, "momentum": 0.95}),

@@ -3,17 +3,24 @@ are, in memory as estimated; checkpoints between all of these."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import by_day
 from harness import run_ranks
+from races import looking_for_races
+from safetensors.torch import load_file
+from simulation import simulated_device
 from torch import nn
 from training import make_config, merged, shared_topology
 
 import zerorun
+from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
+from zerorun.errors import ConfigError
 from zerorun.ops.rounding import MasterFormat, Origin, join
 from zerorun.ops.single_pass import Adam
 from zerorun.ops.state_format import StateFormat
@@ -162,7 +169,9 @@ def settings(row: str, kind: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_same_bits_as_in_one_process_torchtune_2254(row: str, kind: str, ranks: int, tmp_path: Path) -> None:
+def test_same_bits_as_in_one_process_and_bytes_as_estimated_megatron_1821(
+    row: str, kind: str, ranks: int, tmp_path: Path
+) -> None:
     """Noise goes by positions in whole parameters, and never by what a rank has of them."""
     if "hybrid" in row:
         ranks = 4
@@ -181,3 +190,302 @@ def test_same_bits_as_in_one_process_torchtune_2254(row: str, kind: str, ranks: 
         key: size for key, size in estimate.kinds.items() if size
     }
     assert sum(heaviest["report"].values()) <= 1.01 * sum(sum(rank["report"].values()) for rank in found) / ranks
+
+
+def learn(config: dict[str, Any], rule: str, params: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = zerorun.initialize(net(), merged(config, {"optimizer": {"type": rule, "params": {**params}}}))
+    for step in range(3):
+        if rule == "Sophia" and step == 1:
+            engine.backward(loss_of(engine, 10), curvature=True)
+        for micro in range(2):
+            engine.backward(loss_of(engine, 2 * step + micro))
+            engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    [
+        ("Lion", {"lr": 1e-3}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("SGD", {"lr": 0.1}),
+        ("Adagrad", {"lr": 0.02}),
+        ("AdamSAGE", {"lr": 1e-2}),
+        ("Sophia", {"lr": 1e-3, "bs": 18}),
+        ("AdamW8bit", {"lr": 1e-2, "min_8bit_size": 1000}),
+    ],
+)
+def test_rules_of_one_pass(rule: str, params: dict[str, Any]) -> None:
+    """Clipped, and accumulated in fp32: the same at stage 0 on one rank and at stage 3 on two; steps are counted."""
+    kind = "12 bytes, masters and gradients" if rule == "AdamW8bit" else "8 bytes"
+    changes = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1, "data_types": {"grad_accum_dtype": "fp32"}}
+    configs = [config_of(stage, kind, **changes) for stage in (0, 3)]
+    for config in configs:
+        del config["optimizer"]["params"]
+    (one,) = run_ranks(1, learn, configs[0], rule, params)
+    for found in run_ranks(2, learn, configs[1], rule, params):
+        for name, value in one.items():
+            assert float((found[name] - value).float().norm() / value.float().norm()) < 2e-3, name
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    engine = zerorun.initialize(net(), config)
+    steps(engine, 0, 2)
+    engine.save_checkpoint(folder, "here")
+    engine.export(f"{folder}/export", dtype="fp32")
+    found = {"states": states_of(engine), "weights": engine.state_dict()}
+    found["losses"] = steps(engine, 2, 2)
+    engine.destroy()
+    return found
+
+
+def load_and_go_on(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    engine = zerorun.initialize(net(), config)
+    engine.load_checkpoint(folder, "here")
+    found = {"states": states_of(engine), "weights": engine.state_dict()}
+    found["losses"] = steps(engine, 2, 2)
+    engine.destroy()
+    return found
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    by_day(tuple(KINDS), "8 bytes", "10 bytes, Kahan", "16 bytes, remainders"),
+)
+def test_checkpoints_go_to_any_number_of_ranks_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    saved = run_ranks(2, save_and_go_on, config_of(2, kind), str(tmp_path))[0]
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}
+    for ranks, stage, changes in ((3, 3, {}), (1, 0, {}), (2, 1, disk)):
+        loaded = run_ranks(ranks, load_and_go_on, config_of(stage, kind, zero_optimization=changes), str(tmp_path))[0]
+        assert_same(loaded["states"], saved["states"])
+        assert_same(loaded["weights"], saved["weights"])
+        if ranks < 3:  # the mean of three equal gradients may be rounded
+            assert loaded["losses"] == saved["losses"]
+    exported = {n: v for file in (tmp_path / "export").glob("model*.safetensors") for n, v in load_file(file).items()}
+    for name, value in exported.items():
+        assert value.dtype == torch.float32 and torch.equal(value, saved["states"][f"master {name}"])
+    assert "embed.weight" in exported
+
+
+def test_checkpoints_go_from_each_format_to_each_other(tmp_path: Path) -> None:
+    """What the narrower one cannot have is rounded to nearest, once; what both have stays."""
+    kinds = {"fp32": "", **{kind: kind for kind in ("8 bytes", "10 bytes, Kahan", "16 bytes, remainders")}}
+
+    def config(kind: str) -> dict[str, Any]:
+        found = config_of(1, kind or "8 bytes")
+        return found if kind else {**found, "bf16": {"enabled": True}}
+
+    saved = {
+        name: run_ranks(1, save_and_go_on, config(kind), str(tmp_path / name))[0]["states"] for name, kind in kinds.items()
+    }
+    narrow = ("8 bytes", "10 bytes, Kahan")
+    for source, there in saved.items():
+        for target in kinds:
+            found = run_ranks(2, load_and_go_on, config(kinds[target]), str(tmp_path / source))[0]["states"]
+            for name, value in there.items():
+                wanted = value
+                if (name.startswith("exp_avg") and target in narrow) or (name.startswith("master") and target == "8 bytes"):
+                    wanted = value.bfloat16().float()
+                elif name.startswith("master") and target == "10 bytes, Kahan":
+                    wanted = join(*MasterFormat.KAHAN.parts(value.reshape(-1))).view(value.shape)
+                assert torch.equal(found[name], wanted), (source, target, name)
+
+
+def one_step(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    engine = zerorun.initialize(net(), config)
+    steps(engine, 0, 1)
+    found = states_of(engine), engine.state_dict()
+    engine.destroy()
+    return found
+
+
+def test_an_update_with_remainders_is_that_of_fp32_masters() -> None:
+    """To the bit; weights are rounded in the other direction only where masters lie between two of them."""
+    config = config_of(1, "16 bytes, remainders")
+    ((masters, weights),) = run_ranks(1, one_step, config)
+    ((wanted, even),) = run_ranks(1, one_step, {**config, "bf16": {"enabled": True}})
+    assert_same(masters, wanted)
+    for name, weight in weights.items():
+        if f"master {name}" in masters:
+            apart = weight != even[name]
+            assert bool((masters[f"master {name}"][apart].view(torch.int32) & 0xFFFF == 0x8000).all())
+
+
+def edit(config: dict[str, Any]) -> None:
+    """Masters and weights that are set by name are as they were set, as far as their format goes."""
+    engine = zerorun.initialize(net(), config)
+    steps(engine, 0, 1)
+    param, before = engine.module.blocks[1][0].weight, states_of(engine)
+    form = engine.plan.trainable[0].master_format
+    value = torch.linspace(-1, 1, 51 * 24).view(51, 24)
+    zerorun.zero.safe_set_full_fp32_param(param, value)
+    wanted = join(*form.parts(value.reshape(-1))).view(51, 24)
+    after = states_of(engine)
+    assert [name for name, found in after.items() if not torch.equal(found, before[name])] == ["master blocks.1.0.weight"]
+    assert torch.equal(after["master blocks.1.0.weight"], wanted)
+    assert torch.equal(engine.state_dict()["blocks.1.0.weight"], form.parts(value.reshape(-1))[0].view(51, 24))
+    local = zerorun.zero.safe_get_local_fp32_param(param)
+    assert local is not None and local.dtype == torch.float32
+    zerorun.zero.safe_set_local_fp32_param(param, local)
+    assert torch.equal(states_of(engine)["master blocks.1.0.weight"], wanted)
+    with zerorun.zero.GatheredParameters([param], modifier_rank=0):
+        param.data.fill_(0.3)
+    kept = torch.full((51, 24), 0.3).bfloat16().float()
+    assert torch.equal(states_of(engine)["master blocks.1.0.weight"], kept)
+    steps(engine, 1, 1)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kind", ["8 bytes", "10 bytes, Kahan", "16 bytes, remainders"])
+@pytest.mark.parametrize("stage", by_day((0, 1, 3), 3))
+def test_masters_by_name(kind: str, stage: int) -> None:
+    run_ranks(2, edit, config_of(stage, kind))
+
+
+# -- other axes and devices ---------------------------------------------------------------------------------------------
+
+
+def on_simulated_device(config: dict[str, Any]) -> dict[str, Any]:
+    with simulated_device():
+        found = train(config)
+    with simulated_device(), looking_for_races():
+        train(config)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["8 bytes", "16 bytes, remainders"])
+@pytest.mark.parametrize(
+    "row", by_day(("stage 0", "stage 1, offload", "stage 2, disk", "stage 3, offload all", "stage 3"), "stage 2, disk")
+)
+def test_devices_with_memory_of_their_own(row: str, kind: str, tmp_path: Path) -> None:
+    """Gradients and weights on their way, of 16 bits, through buffers that are as large as estimated."""
+    losses, weights, exact = plain(kind)
+    for rank in run_ranks(2, on_simulated_device, settings(row, kind, tmp_path)):
+        assert rank["losses"] == losses
+        assert_same(rank["weights"], weights)
+        assert_same({name: rank["states"][f"master {name}"] for name in exact}, exact)
+
+
+class Llama(nn.Module):
+    """Layers to divide: by rows, by columns, and by parts of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(37, 24)
+        self.up, self.down = nn.Linear(24, 48, bias=False), nn.Linear(48, 24, bias=False)
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 37, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.head(self.norm(x + self.down(torch.relu(self.up(x)))))
+
+
+def on_tensor_ranks(config: dict[str, Any], still: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """``still``: all gradients are replaced by those of one process would be, so that only roundings could differ."""
+    torch.manual_seed(6)
+    engine = zerorun.initialize(Llama(), config)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        for number, param in enumerate(engine.module.parameters() if still else ()):
+            found = zerorun.zero.safe_get_full_grad(param)
+            assert found is not None
+            noise = torch.randn(found.shape, generator=torch.Generator().manual_seed(10 * step + number))
+            zerorun.zero.safe_set_full_grad(param, noise)
+        engine.step()
+    own = engine.module.norm.weight.detach().clone() if not engine.plan.shares_params else torch.zeros(0)
+    found = engine.state_dict(), own
+    weights = {name: zerorun.zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    engine.destroy()
+    return weights, found[1]
+
+
+def test_tensor_ranks_round_by_places_in_the_whole() -> None:
+    """Given the gradients of one process, two tensor ranks come to its bits, and replicas of a norm stay equal."""
+    plan = {"up": "colwise", "down": "rowwise"}
+    config = config_of(1, "8 bytes", gradient_clipping=0.0)
+    divided = merged(config, {"tensor_parallel": {"size": 2, "plan": plan}})
+    ((alone, _),) = run_ranks(1, on_tensor_ranks, config, True)
+    for weights, _ in run_ranks(4, on_tensor_ranks, divided, True):
+        assert_same(weights, alone)
+    both = run_ranks(4, on_tensor_ranks, divided, False)
+    assert all(torch.equal(norm, both[0][1]) for _, norm in both)
+
+
+def on_stages(config: dict[str, Any], stages: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A pipeline whose first and last layers are one embedding."""
+    torch.manual_seed(7)
+    tied = TiedLayerSpec("embed", nn.Embedding, 37, 24)
+    back = TiedLayerSpec("embed", nn.Embedding, 37, 24, forward_fn=lambda layer, x: F.linear(x, layer.weight))
+    body = [LayerSpec(nn.Sequential, nn.Linear(24, 51), nn.Tanh(), nn.Linear(51, 24)) for _ in range(2)]
+
+    def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+    engine = zerorun.initialize(PipelineModule([tied, *body, back], num_stages=stages, loss_fn=loss), config)
+    losses = []
+    for step in range(3):
+        ids = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(step))
+        losses.append(float(engine.train_batch(iter([(ids, ids)]))))
+    own = {n: p.detach().clone() for n, p in engine.module.named_parameters() if p.shape == (37, 24)}
+    engine.destroy()
+    return losses, own
+
+
+def test_copies_on_pipeline_stages_round_alike() -> None:
+    found = run_ranks(2, on_stages, config_of(1, "8 bytes"), 2)
+    (first,), (last,) = (list(own.values()) for _, own in found)
+    assert torch.equal(first, last)
+    alone, _ = run_ranks(1, on_stages, config_of(0, "8 bytes"), 1)[0]
+    assert found[0][0] == pytest.approx(alone, rel=2e-3)
+
+
+# -- refusals, and what is told -----------------------------------------------------------------------------------------
+
+
+def shown(config: dict[str, Any]) -> str:
+    engine = zerorun.initialize(net(), config)
+    found = engine.describe()
+    engine.destroy()
+    return found
+
+
+def test_the_chain_is_printed() -> None:
+    found = {kind: run_ranks(1, shown, config_of(0, kind))[0] for kind in KINDS}
+    assert "master bfloat16 rounded stochastic, accumulation bfloat16, sums float32" in found["8 bytes"]
+    assert re.search("optimizer states bf16 for [0-9,]+ elements rounded stochastic", found["8 bytes"])
+    assert "master bfloat16 rounded nearest, acc" in found["8 bytes, nearest"]
+    assert "elements rounded nearest" in found["8 bytes, nearest"]
+    assert "master bfloat16 rounded kahan" in found["10 bytes, Kahan"]
+    assert "master float32 as bfloat16 and 16-bit remainders, acc" in found["16 bytes, remainders"]
+    assert "master, accumulation and sums float32" in found["14 bytes, states"]
+    config = zerorun.config.load_config(config_of(0, "8 bytes")).effective()
+    assert config["bf16.rounding"].value == "stochastic" and config["bf16.bf16_optimizer_states"].value is True
+
+
+@pytest.mark.parametrize("key", ["bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders"])
+@pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "RAdam"])
+def test_other_optimizers_are_refused_by_name(name: str, key: str) -> None:
+    config = merged(make_config(1), {"bf16": {"enabled": True, key: True}})
+    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
+    with pytest.raises(ConfigError, match=f"(?s)bf16.{key}.*{name} cannot.*Set optimizer.type to Adam, AdamW"):
+        zerorun.estimate_memory(net(), config, 2, device="cpu")
+
+
+def test_optimizers_of_the_client_and_of_8_bits_are_refused() -> None:
+    model = net()
+    config = merged(make_config(1), {"bf16": {"enabled": True, **PURE}})
+    config.pop("optimizer", None)
+    with pytest.raises(ConfigError, match="RAdam cannot"):
+        zerorun.estimate_memory(model, config, 2, device="cpu", optimizer=torch.optim.RAdam(model.parameters()))
+    config |= {"bf16": {"enabled": True, **STATES}, "optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-3}}}
+    with pytest.raises(ConfigError, match="keeps states in 8 bits"):
+        zerorun.estimate_memory(model, config, 2, device="cpu")

@@ -189,7 +189,23 @@ def test_noise_is_even_and_of_its_own_for_each_tensor_and_step() -> None:
     assert not torch.equal(drawn[0], Origin(0, MANY, "a", seed=1).noise(1).of(0, 0, MANY, values.device).double())
 
 
-def test_remainders_are_exact_and_sums_with_compensation_round_to_the_weight() -> None:
+def test_small_updates_arrive_torchtune_2254(path: str) -> None:
+    """Steps of a 64th of the last bit of a weight, and as small a decay: rounded to nearest, it stands still."""
+    for kind, chance, moved in (
+        (MasterFormat.BF16, False, 0.0),
+        (MasterFormat.BF16, True, 1.0),
+        (MasterFormat.KAHAN, False, 1.0),
+        (MasterFormat.REMAINDER, False, 1.0),
+    ):
+        weight, rest = kind.parts(torch.full((4096,), 1.5))
+        for step in range(64):
+            noise = Origin(0, 4096, "name").noise(step) if chance else None
+            how = {"lr": 2.0**-14, "weight_decay": 1 / 3}
+            single_pass.sgd(weight, torch.full((4096,), 0.5), rounding=Rounding(rest, noise), **how)
+        assert abs(float(join(weight, rest).mean() - 1.5) / -(2.0**-8) - moved) < 0.05, kind
+
+
+def test_remainders_are_exact_and_sums_with_compensation_round_to_the_weight_apex_1842() -> None:
     """Any bits but those of NaN, ties and numbers that round to infinity included."""
     ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16 + 2**15
     drawn = torch.randint(-(2**31), 2**31, (MANY,), dtype=torch.int64, generator=torch.Generator().manual_seed(3))
