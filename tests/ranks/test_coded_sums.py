@@ -93,6 +93,9 @@ def test_bytes_between_hosts_are_those_of_the_formula(bits: int) -> None:
     between = sum(call.bytes for call in calls if call.label.endswith(" between hosts"))
     within = sum(call.bytes for call in calls) - between
     shard = 512 * 512 // 64
+    first, second = "{}: reduce-scatter gradients", "{}: reduce-scatter gradients between hosts"
+    order = [first.format(3), first.format(2), second.format(3), first.format(1), second.format(2)]
+    assert [call.label for call in calls][: len(order)] == order  # each second hop has a backward to hide behind
     assert within == 4 * 7 * 8 * coded_bytes(shard)
     assert between == 4 * 7 * coded_bytes(shard, bits)
     assert between / (4 * 56 * shard * 2) < (0.064 if bits == 8 else 0.033)  # of what bf16 would send between hosts
@@ -193,6 +196,17 @@ def test_codes_have_no_races(places: dict[str, Any]) -> None:
         assert not races, "\n".join(races)
 
 
+def look_at_two_hops(config: dict[str, Any]) -> list[str]:
+    topology = Topology.plan(dist.get_world_size(), dist.get_rank(), ranks_per_host=2)
+    return test_simulated_device.look(config, topology=topology)
+
+
+def test_the_second_hop_has_no_races() -> None:
+    """It goes on behind the backward of the unit after the next."""
+    for races in run_ranks(4, look_at_two_hops, quantised(2, 2, "bf16")):
+        assert not races, "\n".join(races)
+
+
 def observed(config: dict[str, Any], degree: int | None) -> tuple[list[Collective], list[Collective], bool]:
     """(collectives of the third step, those planned, whether the memory is as planned)."""
     engine = make_engine(CASES["plain"], config, topology=topology_of(2, degree))
@@ -209,9 +223,9 @@ def raw_of(config: dict[str, Any]) -> Any:
     return take_in(CASES["plain"].build(), config, None, None, None, dist.get_world_size())[1]
 
 
-@pytest.mark.parametrize(("stage", "degree"), [(3, None), (1, 2)])
-def test_what_is_sent_and_held_is_planned(stage: int, degree: int | None) -> None:
-    for calls, planned, as_held in run_ranks(4, observed, quantised(stage, 2), degree):
+@pytest.mark.parametrize(("stage", "degree", "overlap"), [(3, None, False), (3, None, True), (1, 2, True)])
+def test_what_is_sent_and_held_is_planned(stage: int, degree: int | None, overlap: bool) -> None:
+    for calls, planned, as_held in run_ranks(4, observed, quantised(stage, 2, overlap_comm=overlap), degree):
         assert calls == planned
         assert as_held
 

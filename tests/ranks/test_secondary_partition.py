@@ -228,6 +228,6 @@ def test_frozen_weights_are_copied_once() -> None:
 @pytest.mark.nightly  # with 8 ranks
 @pytest.mark.parametrize(("tensor", "pipe"), [(2, 1), (1, 2)])
 def test_layers_and_stages_may_be_divided(tensor: int, pipe: int) -> None:
-    config = hpz(accumulation=2)
+    config = make_config(3, accumulation=2, clip=0.5, zero_optimization={"zero_hpz_partition_size": 2})
     found = run_ranks(8, test_parallel_matrix.train, "llama", tensor, pipe, config)
     test_parallel_matrix.compare(found, test_parallel_matrix.reference("llama", 4, 2))

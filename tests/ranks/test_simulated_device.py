@@ -136,10 +136,10 @@ def test_equals_one_process(
             assert not differences(found, reference(world, accumulation)), f"rank {rank}"
 
 
-def look(config: dict[str, Any], case: Case = CASE) -> list[str]:
-    """The races of a run."""
+def look(config: dict[str, Any], case: Case = CASE, **options: Any) -> list[str]:
+    """The races of a run. ``options``: of the engine."""
     with small_tensors_are_moved(), simulated_device(), looking_for_races() as races:
-        engine = make_engine(case, config)
+        engine = make_engine(case, config, **options)
         for step in range(STEPS):
             for micro in range(engine.gradient_accumulation_steps()):
                 engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))

@@ -55,7 +55,8 @@ class _Receiving:
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
         self.pool = BufferPool(torch.device("meta"))
-        self._reductions = Reductions(self._start, self._finish, overlap=plan.overlap)
+        self._reductions = Reductions(self._start, self._finish, go_on=self._go_on, overlap=plan.overlap)
+        self._going_on: set[int] = set()  # units in their second hop
         self._received: dict[int, list[list[torch.Tensor]]] = {}  # index of a unit -> the buffers of each flat group
 
     def step(self) -> None:
@@ -69,11 +70,22 @@ class _Receiving:
     def _start(self, unit: UnitPlan) -> None:
         self._received[unit.index] = [self._receive(group) for group in unit.trainable]
 
+    def _go_on(self, unit: UnitPlan) -> None:
+        received = self._received[unit.index]
+        begins = len(self._plan.hops) > 1 and unit.index not in self._going_on
+        for number, group in enumerate(unit.trainable):
+            if begins and group.codes_gradients:
+                self._give(received[number])
+                received[number] = self._of_hop(self._plan.hops[1], group)
+        self._going_on.add(unit.index)
+
     def _finish(self, unit: UnitPlan) -> None:
+        left = [] if unit.index in self._going_on else self._plan.hops[1:]
+        self._going_on.discard(unit.index)
         for group, buffers in zip(unit.trainable, self._received.pop(unit.index, ()), strict=False):
             for buffer in buffers:
                 self.pool.give(buffer)
-            for hop in self._plan.hops[1:] if group.codes_gradients else ():
+            for hop in left if group.codes_gradients else ():
                 self._give(self._of_hop(hop, group))
             if self._plan.topology.replicate > 1:
                 self._sum_over_replicas(group)

@@ -25,8 +25,9 @@ U = TypeVar("U", bound=HasGradSlot)
 class Reductions(Generic[U]):
     """The reductions in flight, oldest first. ``start`` and ``finish`` do the work for one unit.
 
-    ``vacate`` waits until the slot of a unit whose reduction has ended may be overwritten. Without ``overlap`` each
-    reduction ends before anything else is done.
+    ``vacate`` waits until the slot of a unit whose reduction has ended may be overwritten. ``go_on`` begins the next part
+    of one that has several, as soon as the following one has begun: so that part, too, goes on behind the backward.
+    Without ``overlap`` each reduction ends before anything else is done.
     """
 
     def __init__(
@@ -34,10 +35,11 @@ class Reductions(Generic[U]):
         start: Callable[[U], None],
         finish: Callable[[U], None],
         vacate: Callable[[U], None] = lambda unit: None,
+        go_on: Callable[[U], None] = lambda unit: None,
         *,
         overlap: bool,
     ) -> None:
-        self._start, self._finish, self._vacate, self._overlap = start, finish, vacate, overlap
+        self._start, self._finish, self._vacate, self._go_on, self._overlap = start, finish, vacate, go_on, overlap
         self._in_flight: deque[U] = deque()
         self._occupant: dict[int, U] = {}  # index of a shared slot -> the unit in it
 
@@ -56,6 +58,8 @@ class Reductions(Generic[U]):
         while len(self._in_flight) >= MAX_REDUCING:
             self._end(self._in_flight[0])
         self._start(unit)
+        for before in self._in_flight:
+            self._go_on(before)
         self._in_flight.append(unit)
         if not self._overlap:
             self._end(unit)

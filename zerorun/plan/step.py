@@ -47,7 +47,9 @@ class _Step:
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
         self._issued: list[Collective] = []
-        self._reductions = Reductions(self._start_reduction, self._finish_reduction, overlap=plan.overlap)
+        begin, end = self._start_reduction, self._finish_reduction
+        self._reductions = Reductions(begin, end, go_on=self._go_on_reducing, overlap=plan.overlap)
+        self._going_on: set[int] = set()  # units whose reductions are in their second hop
         self._occupants: dict[int, UnitPlan] = {}  # shared parameter slot -> the unit in it
         self._copied: set[str] = set()  # units whose second copy is up to date
 
@@ -162,10 +164,17 @@ class _Step:
             return (group.numel_of_parameters - own) * torch.float32.itemsize
         return (group.layout.numel - group.shard_numel) * self._plan.wire_dtype.itemsize
 
+    def _go_on_reducing(self, unit: UnitPlan) -> None:
+        for group in unit.trainable if unit.index not in self._going_on else ():
+            self._hop(f"{unit.name}: reduce-scatter gradients", group, self._plan.hops[1:])
+        self._going_on.add(unit.index)
+
     def _finish_reduction(self, unit: UnitPlan) -> None:
         topology = self._plan.topology
+        left = [] if unit.index in self._going_on else self._plan.hops[1:]
+        self._going_on.discard(unit.index)
         for group in unit.trainable:
-            self._hop(f"{unit.name}: reduce-scatter gradients", group, self._plan.hops[1:])
+            self._hop(f"{unit.name}: reduce-scatter gradients", group, left)
             if not self._goes_on(group):
                 self._sum_over_replicas(unit, group)
         for group in unit.trainable if topology.shard > 1 and not self._plan.policy.shard_optimizer else ():

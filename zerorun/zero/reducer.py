@@ -55,7 +55,7 @@ class Reducer:
         self._used: set[int] = set()  # units with a forward since the last step
         self._completed: set[int] = set()  # units, in this backward
         self._late_before: set[int] = set()
-        self._reductions = Reductions(self._start, self._finish, Unit.vacate, overlap=plan.overlap)
+        self._reductions = Reductions(self._start, self._finish, Unit.vacate, Unit.go_on_reducing, overlap=plan.overlap)
 
     @contextmanager
     def counted_by(self, backwards: Backwards) -> Iterator[None]:

@@ -238,12 +238,17 @@ class Unit:
             self._reducing.append(pending)
             group.reduction_begins()
 
+    def go_on_reducing(self) -> None:
+        """Begin the next part of the reduction, if it has one."""
+        for pending in self._reducing:
+            pending.go_on()
+
     def finish_reduce(self) -> None:
         """Wait until the shard holds the reduced gradients."""
         if not self._reducing:
             return
         for pending in self._reducing:
-            pending.wait()
+            pending.wait()  # for the sum
         self._reducing.clear()
         for group in self.trainable:
             group.reduction_ends()

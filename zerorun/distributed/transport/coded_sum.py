@@ -55,18 +55,39 @@ def reduce_scatter_codes(
 
     What a rank keeps to itself is not rounded. In ``full`` sums are made; what it has afterwards is of no use.
     """
-    chunks, rank = full.view(transport.size, -1), transport.rank
-    first, *further = [_Exchange(transport, codes, hop, chunks, f"{label}{hop.suffix}") for hop in codes.hops]
-    pending = first.begin()
+    chunks = full.view(transport.size, -1)
+    hops = _Hops([_Exchange(transport, codes, hop, chunks, f"{label}{hop.suffix}") for hop in codes.hops])
 
     def finish() -> None:
-        first.end()
-        for exchange in further:
-            exchange.begin().wait()
-            exchange.end()
-        store(chunks[rank], out, accumulate)
+        hops.end()
+        store(chunks[transport.rank], out, accumulate)
 
-    return Pending(transport.statistics, label, [pending], finish)
+    return Pending(transport.statistics, label, (), finish, hops.go_on)
+
+
+class _Hops:
+    """The exchanges of one sum, one after the other. The first one has begun."""
+
+    def __init__(self, exchanges: Sequence[_Exchange]) -> None:
+        self._now, *self._left = exchanges
+        self._moving = self._now.begin()
+
+    def go_on(self) -> None:
+        """Begin the next one, if there is one, when the one before is over."""
+        if self._left:
+            self._finish_one()
+            self._now = self._left.pop(0)
+            self._moving = self._now.begin()
+
+    def end(self) -> None:
+        """Finish all."""
+        while self._left:
+            self.go_on()
+        self._finish_one()
+
+    def _finish_one(self) -> None:
+        self._moving.wait()
+        self._now.end()
 
 
 class _Exchange:

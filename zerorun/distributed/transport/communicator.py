@@ -136,7 +136,7 @@ class Communicator:
         else:  # which are added up by the program, when it waits
             more = partial(self._replicate.all_reduce, own, over_replicas, self.wire_dtype)
             total = Pending(self.statistics, over_replicas, [inner], more)
-        return Pending(self.statistics, label, [total], lambda: store(own, out, accumulate))
+        return Pending(self.statistics, label, [total], lambda: store(own, out, accumulate), inner.go_on)
 
     def sum_parts(
         self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool

@@ -44,7 +44,7 @@ class Message:
 class Pending:
     """One collective in flight. Keeps its buffers alive until ``wait`` has returned."""
 
-    __slots__ = ("_finish", "_in_flight", "_issued", "_watch", "_works", "done", "label")
+    __slots__ = ("_finish", "_go_on", "_in_flight", "_issued", "_watch", "_works", "done", "label")
 
     def __init__(
         self,
@@ -52,12 +52,13 @@ class Pending:
         label: str,
         works: Sequence[Started] = (),
         finish: Callable[[], None] | None = None,
+        go_on: Callable[[], None] | None = None,
     ) -> None:
-        """``works``: waited for in this order; ``finish`` is called after the last."""
+        """``works``: waited for in this order; ``finish`` is called after the last. ``go_on``: see there."""
         self._in_flight, self._watch = statistics.in_flight, statistics.watch
         self._issued = None if self._watch is None else self._watch.now()
         self._works: Sequence[Any] = works
-        self._finish = finish
+        self._finish, self._go_on = finish, go_on
         self.label = label
         self.done = False
         self._in_flight.add(self)
@@ -66,6 +67,11 @@ class Pending:
     def buffers(self) -> list[object]:
         """The objects that hold its buffers. Whoever keeps them keeps the buffers alive after ``wait``."""
         return [*self._works, self._finish]
+
+    def go_on(self) -> None:
+        """Begin its next part, if it has one, when the one before is over. Without this call, ``wait`` does."""
+        if self._go_on is not None and not self.done:
+            self._go_on()
 
     def wait(self, *timeout: timedelta) -> None:
         """Return when the result is in place. Raises OrderError, naming the collective, if a peer is gone."""
@@ -86,7 +92,7 @@ class Pending:
         self._in_flight.discard(self)
         if self._finish is not None:
             self._finish()
-        self._works, self._finish = [], None
+        self._works, self._finish, self._go_on = [], None, None
         if self._watch is not None:
             self._watch.add(self.label, self._issued, waited_from)
 
