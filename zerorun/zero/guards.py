@@ -82,7 +82,7 @@ class ScriptGuard:
 
     def refuse_repacked(self, unit: Unit) -> None:
         """Raise if a layer has packed its frozen weight anew: what it says of the bytes is not true of those here."""
-        for name, param in unit.replaced() if unit.has_packed else ():
+        for name, param in unit.replaced() if any(group.plan.packed for group in unit.flat_groups) else ():
             if repacking(param) and id(param) not in self.held:
                 raise ModelError(
                     f"the layer of parameter {name!r}, a {type(param).__name__}, gave it another tensor in its forward, "

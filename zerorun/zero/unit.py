@@ -157,11 +157,6 @@ class Unit:
                 flat_group.reshard()
             self.unsharded = False
 
-    @property
-    def has_packed(self) -> bool:
-        """True if some of its parameters are packed."""
-        return any(flat_group.plan.packed for flat_group in self.flat_groups)
-
     def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those that the script has given another tensor."""
         for flat_group in self.flat_groups:
