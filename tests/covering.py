@@ -24,16 +24,22 @@ def enough(rows: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
 
     Greedy and deterministic: not always the fewest that there are.
     """
-    numbers: dict[Any, int] = {}  # of the combinations; a row is the set of its own, as the bits of one number
-    masks = [
-        sum(1 << numbers.setdefault(choice, len(numbers)) for choice in combinations(row.items(), min(strength, len(row))))
-        for row in rows
-    ]
-    missing, chosen = (1 << len(numbers)) - 1, []
+    numbers: dict[Any, int] = {}  # of the combinations; from 0
+    masks: list[int] = []  # by row, its combinations as the bits of one number
+    having: list[list[int]] = []  # by combination, the rows that have it
+    for row, settings in enumerate(rows):
+        mask = 0
+        for choice in combinations(settings.items(), min(strength, len(settings))):
+            number = numbers.setdefault(choice, len(having))
+            if number == len(having):
+                having.append([])
+            having[number].append(row)
+            mask |= 1 << number
+        masks.append(mask)
+    missing, chosen = (1 << len(having)) - 1, []
     while missing:
-        wanted = missing & -missing
-        fitting = [row for row, mask in enumerate(masks) if mask & wanted]
-        best = max(fitting, key=lambda row: (masks[row] & missing).bit_count())
+        wanted = (missing & -missing).bit_length() - 1
+        best = max(having[wanted], key=lambda row: (masks[row] & missing).bit_count())
         missing &= ~masks[best]
         chosen.append(best)
     return sorted(chosen)

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from math import prod
 
 # Elements. 16 fp32 elements are one cache line of 64 bytes, the unit in which torch's fused CPU optimizers split work.
@@ -55,18 +57,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """``bounds[r] .. bounds[r + 1]`` is the shard of rank r in a flat buffer of ``numel`` elements."""
+    """A flat buffer in ``degree`` shards, of ``sizes`` elements each: one number if all are equal, or one for each rank.
+
+    ``bounds[r] .. bounds[r + 1]`` is the shard of rank r. A layout for thousands of ranks is as small as one for two.
+    """
 
     entries: tuple[ParameterSpan, ...]
-    bounds: tuple[int, ...]
+    degree: int
+    sizes: tuple[int, ...]
+
+    @cached_property
+    def bounds(self) -> Sequence[int]:
+        """Where shards begin and end, in elements of the flat buffer: degree + 1 numbers."""
+        if self.even and self.sizes[0]:
+            return range(0, self.sizes[0] * self.degree + 1, self.sizes[0])
+        return tuple(accumulate((0, *map(self.shard_numel, range(self.degree)))))
 
     @property
     def numel(self) -> int:
-        return self.bounds[-1]
-
-    @property
-    def degree(self) -> int:
-        return len(self.bounds) - 1
+        return sum(self.sizes) * (self.degree if self.even else 1)
 
     @property
     def padding(self) -> int:
@@ -76,10 +85,10 @@ class Layout:
     @property
     def even(self) -> bool:
         """True if all shards have the same size, as NCCL's collectives require."""
-        return len({self.shard_numel(rank) for rank in range(self.degree)}) <= 1
+        return len(self.sizes) == 1
 
     def shard_numel(self, rank: int) -> int:
-        return self.bounds[rank + 1] - self.bounds[rank]
+        return self.sizes[0 if self.even else rank]
 
     def pieces(self, rank: int) -> list[Piece]:
         """Return the pieces that rank ``rank`` owns, in the order of the flat buffer."""
@@ -120,7 +129,7 @@ def build_layout(
     shard = _align(-(-offset // degree), max(quanta, default=ALIGNMENT))
     if shard >= LARGE_SHARD:
         shard = -(-shard // PAGED) * PAGED
-    return Layout(tuple(entries), tuple(shard * rank for rank in range(degree + 1)))
+    return Layout(tuple(entries), degree, (shard,))
 
 
 def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree: int, quantum: int) -> Layout:
@@ -131,15 +140,13 @@ def _build_whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], degree
         owner[index] = min(range(degree), key=lambda rank: (load[rank], rank))
         load[owner[index]] += _align(prod(shapes[index]), quantum)
     entries: list[ParameterSpan] = []
-    bounds = [0]
+    offset = 0
     for rank in range(degree):
-        offset = bounds[-1]
         for index, name in enumerate(names):
             if owner[index] == rank:
                 entries.append(ParameterSpan(name, tuple(shapes[index]), offset, prod(shapes[index])))
                 offset += _align(prod(shapes[index]), quantum)
-        bounds.append(offset)
-    return Layout(tuple(entries), tuple(bounds))
+    return Layout(tuple(entries), degree, tuple(load) if len({*load}) > 1 else (load[0],))
 
 
 def aligned_bytes(size: int) -> int:

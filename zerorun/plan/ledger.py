@@ -70,7 +70,7 @@ def heaviest_rank(plan: ShardingPlan, states: OptimizerStates) -> int:
     Shards are equal but for rounding unless parameters are whole. Of equal ones it is that of the most states: an optimizer
     that is told of parts keeps more for some than for others, so does Muon, for what AdamW updates, and formats differ.
     """
-    layouts, ranks = [group.layout for group in plan.flat_groups], range(plan.topology.shard)
+    layouts, ranks = [group.layout for group in plan.flat_groups if not group.layout.even], range(plan.topology.shard)
     totals = [sum(layout.shard_numel(rank) for layout in layouts) for rank in ranks]
     formats = {format for group in plan.trainable for format in group.state_formats}
     if plan.by_parts and plan.policy.shard_optimizer:

@@ -377,13 +377,7 @@ class _Planner:
     def _fills_pages(group: FlatGroupPlan) -> bool:
         """True if gathers are of whole pages. Codes are no parameters yet when they have come."""
         layout, wide = group.layout, group.dtype.itemsize >= 2  # then PAGED elements fill whole pages
-        return (
-            wide
-            and not group.coded
-            and layout.numel > 0
-            and layout.even
-            and all(bound % PAGED == 0 for bound in layout.bounds)
-        )
+        return wide and not group.coded and layout.numel > 0 and layout.even and layout.sizes[0] % PAGED == 0
 
     # -- units ---------------------------------------------------------------------------------------------------
 
