@@ -321,3 +321,22 @@ def start_ranks(world_size: int, text: str, *arguments: str, **variables: str) -
     finally:
         for script in scripts:
             script.end()
+
+
+def fork_program(ranks: int, script: str, *arguments: str, folder: Path, **variables: str) -> str:
+    """What the first of ``ranks`` processes writes to stdout that are forked to run the file ``script`` in ``folder``.
+
+    Fails unless all end with 0 and without a traceback.
+    """
+    text = f"""
+import os, runpy, sys
+os.chdir({str(folder)!r})
+sys.argv[0], sys.path[0] = {script!r}, {str(Path(script).parent)!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    with start_ranks(ranks, text, *arguments, OMP_NUM_THREADS="1", **variables) as scripts:
+        ended = [started.finish(120 * patience()) for started in scripts]
+    for code, out, errors in ended:
+        assert code == 0, f"exit code {code}\n{out}\n{errors}"
+        assert "Traceback" not in errors
+    return ended[0][1]

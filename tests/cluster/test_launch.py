@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import patience
+from harness import fork_program, patience
 from jobs import PRELUDE, Job, assert_nothing_left
 from testbed import ROOT, Cluster, wait_for
 
@@ -101,7 +101,7 @@ def test_shell_start_up_files_may_talk(cluster: Cluster, tmp_path: Path) -> None
 def test_a_terminal_multiplies_no_lines(cluster: Cluster, tmp_path: Path) -> None:
     """Lines of many ranks never mix, however they come."""
     script = "for index in range(200):\n    os.write(1, f'{rank}-{index} {\"x\" * 100}\\n'.encode())\n"
-    code, out, err = Job(cluster, tmp_path, script, hosts=12).finish(30)
+    code, out, err = Job(cluster, tmp_path, script, hosts=4, slots=3).finish(30)
     assert code == 0, err
     found = sorted(re.sub(r"^\[rank \d+\] ", "", line) for line in out.splitlines())
     assert found == sorted(f"{rank}-{index} {'x' * 100}" for rank in range(12) for index in range(200))
@@ -283,15 +283,15 @@ def test_training_is_the_same_as_on_one_host(cluster: Cluster, tmp_path: Path, o
     (tmp_path / "hostfile").write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
     # Between hosts the sums travel over gloo; on one host the same is asked for, so that the bits can be compared.
     here = ["env", "ZERORUN_PEER_MEMORY=0", "OMP_NUM_THREADS=1"]
-    ways = {"one": [*ZERORUN, "--nproc-per-node=3"], "ssh": [*ZERORUN, "--hostfile", str(tmp_path / "hostfile")]}
+    fork_program(3, *example, "--out", str(tmp_path / "one"), folder=tmp_path, ZERORUN_PEER_MEMORY="0")
+    ways = {"ssh": [*ZERORUN, "--hostfile", str(tmp_path / "hostfile")]}
     slurm = None
     if over == "slurm":
         if (reason := slurmbed.missing()) is not None:
             pytest.skip(reason)
         slurm = slurmbed.Slurm(cluster, 3)
         slurm.up()
-        ways["slurm"] = ["salloc", "-N3", "--quiet", *ZERORUN]
-        del ways["ssh"]
+        ways = {"slurm": ["salloc", "-N3", "--quiet", *ZERORUN]}
     for way, command in ways.items():
         folder = tmp_path / way
         folder.mkdir()

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import patience, start_ranks
+from harness import fork_program
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
@@ -33,22 +33,6 @@ def run(*command: str, folder: Path) -> str:
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     return done.stdout
-
-
-def fork(ranks: int, script: str, *arguments: str, folder: Path) -> str:
-    """What the first of ``ranks`` processes writes to stdout that are forked to run ``script`` in ``folder``."""
-    text = f"""
-import os, runpy, sys
-os.chdir({str(folder)!r})
-sys.argv[0], sys.path[0] = {script!r}, {str(Path(script).parent)!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-    with start_ranks(ranks, text, *arguments, OMP_NUM_THREADS="1") as scripts:
-        ended = [started.finish(TIMEOUT_S * patience()) for started in scripts]
-    for code, out, errors in ended:
-        assert code == 0, f"exit code {code}\n{out}\n{errors}"
-        assert "Traceback" not in errors
-    return ended[0][1]
 
 
 def train_gpt(config: str, steps: int = 5) -> tuple[str, ...]:
@@ -80,8 +64,8 @@ def test_train_gpt(tmp_path: Path, config: str) -> None:
 
 def test_stage_and_world_size_change_nothing(tmp_path: Path) -> None:
     """One process at stage 0 and two at stage 3 see the same batches and get the same losses."""
-    fork(1, *train_gpt("zero0"), "--out", "one", folder=tmp_path)
-    run(*LAUNCHER, *train_gpt("zero3"), "--out", "two", folder=tmp_path)
+    fork_program(1, *train_gpt("zero0"), "--out", "one", folder=tmp_path)
+    fork_program(2, *train_gpt("zero3"), "--out", "two", folder=tmp_path)
     rows = {name: losses(tmp_path / name)[1:] for name in ("one", "two")}
     one, two = ([float(value) for row in found for value in row if value] for found in rows.values())
     assert two == pytest.approx(one, rel=1e-5)
@@ -118,7 +102,7 @@ def test_train_3d_on_eight_ranks_is_the_run_of_one(tmp_path: Path) -> None:
 def test_train_3d_takes_the_schedule_from_the_json(tmp_path: Path) -> None:
     """Interleaved: two parts of the four layers on each of two stages, and no tensor parallelism."""
     command = train_3d(tmp_path, 1, 2, schedule="interleaved", chunks=2, partition=[1, 1, 1, 1])
-    out = fork(2, *command, folder=tmp_path)
+    out = fork_program(2, *command, folder=tmp_path)
     assert out.startswith("2 ranks = pipe 2 x replicate 1 x shard 1 x tensor 1;")
     assert out.splitlines()[-1].startswith("validation loss ")
 
@@ -154,7 +138,7 @@ def test_train_hf(tmp_path: Path, names: tuple[str, ...]) -> None:
             pytest.skip(f"{name} is not installed: pip install -e '.[test]'")
     script = str(ROOT / "examples" / "train_hf.py")
     common = ("--config", str(CONFIGS / "zero3.json"), "--architecture", architecture, *TINY)
-    out = fork(2, script, *common, "--steps", "3", *options, folder=tmp_path)
+    out = fork_program(2, script, *common, "--steps", "3", *options, folder=tmp_path)
     assert "step 3/3: loss " in out
     trained, total = (int(word.replace(",", "")) for word in out.splitlines()[0].split() if word[0].isdigit())
     assert (trained < total / 2) == bool(options)
@@ -163,7 +147,9 @@ def test_train_hf(tmp_path: Path, names: tuple[str, ...]) -> None:
 def offload(folder: Path, *options: str) -> str:
     """What the example says."""
     script = str(ROOT / "examples" / "offload.py")
-    return fork(1, script, "--layers", "2", "--width", "64", "--steps", "3", "--disk", str(folder), *options, folder=folder)
+    return fork_program(
+        1, script, "--layers", "2", "--width", "64", "--steps", "3", "--disk", str(folder), *options, folder=folder
+    )
 
 
 def test_the_offloaded_run_of_the_example(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def run(
         pytest.param("stopped", 3, "memory", "rank 1 is stopped, by SIGSTOP or a debugger", None, marks=night),
         pytest.param("evaluates alone", 3, "sockets", ORDER, "planted_bug", marks=night),
         pytest.param("saves alone", 3, "sockets", ORDER, "planted_bug", marks=night),
-        ("whole weights alone", 3, "sockets", ORDER, "planted_bug"),
+        pytest.param("whole weights alone", 3, "sockets", ORDER, "planted_bug", marks=night),
     ],
 )
 def test_who_is_guilty(tmp_path: Path, kind: str, stage: int, transport: str, words: str, function: str | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from covering import by_day
 from harness import patience
 
 SCRIPT = """
@@ -77,7 +78,7 @@ def commands(way: str) -> list[tuple[list[str], dict[str, str]]]:
     return [([sys.executable, "train.py"], {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
 
 
-@pytest.mark.parametrize("way", ("zerorun", "python", pytest.param("variables", marks=pytest.mark.nightly)))
+@pytest.mark.parametrize("way", by_day(("zerorun", "python", "variables"), "zerorun"))
 def test_one_host_listens_on_loopback_only(tmp_path: Path, way: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     inherited = {name: value for name, value in os.environ.items() if name not in ALONE}

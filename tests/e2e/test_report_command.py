@@ -109,6 +109,7 @@ def test_a_rank_that_computes_slowly_is_named() -> None:
     assert "rank 0" not in words(report, "warning")
 
 
+@pytest.mark.nightly  # by day: how results are compared and told of, in unit/test_report_findings.py
 def test_a_wrong_result_and_peer_memory_that_is_switched_off() -> None:
     """The result is named with its dtype, collective and rank; memory with who switched it off."""
     fault = "wrong:reduce_scatter bfloat16:1"

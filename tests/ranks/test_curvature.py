@@ -112,7 +112,7 @@ def train(model: str, config: dict[str, Any], order: str) -> reference.Result:
     return result
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("place", ["device", "optimizer", "disk"])

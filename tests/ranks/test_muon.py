@@ -198,7 +198,7 @@ def train_all(configs: list[dict[str, Any]]) -> list[tuple[Result, list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", by_day([2, 3], 3))
 def test_each_matrix_is_orthogonalized_once_in_a_step_with_the_same_bits_everywhere(world: int) -> None:
     """Not once in a micro-batch (deepspeed_8443), and not on every rank (torchtitan_3353)."""
     offload = {"offload_optimizer": {"device": "cpu"}}
@@ -255,7 +255,7 @@ def test_deepspeed_7776_gradients_are_clipped_before_the_momentum() -> None:
     assert differences(run_ranks(2, train_muon, "plain", unclipped)[0], wanted, 1e-3)
 
 
-@pytest.mark.parametrize(("stage", "offload"), by_day([(0, "none"), (3, "none"), (2, "cpu")], (3, "none"), (2, "cpu")))
+@pytest.mark.parametrize(("stage", "offload"), by_day([(0, "none"), (3, "none"), (2, "cpu")], (2, "cpu")))
 def test_on_a_device(stage: int, offload: str) -> None:
     zero = {"offload_optimizer": {"device": "cpu"}} if offload == "cpu" else {}
     config = config_of(stage, precision="bf16", zero_optimization=zero, params=BF16)
@@ -293,9 +293,7 @@ def steps_of(engine: Any, begin: int, pipe: int) -> list[float]:
     return [one_step(engine, data, accumulation, pipe) for _ in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), by_day(product(CELLS, CELLS), (CELLS[0], CELLS[1]), (CELLS[1], CELLS[2]), (CELLS[3], CELLS[4]))
-)
+@pytest.mark.parametrize(("saved", "loaded"), by_day(product(CELLS, CELLS), (CELLS[1], CELLS[2]), (CELLS[3], CELLS[4])))
 def test_a_checkpoint_goes_on_anywhere(saved: tuple[int, ...], loaded: tuple[int, ...], tmp_path: Path) -> None:
     wanted = run_ranks(prod(saved[:3]), go_on, saved, str(tmp_path), False)[0]
     found = run_ranks(prod(loaded[:3]), go_on, loaded, str(tmp_path), True)[0]

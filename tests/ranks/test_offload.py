@@ -162,7 +162,7 @@ COMBINED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("strength", [2, pytest.param(4, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("strength", by_day((1, 2, 4), 1))
 @pytest.mark.parametrize("stage", by_day((1, 2, 3), 3))
 def test_every_combination(stage: int, strength: int) -> None:
     """With planted overflows in fp16: the same bits with and without offload."""

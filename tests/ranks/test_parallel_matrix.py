@@ -217,7 +217,7 @@ def test_other_ways_to_divide_equal_one_process(name: str, pipe: int, keys: tupl
 def test_half_precision_has_the_same_bits_at_every_stage(precision: str) -> None:
     """And at every schedule that adds gradients in the same order."""
     first: list[dict[str, Any]] | None = None
-    for stage, schedule in ((0, "1f1b"), (1, "gpipe"), (2, "1f1b"), (3, "zero_bubble")):
+    for stage, schedule in ((1, "gpipe"), (2, "1f1b"), (3, "zero_bubble")):
         config = make_config(stage, accumulation=3, clip=0.5, precision=precision, pipeline={"schedule": schedule})
         found = run_ranks(8, train, "llama", 2, 2, config)
         first = first or found

@@ -24,7 +24,7 @@ from zerorun.plan.sharding_plan import ShardingPlan
 from zerorun.plan.step import Collective, step_collectives
 from zerorun.startup.inputs import take_in
 
-BY_DAY, BY_NIGHT = 12, 75  # cases on each number of ranks
+BY_DAY, BY_NIGHT = 8, 75  # cases on each number of ranks
 WORLDS = (1, 2, 3, 4)
 Observed = tuple[ShardingPlan, dict[str, int], list[Collective]]
 

@@ -30,7 +30,7 @@ def trained(model: str, config: dict[str, Any]) -> Result:
     return train(CASES[model], config, STEPS)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("place", ["device", "optimizer", "disk"])

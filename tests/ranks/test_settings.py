@@ -80,8 +80,8 @@ def train_variants(model: str, configs: list[dict[str, Any]]) -> list[Result]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("stage", by_day((0, 2, 3), 2, 3))
-@pytest.mark.parametrize("model", ("plain", "tied"))
+@pytest.mark.parametrize("stage", by_day((0, 2, 3), 3))
+@pytest.mark.parametrize("model", by_day(("plain", "tied"), "tied"))
 def test_the_cut_into_units_changes_nothing(stage: int, model: str) -> None:
     """Not a bit of losses and weights. The norm is a sum over units: its order may change its last digits.
 
@@ -131,7 +131,7 @@ def test_the_bucket_size_says_how_far_ahead_units_are_gathered() -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
-@pytest.mark.parametrize("degree", (1, 2, 4))
+@pytest.mark.parametrize("degree", by_day((1, 2, 4), 2, 4))
 def test_shard_degree_changes_nothing(degree: int, precision: str) -> None:
     configs = [
         make_config(stage, clip=0.5, precision=precision, zero_optimization={"shard_degree": degree}) for stage in (1, 2, 3)
@@ -629,7 +629,7 @@ def rates(stage: int, accumulation: int) -> list[float]:
 def test_the_schedule_counts_optimizer_steps_only() -> None:
     wanted = run_ranks(1, rates, 0, 1)[0]
     assert len(set(wanted)) > 3
-    for world_size, accumulation, stage in ((1, 4, 1), (2, 1, 3), (2, 4, 2), (4, 1, 1), (4, 4, 3)):
+    for world_size, accumulation, stage in ((1, 4, 1), (2, 4, 3), (4, 1, 2)):
         for found in run_ranks(world_size, rates, stage, accumulation):
             assert found == [rate for rate in wanted for _ in range(accumulation)], (world_size, accumulation)
 

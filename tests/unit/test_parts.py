@@ -138,6 +138,7 @@ def put(part: Part, ranges: Sequence[StateRange] | None, state: Tensor, whole: T
         whole.copy_(torch.where(found.isnan(), whole, found))
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("tensor", (1, 2, 3))
 @pytest.mark.parametrize("shards", (1, 2, 3, 5))
