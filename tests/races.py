@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from zerorun.distributed import simulated
@@ -113,6 +113,8 @@ class Races:
             return  # a view
         if func is torch.ops.aten._unsafe_view.default:  # one, too, though it does not say so
             return
+        if any(map(is_traceable_wrapper_subclass, _tensors([*args, result]))):
+            return  # of tensors that have no memory of their own
         written = [tensor for arg, value in arguments if _is_written(arg) for tensor in _tensors(value)]
         read = [tensor for arg, value in arguments if not _is_written(arg) for tensor in _tensors(value)]
         ids = {id(tensor) for tensor in written}

@@ -13,19 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from covering import by_day
 from harness import run_ranks
-from models import CASES, Case, Gpt
+from models import CASES, Case, Gpt, Place
 from reference import Result, differences, train_reference
+from simulation import simulated_device
 from test_parallel_matrix import build, compare, reference
 from test_parallel_matrix import train as train_in_parts
+from test_simulated_device import look
 from torch import nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
-from training import finish, make_config, make_engine, run_steps, shared_topology, train
+from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+from training import counted_collectives, finish, make_config, make_engine, run_steps, shared_topology, train
 
 import zerorun
+from zerorun.distributed.float8_codes import Float8Cast
+from zerorun.distributed.layout import build_layout
 from zerorun.errors import ConfigError
+from zerorun.plan.make import make_plan, planned_topology
+from zerorun.plan.step import LARGEST, step_collectives
+from zerorun.startup.inputs import take_in
 
 STEPS = 2
 EXACT, AS_FP8 = 1e-6, 5e-3
@@ -170,6 +179,7 @@ def refusals() -> list[str]:
         refused({"filter_fqns": ["lm_head"]}, 32),
         refused({"filter_fqns": ["blocks"]}, 32),
         refused({"recipe": "delayed"}, 32),
+        refused({"enable_fsdp_float8_all_gather": True}, 32),
         without_torchao(),
         without_fp8(),
     ]
@@ -177,12 +187,13 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_is_refused_with_a_remedy_and_the_model_stays() -> None:
     """ao#571, ao#3111: kernels give up in the first step on sides that are no multiples of 16."""
-    odd, part, nothing, all_out, recipe, missing, device = run_ranks(2, refusals)[0]
+    odd, part, nothing, all_out, recipe, rows, missing, device = run_ranks(2, refusals)[0]
     assert "'blocks.0.0' a rank has [24, 16], and 3 others" in odd and '"filter_fqns": ["0", "2"]' in odd
     assert "'blocks.0.0' a rank has [24, 16]" in part
     assert "fp8.filter_fqns" in nothing and "'lm_head'" in nothing
     assert "filter_fqns leaves all out" in all_out
     assert "fp8.recipe" in recipe and "rowwise_with_gw_hp" in recipe
+    assert "fp8.enable_fsdp_float8_all_gather" in rows and '"tensorwise"' in rows
     assert "zerorun[fp8]" in missing
     assert "compute capability 8.9" in device and '"emulate": true' in device
 
@@ -204,3 +215,117 @@ def estimates() -> list[tuple[dict[str, int], dict[str, int]]]:
 def test_the_estimate_is_the_ledger() -> None:
     for held, estimated in run_ranks(2, estimates)[0]:
         assert held == estimated
+
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ahead": {"stage3_prefetch_bucket_size": 5000},
+    "all in host memory": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+}
+
+
+def gathering(place: str, gathers: bool, **changes: Any) -> dict[str, Any]:
+    fp8 = {"enabled": True, "recipe": "tensorwise", "enable_fsdp_float8_all_gather": gathers}
+    return make_config(3, fp8=fp8, zero_optimization=GATHERED[place], **changes)
+
+
+def with_and_without(rows: list[tuple[str, str, str]], swap: bool) -> list[tuple[Result, Result, Result, bool]]:
+    """(gathered in fp8; the same on the simulated device; gathered as they are; bytes as planned), for each row."""
+    found = []
+    case = case_of("tensorwise") if swap else CASES["plain"]
+    for place, precision, policy in rows:
+        more = {"accumulation": 2, "precision": precision, "activation_checkpointing": {"policy": policy}}
+        engine = make_engine(case, gathering(place, True, **more))
+        assert "weights of layers in fp8 float8_e4m3fn" in engine.describe()
+        run_steps(engine, case, 1)
+        with counted_collectives() as calls:
+            run_steps(engine, case, 1)
+        planned = calls == step_collectives(engine.plan)
+        engine.destroy()
+        with simulated_device():
+            simulated = evaluated(case, gathering(place, True, **more))
+        coded, exact = (evaluated(case, gathering(place, gathers, **more)) for gathers in (True, False))
+        found.append((coded, simulated, exact, planned))
+    return found
+
+
+def evaluated(case: Case, config: dict[str, Any]) -> Result:
+    """Train, and add the loss of an evaluation to those of training."""
+    engine = make_engine(case, config)
+    result = run_steps(engine, case, STEPS)
+    engine.eval()
+    with torch.no_grad():
+        result.losses.append(case.loss(engine, Place(9)).item())
+    finish(engine, result)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "swap"),
+    [
+        (2, [("plain", "bf16", "none"), ("all in host memory", "fp32", "full")], True),
+        (3, [("ahead", "bf16", "full")], False),
+    ],
+)
+def test_gathers_in_fp8_change_no_bit(ranks: int, rows: list[tuple[str, str, str]], swap: bool) -> None:
+    """ao#3982: with three ranks, shards end within rows. torchtitan#3123: gathers in 16 bits in spite of the key."""
+    for results in run_ranks(ranks, with_and_without, rows, swap):
+        for coded, simulated, exact, planned in results:
+            assert planned
+            assert differences(simulated, coded, EXACT) == []
+            assert coded.losses == exact.losses
+            assert coded.norms == pytest.approx(exact.norms, rel=EXACT)  # whose squares are added in another order
+            assert all(torch.equal(value, exact.weights[name]) for name, value in coded.weights.items())
+
+
+def races() -> list[str]:
+    return [race for place in ("plain", "all in host memory") for race in look(gathering(place, True), CASES["plain"])]
+
+
+def test_gathers_in_fp8_have_no_races() -> None:
+    assert run_ranks(2, races) == [[], []]
+
+
+def planned_bytes(gathers: bool) -> tuple[int, int, int]:
+    """(sent in gathers, codes held, sent to tell the largest weights) on a rank of 64 GPUs."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.LayerNorm(512)) for _ in range(4)))
+    swap = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=True)
+    convert_to_float8_training(model, config=swap)
+    config = gathering("plain", gathers, precision="bf16") | {"train_micro_batch_size_per_gpu": 1}
+    config["zero_optimization"]["overlap_comm"] = True
+    wanted, raw = take_in(model, config, None, None, None, 64)
+    plan = make_plan(model, wanted, raw, planned_topology(wanted, 64, 8), "nccl", "cuda")
+    calls = step_collectives(plan)
+    held = sum(buffer.bytes for group in plan.flat_groups for buffer in group.buffers if buffer.tensor == "coded")
+    sent = sum(call.bytes for call in calls if "all-gather for" in call.label)
+    return sent, held, sum(call.bytes for call in calls if call.label == LARGEST)
+
+
+def test_gathers_in_fp8_send_a_byte_for_each_weight() -> None:
+    matrix, vectors, visits = 512 * 512, 64 * 32, 4 + 2  # two slots still have their units when backward begins
+    assert planned_bytes(True) == (visits * 63 * (matrix + 2 * vectors) // 64, 4 * matrix // 64, 63 * 4 * 4)
+    assert planned_bytes(False) == (visits * 63 * 2 * (matrix + vectors) // 64, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("power_of_2", (False, True))
+def test_what_is_decoded_is_cast_to_the_same_codes(dtype: torch.dtype, power_of_2: bool) -> None:
+    """By torchao's own functions, for weights of many magnitudes, also if all are 0."""
+    layout, generator = build_layout(["w"], [(40, 48)], 3), torch.Generator().manual_seed(0)
+    cast = Float8Cast(torch.float8_e4m3fn, power_of_2)
+    for power in range(-9, 9):
+        spread = torch.randn(1920, generator=generator).mul(3).exp() * 10.0**power * (power < 8)
+        weight = (torch.randn(1920, generator=generator) * spread).to(dtype)
+        full = torch.zeros(layout.numel, dtype=dtype)
+        full[:1920] = weight
+        coded, largest = torch.zeros(layout.numel, dtype=torch.uint8), weight.abs().max().float().view(1)
+        for rank in range(3):
+            part = slice(layout.bounds[rank], layout.bounds[rank + 1])
+            cast.encode(full[part], layout.pieces(rank), largest, coded[part])
+        decoded = torch.empty_like(full)
+        cast.decode(coded, layout, largest, decoded)
+        for seen in (weight, decoded[:1920]):
+            scale = tensor_to_scale(seen, cast.dtype, round_scales_to_power_of_2=power_of_2)
+            codes = to_fp8_saturated(seen.float() * scale, cast.dtype)
+            assert torch.equal(codes.view(torch.uint8), coded[:1920])

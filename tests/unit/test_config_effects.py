@@ -33,7 +33,7 @@ READ_BY_THE_ENGINE = {
     "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
     "bf16.": "enabled check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states store_param_remainders "
     "rounding",
-    "fp8.": "enabled recipe filter_fqns emulate",
+    "fp8.": "enabled recipe filter_fqns enable_fsdp_float8_all_gather emulate",
     "torch_autocast.": "enabled dtype",
     "zero_optimization.": "stage unit_policy unit_block_count unit_numel shard_degree hybrid_shard overlap_comm "
     "prefetch_bucket_size max_live_parameters ignore_unused_parameters gather_16bit_weights_on_model_save "

@@ -146,6 +146,9 @@ class Fp8(Section):
     which is the fastest and the least precise."""
     filter_fqns: tuple[Text, ...] = ()
     """Parts of the names of layers that are left as they are."""
+    enable_fsdp_float8_all_gather: Annotated[Flag, OnlyStages((3,))] = False
+    """Send a byte for each weight of these layers where parameters are gathered: the fp8 value that the layer casts it to.
+    Nothing else changes. For "tensorwise", as in torchao: with scales of rows, forward and backward cast differently."""
     emulate: Flag = False
     """Compute in fp32 with values rounded to fp8, on devices without it, too. It is slow, and for trials."""
 

@@ -97,12 +97,15 @@ class Reports:
         kinds = ", ".join(f"{kind} {in_bytes(size)}" for kind, size in held.items())
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
-        coded = any(group.coded for group in self.runtime.plan.flat_groups)
+        groups = self.runtime.plan.flat_groups
+        coded = any(group.coded and group.float8 is None for group in groups)
+        casts = sorted({str(group.float8.dtype).removeprefix("torch.") for group in groups if group.float8 is not None})
         bits = " and then ".join(f"int{hop.bits}" for hop in self.runtime.plan.hops)
         sent = f"gradients on the wire {wire}{f', of matrices {bits} in blocks' if bits else ''}"
         sent += ", weights of matrices int8 in blocks" * coded
         near = next((group.secondary.size for group in self.runtime.plan.flat_groups if group.secondary is not None), 0)
         sent += f", weights from a second copy on each {near} ranks" if near else ""
+        sent += f", weights of layers in fp8 {' and '.join(casts)}" if casts else ""
         stage, topology = self.config.zero_optimization.stage, self.topology
         degrees = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
         return (

@@ -1,8 +1,11 @@
-"""Which parameters ranks send to one another as codes (block_codes.py): when they are gathered, and when reduced."""
+"""Which parameters ranks send to one another as codes when they are gathered, and when they are reduced.
+
+The codes are those of block_codes.py, or of float8_codes.py where layers that multiply in fp8 are gathered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from ..config.sections import ZeroOptimization
 from ..distributed.block_codes import BLOCK
 from ..distributed.coded_hops import CodedHop, plan_hops
+from ..distributed.float8_codes import Float8Cast
 from ..distributed.topology import Topology
 from .policy import Policy
 from .sharding_plan import UnitPlan
@@ -20,9 +24,10 @@ from .weights import is_packed
 
 @dataclass(frozen=True)
 class Coded:
-    """``gathers``: of the parameter send codes; ``gradients``: reductions of its gradient do."""
+    """``gathers``: of the parameter send codes, with ``float8`` fp8 ones; ``gradients``: reductions of its gradient do."""
 
     gathers: bool = False
+    float8: Float8Cast | None = None
     gradients: bool = False
 
     def __bool__(self) -> bool:
@@ -31,12 +36,16 @@ class Coded:
 
 @dataclass(frozen=True)
 class CodedWire:
-    """What the configuration says about codes. ``whole``: no parameter is cut, so that shards differ in size."""
+    """What the configuration says about codes. ``whole``: no parameter is cut, so that shards differ in size.
+
+    ``casts``: id(parameter) -> how its layer casts it, of those that are to be gathered in fp8.
+    """
 
     settings: ZeroOptimization
     policy: Policy
     topology: Topology
     whole: bool
+    casts: Mapping[int, Float8Cast]
 
     def of(self, spec: UnitSpec, param: nn.Parameter, dtype: torch.dtype, *, trained: bool) -> Coded:
         """Return what of ``param``, which is in ``spec`` and kept in ``dtype``, is coded: of matrices with a whole block.
@@ -48,9 +57,10 @@ class CodedWire:
             return Coded()
         settings, policy = self.settings, self.policy
         weights = settings.zero_quantized_weights or (settings.zero_quantized_nontrainable_weights and not trained)
+        cast = self.casts.get(id(param)) if dtype != torch.float16 else None  # in which 5-bit exponents are not exact
         shares = policy.share_param_slots and spec.shares_slots and spec.name != ROOT
         gradients = settings.zero_quantized_gradients and policy.shard_optimizer and trained and not self.whole
-        return Coded(weights and shares, gradients)
+        return Coded((weights or cast is not None) and shares, cast if shares else None, gradients=gradients)
 
     def hops(self, units: Iterable[UnitPlan]) -> tuple[CodedHop, ...]:
         """Return the hops of gradients that are coded; none if none are."""

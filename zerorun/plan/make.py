@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
-from ..distributed.block_codes import BLOCK, coded_bytes
+from ..distributed.block_codes import BLOCK
 from ..distributed.device import CPU
 from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Replication
@@ -31,6 +31,7 @@ from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
 from ..zero.offload.nvme import buffer_bytes
 from .coded import Coded, CodedWire
+from .float8_layers import casts_of
 from .matrices import MatrixExchange, plan_exchange
 from .optimizer_states import state_count
 from .placement import Placement, place_units
@@ -339,7 +340,9 @@ class _Planner:
 
     @cached_property
     def wire(self) -> CodedWire:
-        return CodedWire(self.config.zero_optimization, self.policy, self.topology, self.raw.whole)
+        fp8 = self.config.fp8
+        casts = casts_of(self.model) if fp8.enabled and fp8.enable_fsdp_float8_all_gather else {}
+        return CodedWire(self.config.zero_optimization, self.policy, self.topology, self.raw.whole, casts)
 
     def _coded(self, spec: UnitSpec, param: nn.Parameter) -> Coded:
         return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param))
@@ -349,7 +352,8 @@ class _Planner:
         trained = self._is_trained(params[0])
         shapes, whole = [tuple(param.shape) for param in params], self.raw.whole and trained
         coded = self._coded(spec, params[0])
-        least = BLOCK if coded else ALIGNMENT
+        in_blocks = coded.gradients or (coded.gathers and coded.float8 is None)
+        least = BLOCK if in_blocks else ALIGNMENT
         quanta = [max(least, self._format(param).quantum) for param in params]
         layout = build_layout([n for n, _ in members], shapes, self.topology.shard, whole=whole, quantum=quanta)
         laid_out = by_layout(layout, members)
@@ -360,6 +364,7 @@ class _Planner:
             given_dtype=params[0].dtype,
             packed=is_packed(params[0]),
             coded=coded.gathers,
+            float8=coded.float8,
             codes_gradients=coded.gradients,
             replication=self.replication_of(params[0]),
             optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
@@ -439,7 +444,7 @@ class _Planner:
         else:
             yield Buffer("shard", "parameters", shard, unit.params_place)
         if group.coded:
-            yield Buffer("coded", "parameters", coded_bytes(group.shard_numel), unit.params_place)
+            yield Buffer("coded", "parameters", group.code_bytes(group.shard_numel), unit.params_place)
         if group.secondary is not None:
             yield Buffer("second", "parameters", group.second_bytes)
         if not group.trainable:

@@ -22,6 +22,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from ..distributed.block_codes import coded_bytes
 from ..distributed.coded_hops import CodedHop
+from ..distributed.float8_codes import Float8Cast
 from ..distributed.layout import Layout, Piece, aligned_bytes
 from ..distributed.replication import ALONE, Replication
 from ..distributed.secondary import Secondary
@@ -108,10 +109,10 @@ class FlatGroupPlan:
     whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
     to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
     of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
-    ``coded``: gathers of the shards send codes (block_codes.py); ``codes_gradients``: reductions do.
-    ``secondary``: gathers are from a second copy of the weights. ``master_format``: what is kept of the values that are
-    updated; ``gradient_dtype``: that of all buffers of gradients. ``buffers``: the memory that this rank allocates.
-    ``tensor_shards``: for each parameter, what of it tensor ranks have
+    ``coded``: gathers of the shards send codes (block_codes.py), or with ``float8`` those of float8_codes.py;
+    ``codes_gradients``: reductions send codes. ``secondary``: gathers are from a second copy of the weights.
+    ``master_format``: what is kept of the values that are updated; ``gradient_dtype``: that of all buffers of gradients.
+    ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have
     here, for an optimizer that is told of parts.
     """
 
@@ -129,6 +130,7 @@ class FlatGroupPlan:
     mapped: bool = False
     unpacked: bool = False
     coded: bool = False
+    float8: Float8Cast | None = None
     codes_gradients: bool = False
     secondary: Secondary | None = None
     master_format: MasterFormat = MasterFormat.FP32
@@ -167,10 +169,14 @@ class FlatGroupPlan:
         """True at stage 0: every rank updates all elements."""
         return self.trainable and self.owned_numel == self.layout.numel
 
+    def code_bytes(self, numel: int) -> int:
+        """Return the bytes of the codes of ``numel`` elements in a gather."""
+        return numel if self.float8 is not None else coded_bytes(numel)
+
     @property
     def gathered_bytes(self) -> int:
         """The bytes that stand for this rank's shard in a gather."""
-        return coded_bytes(self.shard_numel) if self.coded else self.shard_numel * self.dtype.itemsize
+        return self.code_bytes(self.shard_numel) if self.coded else self.shard_numel * self.dtype.itemsize
 
     @property
     def second_numel(self) -> int:
@@ -181,7 +187,7 @@ class FlatGroupPlan:
     @property
     def second_bytes(self) -> int:
         """The bytes of this rank's part of the second copy."""
-        return coded_bytes(self.second_numel) if self.coded else self.second_numel * self.dtype.itemsize
+        return self.code_bytes(self.second_numel) if self.coded else self.second_numel * self.dtype.itemsize
 
     @property
     def slot_bytes(self) -> tuple[int, ...]:
@@ -189,7 +195,7 @@ class FlatGroupPlan:
         if self.mapped:
             return ()
         whole = self.layout.numel * self.dtype.itemsize
-        return (whole, coded_bytes(self.layout.numel)) if self.coded else (whole,)
+        return (whole, self.code_bytes(self.layout.numel)) if self.coded else (whole,)
 
     @property
     def numel_of_parameters(self) -> int:

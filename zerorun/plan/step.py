@@ -25,6 +25,7 @@ CONTROL = "control"
 # there are two more for each part of the model (see Communicator.told_order), and the devices sum some, too.
 SUMMARY_NUMEL, NORM_NUMEL = 8, 3
 NORM = "norm"
+LARGEST = "largest weights"
 _FP32 = torch.float32.itemsize
 
 
@@ -115,8 +116,17 @@ class _Step:
         if reduces and order:
             self._leave(order[-1])
 
+    def _share_largest(self) -> None:
+        """Follow ``share_largest`` in zero/largest_weights.py, once after an update."""
+        weights = sum(len(group.layout.entries) for group in self._plan.flat_groups if group.float8 is not None)
+        if weights:
+            sent = weights * (self._plan.topology.shard - 1) * torch.float32.itemsize
+            self._issued.append(Collective(LARGEST, sent))
+
     def _gather(self, unit: UnitPlan, phase: str) -> None:
         if not unit.resident and self._occupants.get(unit.param_slot) is not unit:
+            if not self._occupants:
+                self._share_largest()
             self._occupants[unit.param_slot] = unit
             self._all_gather(unit.name, unit.flat_groups, phase)
             self._copied.add(unit.name)

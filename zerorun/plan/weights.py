@@ -39,7 +39,10 @@ _PACKED = {
 _SCALES, _NESTED = ("absmax", "code", "offset", "SCB"), ("quant_state", "state2")
 # Class name of a wrapper -> what to do instead of training it.
 _INSTEAD = {
-    "WeightWithDynamicFloat8CastTensor": "use Float8LinearConfig(enable_fsdp_float8_all_gather=False): plain weights",
+    "WeightWithDynamicFloat8CastTensor": (
+        "use Float8LinearConfig(enable_fsdp_float8_all_gather=False); the section fp8 of the configuration has this key, "
+        "for gathers in fp8 at stage 3"
+    ),
     "DTensor": "give initialize() the model before fully_shard() or parallelize_module(), in whose place zerorun works",
 }
 _TENSOR_METHODS = ("to", "__torch_function__")  # a class that overrides one reads, moves or casts values in its own way

@@ -59,6 +59,7 @@ def _described(unit: UnitPlan, group: FlatGroupPlan) -> str:
     words = [str(group.dtype).removeprefix("torch."), "trained" if group.trainable else "frozen"]
     words += ["packed"] * group.packed + ["mapped"] * group.mapped
     words += [f"second copy by {group.secondary.size}"] if group.secondary is not None else []
+    words += ["gathered in fp8"] * (group.float8 is not None)
     if not unit.resident and unit.params_place != "device":
         words.append(f"shard in {unit.params_place}")
     if group.trainable and unit.states_place != "device":

@@ -13,7 +13,7 @@ from ..config.sections import Fp8
 from ..distributed.device import CPU, gpus_have_fp8
 from ..errors import ConfigError, ConfigProblem
 from ..pipeline.pipelined import Pipelined
-from ..plan.float8_layers import is_float8
+from ..plan.float8_layers import casts_of, is_float8
 from ..plan.weights import PLAIN, kind_of, own_weight
 from .matrix_roles import matrices_of_blocks
 
@@ -57,7 +57,10 @@ def float8_layers(model: nn.Module, section: Fp8) -> dict[str, nn.Linear]:
 
     Raises ConfigError if there are none, for names that match nothing, and for sides that kernels cannot take.
     """
-    if not section.enabled or any(map(is_float8, model.modules())):
+    swapped = any(map(is_float8, model.modules()))
+    if section.enabled and section.enable_fsdp_float8_all_gather:
+        _refuse_rows(section, exact=bool(casts_of(model)) if swapped else section.recipe == "tensorwise")
+    if not section.enabled or swapped:
         return {}
     matrices = matrices_of_blocks(model)
     found = {name: m for name, m in model.named_modules() if _is_ordinary(m) and id(own_weight(m)) in matrices}
@@ -106,6 +109,13 @@ def _torchao() -> tuple[Any, Any]:
             [ConfigProblem("fp8.enabled", True, reason, "Install it: pip install 'zerorun[fp8]', or pip install torchao.")]
         ) from None
     return Float8Linear, Float8LinearConfig.from_recipe_name
+
+
+def _refuse_rows(section: Fp8, *, exact: bool) -> None:
+    if not exact:
+        reason = "with scales of rows, a weight is cast by rows in forward and by columns in backward: no code is both."
+        remedy = 'Remove the key, or use "recipe": "tensorwise".'
+        raise ConfigError([ConfigProblem("fp8.enable_fsdp_float8_all_gather", True, reason, remedy)])
 
 
 def _refuse_nothing(section: Fp8, found: Iterable[str], kept: Iterable[str]) -> None:

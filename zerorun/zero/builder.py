@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..distributed.block_codes import coded_bytes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
@@ -157,7 +156,7 @@ class _Builder:
         return next(param_slot), self._kept_shard(unit, own, plan.dtype)
 
     def _codes(self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor]) -> CodeBuffers:
-        size = coded_bytes(plan.shard_numel)
+        size = plan.code_bytes(plan.shard_numel)
         if unit.placement.params_on_disk and self._disk is not None:
             own = self._disk.take(size, torch.uint8)
         elif unit.placement.params:

@@ -58,6 +58,7 @@ class FlatGroup:
         self.arriving = codes.full if codes is not None else None
         self.second = second
         self._coded_at = self._copied_at = -1
+        self._largest = torch.zeros(len(self.params), device=full.device)
         self.views = _views(full, plan.layout)
         for param, view in zip(self.params, self.views, strict=True):
             param.data = view
@@ -90,7 +91,11 @@ class FlatGroup:
         """The codes of the shard. ``state``: a number that is another one whenever the shard may have changed."""
         assert self.coded is not None
         if self._coded_at != state:
-            encode(self.shard, self.coded)
+            cast = self.plan.float8
+            if cast is None:
+                encode(self.shard, self.coded)
+            else:
+                cast.encode(self.shard, self.plan.shard_pieces, self._largest.to(self.shard.device), self.coded)
             self._coded_at = state
         return self.coded
 
@@ -99,10 +104,24 @@ class FlatGroup:
         before, self._copied_at = self._copied_at, state
         return before != state
 
+    def largest_here(self) -> torch.Tensor:
+        """The largest magnitude of each parameter in the shard [parameters], fp32; 0 for one that is not in it."""
+        found = torch.zeros(len(self.params), device=self.shard.device)
+        for piece in self.plan.shard_pieces:
+            found[piece.entry] = self.shard[piece.shard_start : piece.shard_start + piece.numel].abs().amax()
+        return found
+
+    def take_largest(self, largest: torch.Tensor) -> None:
+        """``largest`` [parameters] fp32: of the whole parameters. fp8 codes follow from them."""
+        self._largest = largest
+
     def decode(self) -> None:
         """Let ``full`` have the values of the codes that have come, this rank's too: all compute with the same."""
         assert self.arriving is not None
-        decode_parts(self.arriving, self.layout.bounds, self.full)
+        if self.plan.float8 is None:
+            decode_parts(self.arriving, self.layout.bounds, self.full)
+        else:
+            self.plan.float8.decode(self.arriving, self.layout, self._largest, self.full)
 
     def unshard(self) -> None:
         """Make the parameters views of the slot."""

@@ -26,6 +26,7 @@ import torch
 from ..distributed.transport.communicator import Communicator
 from ..errors import OrderError
 from ..log import warn_once
+from .largest_weights import share_largest
 from .unit import SlotPool, Unit, gather_for_others
 
 # Seconds for which a rank that has left the agreed order waits for the others to ask as well; None: as for any collective.
@@ -104,6 +105,8 @@ class Gathers:
         self.slots = slots
         self.phases = 0  # forwards and backwards that have begun
         self._units, self._comm = units, comm
+        self._in_fp8 = any(group.plan.float8 is not None for unit in units for group in unit.flat_groups)
+        self._largest_at = -1  # the state of the shards whose largest magnitudes are known
         self._shares = any(not unit.resident for unit in units)
         self._orders: dict[Hashable, list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
         self._in_backward = False
@@ -214,7 +217,14 @@ class Gathers:
         if not unit.resident and not self.holds(unit):
             self._fill(unit, "for backward" if self._in_backward else "for forward")
 
+    def _look_at_weights(self) -> None:
+        """Before a gather: if shards have changed, find the largest magnitudes for those that are gathered in fp8."""
+        if self._in_fp8 and self._largest_at != self._comm.fences:
+            share_largest(self._units, self._comm)
+            self._largest_at = self._comm.fences
+
     def _fill(self, unit: Unit, phase: str) -> None:
+        self._look_at_weights()
         self.evict(unit.param_slot)
         unit.start_gather(self._comm, phase)
         self.slots.occupant[unit.param_slot] = unit.index
@@ -268,6 +278,7 @@ class Gathers:
         if needed_here:
             self._fill(unit, "as asked")
             return
+        self._look_at_weights()
         gather_for_others(unit, self._comm, "as asked")
 
     def _agree(self, trace: ExecutionTrace, universe: list[int]) -> None:

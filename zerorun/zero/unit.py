@@ -8,7 +8,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | parameter (.data) | FlatGroup   | the user's  | compute | a view of ``full`` while gathered, else a loud placeholder  |
 | ``full``          | FlatGroup   | [numel]     | compute | own slot; at stage 3 a part of a shared slot, or ``mapped`` |
 | ``shard``         | FlatGroup   | [shard]     | compute | a view of ``full`` if that is its own, else its own         |
-| ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (block_codes.py)  |
+| ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (plan/coded.py)   |
 | ``arriving``      | FlatGroup   | [bytes]     | uint8   | the codes of all ranks, behind ``full`` in the shared slot  |
 | ``second``        | FlatGroup   | [part]      | compute | its own, if a node has a second copy; else of ``coded``     |
 | ``master``        | FlatGroup   | [owned]     | fp32 *  | ``shard`` itself in its dtype if both are placed alike      |
@@ -38,7 +38,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..distributed.block_codes import coded_bytes
 from ..distributed.layout import aligned_bytes
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
@@ -291,7 +290,7 @@ def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor
     source, label = group.shard, f"{unit.name}: all-gather {phase}"
     state = comm.edits if group.master is None else comm.fences
     if group.arriving is not None:
-        source, bounds = group.encode(state), [coded_bytes(bound) for bound in bounds]
+        source, bounds = group.encode(state), [group.plan.code_bytes(bound) for bound in bounds]
     if group.second is not None and comm.second_copy is not None:
         copied_as = f"{unit.name}: second copy" if group.copies_anew(state) else None
         return comm.second_copy.all_gather(into, bounds, label, source, group.second, copied_as=copied_as)

@@ -100,10 +100,19 @@ class Communicator:
         return self._shard.takes_from_source
 
     def all_gather(
-        self, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor | None = None
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        label: str,
+        source: torch.Tensor | None = None,
+        *,
+        until_given: bool = False,
     ) -> Pending:
-        """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, unless it is in place."""
-        return self._shard.all_gather(full, bounds, label, source)
+        """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, unless it is in place.
+
+        ``until_given``: return from ``wait`` only when all others have read this rank's part.
+        """
+        return self._shard.all_gather(full, bounds, label, source, until_given=until_given)
 
     def reduce_scatter(
         self,
