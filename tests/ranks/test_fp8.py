@@ -221,6 +221,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     "plain": {},
     "ahead": {"stage3_prefetch_bucket_size": 5000},
     "all in host memory": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "second copy": {"zero_hpz_partition_size": 2},
 }
 
 
@@ -265,6 +266,7 @@ def evaluated(case: Case, config: dict[str, Any]) -> Result:
     [
         (2, [("plain", "bf16", "none"), ("all in host memory", "fp32", "full")], True),
         (3, [("ahead", "bf16", "full")], False),
+        pytest.param(4, [("second copy", "bf16", "none"), ("ahead", "fp32", "selective")], True, marks=pytest.mark.nightly),
     ],
 )
 def test_gathers_in_fp8_change_no_bit(ranks: int, rows: list[tuple[str, str, str]], swap: bool) -> None:
