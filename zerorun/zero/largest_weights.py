@@ -21,12 +21,13 @@ def share_largest(units: Sequence[Unit], comm: Communicator) -> None:
     for unit in coded:
         unit.updated()
     groups = [group for unit in coded for group in unit.flat_groups if group.plan.float8 is not None]
-    mine = torch.cat([group.largest_here() for group in groups]).to(comm.device)
-    table = torch.empty(comm.topology.shard * mine.numel(), dtype=mine.dtype, device=mine.device)
-    bounds = range(0, table.numel() + 1, mine.numel())
-    comm.all_gather(table, bounds, LARGEST, mine, until_given=True).wait()
-    largest = table.view(comm.topology.shard, -1).amax(0)
+    counts, ranks = [len(group.params) for group in groups], comm.topology.shard
+    mine, table = (torch.empty(size * sum(counts), device=comm.device) for size in (1, ranks))
+    for group, own in zip(groups, mine.split(counts), strict=True):
+        own.copy_(group.largest_here())
+    comm.all_gather(table, range(0, table.numel() + 1, mine.numel()), LARGEST, mine, until_given=True).wait()
+    largest = table.view(ranks, -1).amax(0)
     if any(on_host(group.shard) for group in groups) and not on_host(comm.device):
         synchronize(comm.device)  # their codes are made on the host
-    for group, own in zip(groups, largest.split([len(group.params) for group in groups]), strict=True):
+    for group, own in zip(groups, largest.split(counts), strict=True):
         group.take_largest(own)
