@@ -26,10 +26,15 @@ _STRETCH = 1 << 20  # codes that are looked up at a time
 
 @dataclass(frozen=True)
 class Float8Cast:
-    """How a layer casts its weight: to ``dtype``, by a scale that is a power of 2 or not."""
+    """How a layer casts its weight: to ``format``, such as "float8_e4m3fn", by a scale that is a power of 2 or not."""
 
-    dtype: torch.dtype
+    format: str
     power_of_2: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.format)
+        return found
 
     def scales(self, largest: torch.Tensor) -> torch.Tensor:
         """Return the scales [n] fp32 of weights whose ``largest`` magnitudes are [n]."""

@@ -99,7 +99,7 @@ class Reports:
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
         groups = self.runtime.plan.flat_groups
         coded = any(group.coded and group.float8 is None for group in groups)
-        casts = sorted({str(group.float8.dtype).removeprefix("torch.") for group in groups if group.float8 is not None})
+        casts = sorted({group.float8.format for group in groups if group.float8 is not None})
         bits = " and then ".join(f"int{hop.bits}" for hop in self.runtime.plan.hops)
         sent = f"gradients on the wire {wire}{f', of matrices {bits} in blocks' if bits else ''}"
         sent += ", weights of matrices int8 in blocks" * coded

@@ -62,4 +62,4 @@ def _cast_of(layer: nn.Module) -> Float8Cast | None:
     for cast in (forward, backward):
         if (cast.scaling_type.value, cast.scaling_granularity.value) != ("dynamic", "tensorwise"):
             return None
-    return Float8Cast(forward.target_dtype, config.round_scales_to_power_of_2)
+    return Float8Cast(str(forward.target_dtype).removeprefix("torch."), config.round_scales_to_power_of_2)
