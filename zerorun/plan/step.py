@@ -120,7 +120,7 @@ class _Step:
         """Follow ``share_largest`` in zero/largest_weights.py, once after an update."""
         weights = sum(len(group.layout.entries) for group in self._plan.flat_groups if group.float8 is not None)
         if weights:
-            sent = weights * (self._plan.topology.shard - 1) * torch.float32.itemsize
+            sent = weights * (self._plan.topology.shard - 1) * _FP32
             self._issued.append(Collective(LARGEST, sent))
 
     def _gather(self, unit: UnitPlan, phase: str) -> None:
