@@ -49,6 +49,11 @@ class MasterFormat(str, Enum):
         """That of the rest; None if there is none."""
         return {MasterFormat.KAHAN: torch.bfloat16, MasterFormat.REMAINDER: torch.int16}.get(self)
 
+    @property
+    def precision(self) -> torch.dtype:
+        """The dtype by whose unit two runs differ that round alike: compensation has a few bits more."""
+        return torch.float32 if self is MasterFormat.REMAINDER else self.dtype
+
     def parts(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return (master, rest or None) that stand for ``values`` [n], of any dtype. Alone it is rounded to nearest."""
         if self.rest is None:

@@ -24,6 +24,8 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt", 4, config(3, zero_optimization={"shard_degree": 2})),
     ("gpt", 2, config(3, precision="bf16")),
     ("gpt", 2, config(2, precision="fp16")),
+    ("gpt", 2, config(3, precision="bf16", bf16={"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})),
+    ("gpt", 2, config(1, 2, precision="bf16", bf16={"store_param_remainders": True, "bf16_optimizer_states": True})),
     ("gpt", 2, config(3, torch_autocast={"enabled": True})),
     ("gpt", 2, config(2, **OFFLOAD)),
     ("gpt", 2, config(3, 2, **OFFLOAD)),

@@ -94,7 +94,8 @@ def keep_updated(recorder: Recorder, model: ShardedModel, step: int) -> None:
                 part = safe_get_local_fp32_param(param)
                 if part is not None:
                     place = {"start": run.start, "shard": model.parts.shards.get(id(param))}
-                    recorder.keep_updated(step, names[id(param)], part, **place)
+                    shown = part.to(group.plan.master_format.precision)
+                    recorder.keep_updated(step, names[id(param)], shown, **place)
 
 
 def run(setting: RunSetting, initialize: Initialize, *, drops: bool) -> ShardedRun:

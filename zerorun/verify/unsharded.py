@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import on_device
-from ..ops.rounding import Origin
+from ..ops.rounding import Origin, join
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
@@ -83,7 +83,7 @@ class Unsharded(Whole):
         super().__init__(task.model.to(device), task.loss, config, LossScaler.of(config.fp16), device)
         params = [param for group in raw.groups for param in group["params"]]
         kept = {param: raw.master.parts(param.detach().to(device, torch.float32, copy=True)) for param in params}
-        self.masters = {param: nn.Parameter(master) for param, (master, _) in kept.items()}
+        self.masters, self._format = {param: nn.Parameter(master) for param, (master, _) in kept.items()}, raw.master
         self._convert()
         groups = [{**group, "params": [self.masters[param] for param in group["params"]]} for group in raw.groups]
         if raw.optimizer is not None:
@@ -118,6 +118,12 @@ class Unsharded(Whole):
             return given if is_scheduler(given) else given(self.optimizer)
         section = self.config.scheduler
         return None if section is None else build_schedule(section.type, dict(section.params), self.optimizer)
+
+    def exact(self, param: nn.Parameter) -> torch.Tensor:
+        """Return what the master of ``param`` stands for, in the precision of its format."""
+        master = self.masters[param].detach()
+        rests = self.optimizer.rests if isinstance(self.optimizer, SinglePassOptimizer) else {}
+        return join(master, rests.get(self.masters[param])).to(self._format.precision)
 
     def take_sums(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the sums of the gradients of what is trained."""
@@ -215,4 +221,4 @@ def add_micro_batch(subject: Whole, recorder: Recorder, batch: Any, micro: int, 
 def _keep_weights(recorder: Recorder, subject: Unsharded, step: int) -> None:
     for name, param in subject.model.named_parameters():
         if step < 0 or param in subject.masters:
-            recorder.keep_updated(step, name, subject.masters.get(param, param))
+            recorder.keep_updated(step, name, subject.exact(param) if param in subject.masters else param)
