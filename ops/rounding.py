@@ -70,7 +70,7 @@ def split(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return weight, (rest.view(torch.int16) - too_far.short()).view(torch.bfloat16)
     bits = values.contiguous().view(torch.int32)
     nan = values.isnan()
-    upper = torch.where(nan, (bits >> 16) | 0x40, (bits.long() + HALF).bitwise_right_shift(16).int())
+    upper = torch.where(nan, (bits >> 16) | 0x40, (bits + HALF) >> 16)
     return _upper_half(upper), torch.where(nan, 0, bits).to(torch.int16)
 
 
@@ -87,8 +87,7 @@ def join(weight: Tensor, rest: Tensor | None) -> Tensor:
 def by_chance(values: Tensor, noise: Tensor) -> Tensor:
     """Return ``values`` [n] fp32 in bf16, rounded away from zero where ``noise`` [n] int32, of 16 bits, says so."""
     bits = values.contiguous().view(torch.int32)
-    moved = (bits.long() + noise).bitwise_right_shift(16).int()
-    return _upper_half(torch.where(values.isnan(), (bits >> 16) | 0x40, moved))
+    return _upper_half(torch.where(values.isnan(), (bits >> 16) | 0x40, (bits + noise) >> 16))
 
 
 def _upper_half(upper: Tensor) -> Tensor:
