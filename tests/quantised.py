@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import bitsandbytes as bnb
 import torch
@@ -43,6 +44,51 @@ def _torchao_nf4(weight: torch.Tensor) -> nn.Module:
     return _linear(to_nf4(weight, 64, 4))
 
 
+class Scaled(torch.Tensor):
+    """Rows of int8 and a scale for each. ``data`` [out, in], or as it comes of a transposition; ``scale`` [out, 1]."""
+
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+        return made
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> Scaled:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes.detach(), args[0].scale.detach())
+        wide = [one.codes * one.scale if isinstance(one, cls) else one for one in args]
+        return func(*wide, **(kwargs or {}))
+
+
+def _scaled(weight: torch.Tensor, *, transposed: bool = False) -> nn.Module:
+    scale = weight.abs().amax(dim=1, keepdim=True) / 127
+    codes = (weight / scale).round().to(torch.int8)
+    return _linear(Scaled(codes.t().contiguous().t() if transposed else codes, scale))
+
+
+class Integers(nn.Module):
+    """Rows of integers as a frozen parameter, with what they mean beside them, as HQQ has them."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        low, high = weight.amin(dim=1, keepdim=True), weight.amax(dim=1, keepdim=True)
+        self.meta = {"scale": (high - low) / 255, "zero": low}
+        codes = ((weight - low) / self.meta["scale"]).round().to(torch.uint8)
+        self.W_q = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.W_q * self.meta["scale"].to(x.dtype) + self.meta["zero"].to(x.dtype))
+
+
 KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
     "nf4 in uint8": lambda weight: _nf4(weight, torch.uint8),
     "nf4 in fp16": lambda weight: _nf4(weight, torch.float16),
@@ -51,8 +97,11 @@ KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
     "int8": _int8,
     "torchao int8": _torchao_int8,
     "torchao nf4": _torchao_nf4,
+    "wrapper": _scaled,
+    "integers": Integers,
+    "transposed wrapper": lambda weight: _scaled(weight, transposed=True),
 }
-SHARDED = [kind for kind in KINDS if kind.startswith("nf4")] + ["int8"]
+SHARDED = [kind for kind in KINDS if kind != "transposed wrapper"]
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

@@ -18,8 +18,9 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from training import make_config, shared_topology
 
 import zerorun
-from zerorun.errors import CheckpointError, ModelError
-from zerorun.plan.weights import inner_tensors, scale_bytes, stored_bytes
+from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
+from zerorun.plan.weights import inner_tensors, inside, named_members, scale_bytes, stored_bytes
+from zerorun.zero.init import part_of
 
 STEPS = 3
 
@@ -63,7 +64,7 @@ def train_everywhere(kind: str, precision: str) -> list[list[float]]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", by_day(KINDS, "torchao nf4", "nf4 in uint8", "nf4 in bf16", "int8"))
+@pytest.mark.parametrize("kind", by_day(KINDS, "torchao nf4", "nf4 in uint8", "nf4 in bf16", "int8", "wrapper"))
 def test_frozen_quantised_weights_train_as_without_zerorun(kind: str, precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     wanted = plain_losses(kind, dtype, 2, STEPS)
@@ -159,17 +160,34 @@ def test_scales_that_cannot_be_set_are_an_error(tmp_path: Path) -> None:
     assert "packed weights would be read wrongly" in run_ranks(2, load_into_another, str(tmp_path))[0]
 
 
-def look_at_packed() -> bool:
-    engine = engine_of("nf4 in fp16", 3, "bf16")
-    weight = engine.module.blocks[0].qkv.base.weight
-    with zerorun.zero.GatheredParameters(weight):
-        seen = as_plain(weight).clone()
+def look_at_packed(kind: str) -> list[bool]:
+    """Whether values are right in GatheredParameters: made inside Init, in an engine, and after it."""
+    wanted = as_plain(build(kind, torch.bfloat16).blocks[0].qkv.base.weight)
+    with zerorun.zero.Init():
+        module = build(kind, torch.bfloat16)
+    made = module.blocks[0].qkv.base.weight
+
+    def read() -> bool:
+        with zerorun.zero.GatheredParameters(made):
+            return torch.equal(as_plain(made), wanted)
+
+    found = [all(part_of(inner) is not None for _, inner in inside(made)), read()]
+    state = module.state_dict()
+    with pytest.raises(ReleasedParameterError):
+        state["blocks.0.qkv.base.weight"].clone()
+    make = lambda params: torch.optim.AdamW(params, lr=LR)  # noqa: E731
+    engine = zerorun.initialize(module, make_config(3, precision="bf16"), optimizer=make, topology=shared_topology())
+    found.append(read())
+    losses_of(engine, kind, 1)
+    found.append(read())
     engine.destroy()
-    return torch.equal(seen, as_plain(build("nf4 in fp16", torch.bfloat16).blocks[0].qkv.base.weight))
+    return [*found, torch.equal(as_plain(made), wanted)]
 
 
-def test_packed_weights_may_be_read_though_they_look_like_nan() -> None:
-    assert all(run_ranks(2, look_at_packed))
+@pytest.mark.parametrize("kind", by_day(("nf4 in fp16", "int8", "torchao nf4", "wrapper"), "nf4 in fp16", "wrapper"))
+def test_packed_weights_may_be_read_though_they_look_like_nan(kind: str) -> None:
+    for found in run_ranks(2, look_at_packed, kind):
+        assert found == [True] * 5
 
 
 class _Opaque(torch.Tensor):
@@ -258,11 +276,13 @@ def ledgers(kind: str) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["nf4 in fp16", "int8", "torchao int8"])
+@pytest.mark.parametrize(
+    "kind", by_day(("nf4 in fp16", "int8", "torchao int8", "wrapper", "transposed wrapper"), "int8", "wrapper")
+)
 def test_the_ledger_counts_the_bytes_that_are_stored(kind: str) -> None:
     whole, sharded = run_ranks(2, ledgers, kind)[0]
     plain = sum(p.numel() * 2 for n, p in build(kind).named_parameters() if not n.endswith("base.weight"))
-    padding = 16 * 2 * len(list(build(kind).parameters()))
+    padding = 16 * 4 * len(list(named_members(build(kind))))
     packed = whole[2]
     assert (whole[0], sharded[0]) == (whole[1], sharded[1])
     assert plain + packed <= whole[0] <= plain + packed + padding

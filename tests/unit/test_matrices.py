@@ -230,7 +230,7 @@ def test_a_row_of_layers_ends_with_the_head() -> None:
     assert matrices(embedded) == {"0.1.weight", "1.1.weight"}
 
 
-def test_deepspeed_8438_a_model_made_in_parts_has_the_same_roles() -> None:
+def test_deepspeed_8438_llamafactory_8041_a_model_made_in_parts_has_the_same_roles() -> None:
     with zerorun.zero.Init():
         model = Blocks(8, 2)
     assert matrices(model) == matrices(Blocks(8, 2))

@@ -2,7 +2,7 @@
 
 Names are those of ``module.state_dict()``, without what torch.compile puts in them. A tied tensor has one name, the
 first; the others are its aliases. Shapes are those of whole tensors, even if this rank's layers have only a part of them.
-In place of a parameter that stays apart (plan/weights.py) stand the tensors that it consists of, named after it.
+In place of a wrapper (plan/weights.py) stand the tensors that it consists of, named after it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..ops.state_format import BLOCK, SCALE, Blocks, held, is_scale
 from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.sharding_plan import ParameterRun
 from ..plan.units import stored_name
-from ..plan.weights import inner_tensors
+from ..plan.weights import inner_tensors, inside
 from ..zero.flat_group import FlatGroup
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_model import Parts, ShardedModel
@@ -138,7 +138,8 @@ class Inventory:
     subject: Subject
     homes: dict[str, SavedParameter] = field(default_factory=dict)  # parameters, in the order of the state dict
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
-    apart: dict[str, nn.Parameter] = field(default_factory=dict)  # parameters that are in no unit
+    apart: dict[str, torch.Tensor] = field(default_factory=dict)  # what is in no unit
+    _parameters: set[int] = field(default_factory=set)  # ids of all parameters
 
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
@@ -152,16 +153,17 @@ class Inventory:
         }
         names: dict[int, str] = {}
         for name, param in subject.module.named_parameters(remove_duplicate=False):
-            stored = stored_name(name)
-            if id(param) not in names:
-                names[id(param)] = copies.get(stored, stored)
-                if id(param) in by_id:
-                    made.homes[names[id(param)]] = by_id[id(param)]
-                else:
-                    made.apart[names[id(param)]] = param
-            if stored != names[id(param)]:
-                paths = [""] if id(param) in by_id else [path for path, _ in inner_tensors(param)]
-                made.aliases |= {stored + path: names[id(param)] + path for path in paths}
+            made._parameters.add(id(param))
+            for path, tensor in inside(param):
+                stored = stored_name(name + path)
+                if id(tensor) not in names:
+                    names[id(tensor)] = copies.get(stored, stored)
+                    if id(tensor) in by_id:
+                        made.homes[names[id(tensor)]] = by_id[id(tensor)]
+                    else:
+                        made.apart[names[id(tensor)]] = tensor
+                if stored != names[id(tensor)]:
+                    made.aliases[stored] = names[id(tensor)]
         return made
 
     # -- what there is -------------------------------------------------------------------------------------------
@@ -173,10 +175,9 @@ class Inventory:
         found: dict[str, torch.Tensor] = {}
         extra: dict[str, Any] = {}
         seen: dict[int, str] = {}
-        apart = {id(param) for param in self.apart.values()}
         for name, value in everything.items():
             stored = stored_name(name)
-            if stored in self.homes or stored in self.aliases or id(value) in apart:
+            if id(value) in self._parameters or stored in self.homes or stored in self.aliases:
                 continue
             if not isinstance(value, torch.Tensor) or stored.endswith("_extra_state"):
                 extra[stored] = value
@@ -188,7 +189,7 @@ class Inventory:
 
     def kept_apart(self) -> dict[str, torch.Tensor]:
         """By name, the tensors of which the parameters that stay apart consist. They are not copies."""
-        return {name + path: inner for name, param in self.apart.items() for path, inner in inner_tensors(param)}
+        return {name: tensor.detach() for name, tensor in self.apart.items()}
 
     def contents(self) -> Contents:
         """The contents of this rank's module."""

@@ -15,9 +15,10 @@ from torch import nn
 
 from ..engine.engine import Engine
 from ..errors import ConfigError, ConfigProblem
+from ..plan.weights import inside
 from ..zero.access import owned_part
 from ..zero.init import part_of, partitioned_as
-from ..zero.placeholders import UnsavedPlaceholder
+from ..zero.placeholders import UnsavedPlaceholder, placeholder
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
 
 
@@ -139,8 +140,11 @@ def show_placeholders(engine: Engine) -> None:
         if runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
             return
         for name, param in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state and _status(param) is ZeroParamStatus.NOT_AVAILABLE:
-                state[prefix + name] = param.detach().as_subclass(UnsavedPlaceholder)
+            if prefix + name in state and any(is_away(tensor) for _, tensor in inside(param)):
+                state[prefix + name] = placeholder(param).as_subclass(UnsavedPlaceholder)
+
+    def is_away(tensor: torch.Tensor) -> bool:
+        return find(tensor) is not None and _status(tensor) is ZeroParamStatus.NOT_AVAILABLE
 
     runtime.guard.show_placeholders()
     runtime.keep([engine.module.register_state_dict_post_hook(after)])

@@ -21,7 +21,7 @@ from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make import planned_topology
 from ..plan.optimizer_states import OptimizerStates
 from ..plan.sharding_plan import ShardingPlan
-from ..plan.weights import stays_apart, stored_bytes
+from ..plan.weights import named_members, own_members, stays_apart, stored_bytes
 from ..startup.inputs import OptimizerLike, take_in
 from ..startup.planned_parts import PlannedPart, planned_parts
 from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, start_up
@@ -253,18 +253,21 @@ def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device:
     topology = part.topology
     held = partial(_held_in_parts, device_type=device, world_size=topology.world_size)
     parts = _all(held, whole)
-    own = [sum(held(p).put_together for p in module.parameters(recurse=False)) for module in whole.modules()]
+    own = [sum(held(tensor).put_together for tensor in own_members(module)) for module in whole.modules()]
     built = _beside(parts, max(own))
     if topology.pipe * topology.tensor == 1:
         return _higher(start_up(plan, part.model, held), built)
     # All parameters are put together, one after the other, and this rank keeps its own part of the model in full.
-    ordinary, largest = partial(held_whole, device_type=device), max(held(p).put_together for p in whole.parameters())
+    ordinary, largest = (
+        partial(held_whole, device_type=device),
+        max(held(tensor).put_together for _, tensor in named_members(whole)),
+    )
     settled = _beside(parts + _all(ordinary, part.model), largest)
     return _higher(_higher(start_up(plan, part.model, ordinary), built), settled)
 
 
 def _all(held: Held, model: nn.Module) -> Bytes:
-    return sum((held(param).now for param in model.parameters()), Bytes())
+    return sum((held(param).now for _, param in named_members(model)), Bytes())
 
 
 def _beside(held: Bytes, more: int) -> Bytes:

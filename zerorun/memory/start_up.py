@@ -14,6 +14,7 @@ from torch import nn
 
 from ..plan.reductions import MAX_REDUCING
 from ..plan.sharding_plan import DEVICE, DISK, Buffer, FlatGroupPlan, ShardingPlan
+from ..plan.weights import named_members
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ Held = Callable[[nn.Parameter], Holding]
 
 def start_up(plan: ShardingPlan, model: nn.Module, held: Held) -> Peak:
     """Return the peak while the builder (zero/builder.py) works. ``held``: what each parameter occupies at the start."""
-    params = dict(model.named_parameters())
+    params = dict(named_members(model))
     live = sum((held(param).now for param in params.values()), Bytes(plan.param_slots.bytes + plan.grad_slots.bytes))
     steps = [live]
     for unit in plan.units:

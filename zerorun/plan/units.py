@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ..errors import ConfigError, ConfigProblem
-from .weights import stays_apart
+from .weights import members
 
 ROOT = "root"
 _WRAPPER = "_orig_mod."  # what torch.compile puts in names
@@ -79,31 +79,26 @@ class UnitSpec:
 def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes.
 
-    Parameters that stay apart (weights.py) are in no unit.
+    Parameters that stay apart (weights.py) are in no unit; of wrappers, their members are.
     """
     specs = _with_leaves(module, _candidates(module, policy), policy.leaves)
-    owners: dict[int, set[int]] = defaultdict(set)
-    inside: set[int] = set()
+    around: dict[int, set[int]] = defaultdict(set)
     for index, spec in enumerate(specs):
-        for part in spec.modules:
-            for submodule in part.modules():
-                inside.add(id(submodule))
-                for param in submodule._parameters.values():
-                    if param is not None:
-                        owners[id(param)].add(index)
+        for submodule in (submodule for part in spec.modules for submodule in part.modules()):
+            around[id(submodule)].add(index)
+    owners: dict[int, set[int]] = defaultdict(set)
     for submodule in module.modules():
-        if id(submodule) not in inside:
-            for param in submodule._parameters.values():
-                if param is not None:
-                    owners[id(param)].add(-1)
+        for param in submodule._parameters.values():
+            for _, tensor in members(param) if param is not None else ():
+                owners[id(tensor)] |= around.get(id(submodule), {-1})
     root = UnitSpec(ROOT, [module])
     for name, param in module.named_parameters():
-        if stays_apart(param):
-            continue
-        holders = owners[id(param)]
-        alone = len(holders) == 1 and not getattr(param, EXTERNAL_MARK, False)
-        owner = next(iter(holders)) if alone else -1
-        (specs[owner] if owner >= 0 else root).params.append((name, param))
+        for path, tensor in members(param):
+            holders = owners.pop(id(tensor), None)
+            if holders is not None:
+                alone = len(holders) == 1 and not getattr(param, EXTERNAL_MARK, False)
+                owner = next(iter(holders)) if alone else -1
+                (specs[owner] if owner >= 0 else root).params.append((name + path, tensor))
     return [root, *(spec for spec in specs if spec.params)]
 
 

@@ -7,15 +7,16 @@ A *packed* weight is frozen memory that a class of another package reads in its 
 are gathered like those of a plain weight, and never cast. It cannot be seen from outside whether a class reads this memory
 anew, through the parameter, in every forward, so the classes that are known to do so are listed here. Layers of some of
 them keep a second reference to the memory, and are told before each forward where it is now (``follow_memory``).
-All other frozen parameters stay *apart*: those without memory of their own (wrappers around other tensors), and those to
-whose memory their layers keep other references. They belong to no unit, and every rank has them whole and unchanged.
+A frozen *wrapper* has no memory of its own: it reads other tensors. These are its members, each of which is packed, and it
+stays as it is. All other frozen parameters stay *apart*: those to whose memory their layers keep other references, and
+wrappers whose members cannot be moved. They belong to no unit, and every rank has them whole and unchanged.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,13 +61,50 @@ def kind_of(param: torch.Tensor) -> str:
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """True for a packed weight, which is gathered as bytes: see [Note: three kinds]."""
-    return kind_of(param) == PACKED
+    """True for a packed weight or a member of a wrapper, which is gathered as bytes: see [Note: three kinds]."""
+    return not isinstance(param, nn.Parameter) or kind_of(param) == PACKED
 
 
 def stays_apart(param: torch.Tensor) -> bool:
     """True for a parameter that every rank keeps whole: see [Note: three kinds]."""
-    return kind_of(param) == APART
+    return kind_of(param) == APART and not members(param)
+
+
+def members(param: torch.Tensor) -> list[tuple[str, nn.Parameter]]:
+    """Return (path, tensor) of what units have of ``param``: itself, or the tensors inside a wrapper; [] if it stays apart.
+
+    Members of wrappers are no parameters, but are treated as frozen ones.
+    """
+    if kind_of(param) != APART:
+        return [("", cast(nn.Parameter, param))]
+    if param.requires_grad or not is_traceable_wrapper_subclass(param):
+        return []
+    found = list(inside(param))
+    again = inside(param)  # those that are made anew whenever they are asked for cannot be moved
+    movable = all(_can_move(tensor) and tensor is same for (_, tensor), (_, same) in zip(found, again, strict=True))
+    return [(path, cast(nn.Parameter, tensor)) for path, tensor in found] if movable else []
+
+
+def _can_move(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or isinstance(tensor, nn.Parameter) or tensor.requires_grad:
+        return False
+    strides = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout is torch.strided else [(1, 2)]
+    return tensor.is_contiguous() or all(not stride or size == 1 for stride, size in strides)  # as placeholders are
+
+
+def own_members(module: nn.Module) -> list[nn.Parameter]:
+    """The members of the parameters that ``module`` itself has, without its children's."""
+    return [tensor for param in module.parameters(recurse=False) for _, tensor in members(param)]
+
+
+def named_members(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, tensor) once for all that ranks hold of parameters: their members, or themselves if they stay apart."""
+    seen = set()
+    for name, param in module.named_parameters():
+        for path, tensor in members(param) or [("", param)]:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name + path, tensor
 
 
 def scale_bytes(model: nn.Module) -> int:
@@ -163,9 +201,9 @@ def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:
 
 
 def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
-    """Raise ModelError for parameters that stay apart and are not on ``device``: only their own classes can move them."""
+    """Raise ModelError for wrappers and what stays apart if not on ``device``: only their own classes can move them."""
     for name, param in model.named_parameters():
-        for _, inner in inner_tensors(param) if stays_apart(param) else ():
+        for _, inner in inner_tensors(param) if kind_of(param) == APART else ():
             if inner.device != device:
                 raise ModelError(
                     f"parameter {name!r}, a {type(param).__name__}, is on {inner.device}, and this rank trains on "
@@ -176,22 +214,27 @@ def refuse_elsewhere(model: nn.Module, device: torch.device) -> None:
 # -- the tensors inside a weight ---------------------------------------------------------------------------------
 
 
-def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (path, plain tensor) for each tensor inside a wrapper, with paths like ".qdata"; "" for a plain tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield "", tensor.detach()
+def inside(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (path, tensor) for each tensor inside a wrapper, with paths like ".qdata"; ("", itself) for another tensor."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
+        yield "", tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        for path, inner in inner_tensors(getattr(tensor, attribute)):
+        for path, inner in inside(getattr(tensor, attribute)):
             yield f".{attribute}{path}", inner
 
 
-def copied_to_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of ``tensor`` in CPU memory of its own. The copy of a wrapper has the same class."""
+def inner_tensors(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what ``inside`` does, as plain tensors."""
+    return ((path, inner.detach()) for path, inner in inside(tensor))
+
+
+def rebuilt(tensor: torch.Tensor, value_of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return ``value_of(tensor)``. Of a wrapper, one of the same class around the values of the tensors inside it."""
     if not is_traceable_wrapper_subclass(tensor):
-        return tensor.detach().to("cpu", copy=True)
+        return value_of(tensor)
     attributes, context = tensor.__tensor_flatten__()
-    inner = {name: copied_to_cpu(getattr(tensor, name)) for name in attributes}
+    inner = {name: rebuilt(getattr(tensor, name), value_of) for name in attributes}
     made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
     return made
 
@@ -202,9 +245,9 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def apart_from(module: nn.Module, taken: Iterable[torch.Tensor]) -> dict[str, nn.Parameter]:
-    """Return the parameters of ``module`` by name, without those in ``taken``, which are in units."""
+    """Return what ``module`` has of parameters by name, without ``taken``, which is in units."""
     known = {id(param) for param in taken}
-    return {name: param for name, param in module.named_parameters() if id(param) not in known}
+    return {name: param for name, param in named_members(module) if id(param) not in known}
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import make_plan
 from ..plan.sharding_plan import ShardingPlan
+from ..plan.weights import rebuilt
 from .float8 import Float8Layers, float8_layers
 from .parallelize import cut, divide_shapes, plan_layers
 
@@ -67,7 +68,8 @@ def _of_shapes(model: nn.Module, raw: RawOptimizer) -> tuple[nn.Module, RawOptim
     """Return a copy of ``model`` on the meta device, and ``raw`` with the parameters of the copy."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
-        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+        shape = rebuilt(param, lambda tensor: torch.empty_like(tensor, device="meta"))
+        memo[id(param)] = nn.Parameter(shape, requires_grad=param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to("meta")
     same = dict(memo)  # a copy, because deepcopy adds entries to memo

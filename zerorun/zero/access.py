@@ -15,7 +15,7 @@ from ..distributed.same_request import compare
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
-from ..plan.weights import copied_to_cpu, follow_memory, followers
+from ..plan.weights import follow_memory, followers, inside, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup, TrainedGroup, rounded
 from .init import Held, Init, divide_again, hold, take_values
@@ -76,7 +76,11 @@ def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torc
         return {}
     with model.runtime.guard.allowing_state_dict():
         found = model.module.state_dict(keep_vars=True)
-    return {n: values[id(t)] if id(t) in values else copied_to_cpu(t) for n, t in found.items()}
+
+    def value_of(tensor: torch.Tensor) -> torch.Tensor:
+        return values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)
+
+    return {name: rebuilt(tensor, value_of) for name, tensor in found.items()}
 
 
 def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> Any:
@@ -249,7 +253,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         chosen = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._params = chosen if enabled else []
+        self._params = [tensor for param in chosen for _, tensor in inside(param)] if enabled else []
         self._modifier_rank = modifier_rank
         self._held: list[tuple[ShardedModel, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet

@@ -12,7 +12,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
-from ..plan.weights import let_go_of_memory
+from ..plan.weights import let_go_of_memory, named_members
 from .away import States
 from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup, rounded
 from .init import forget_part, whole_value
@@ -72,7 +72,7 @@ class _Builder:
         disk: Disk | None,
     ) -> None:
         self._plan, self._comm, self._device = plan, comm, comm.device
-        self._modules, self._params = dict(model.named_modules()), dict(model.named_parameters())
+        self._modules, self._params = dict(model.named_modules()), dict(named_members(model))
         self._mapping, self._disk = mapping, disk
         self._param_slots = SlotPool(plan.param_slots, self._device)
         self._grad_slots = SlotPool(plan.grad_slots, self._device)

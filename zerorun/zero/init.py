@@ -39,7 +39,7 @@ from ..distributed.same_request import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
-from ..plan.weights import is_packed, let_go_of_memory, own_weight, stays_apart
+from ..plan.weights import inside, is_packed, let_go_of_memory, members, named_members, own_members, stays_apart
 from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
@@ -221,8 +221,8 @@ def forget_part(param: torch.Tensor) -> None:
 
 
 def partitioned(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of ``model`` that ``Init`` partitioned, in the order of ``model.parameters()``."""
-    return [param for param in model.parameters() if param in _partitioned]
+    """Return what ``Init`` partitioned of the parameters of ``model``, in the order of ``model.parameters()``."""
+    return [param for _, param in named_members(model) if param in _partitioned]
 
 
 @torch.no_grad()
@@ -232,7 +232,7 @@ def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[
     ``params``: partitioned parameters, the same in the same order on all ranks. All ranks must call it, because parameters
     are put together one after the other. A rank that keeps nothing of a parameter frees it at once.
     """
-    here = {id(param) for param in model.parameters()}
+    here = {id(param) for _, param in named_members(model)}
     for param in params:
         whole = whole_value(param)
         forget_part(param)
@@ -300,11 +300,15 @@ def _keep(param: torch.Tensor, part: _Part) -> None:
 def _withhold(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Let the module's part of a state dict have no placeholder that could be saved in place of a weight."""
     for name, param in module._parameters.items():
-        found, shown = state.get(prefix + name), _shown_by.get(param) if param is not None else None
-        if isinstance(found, torch.Tensor) and found is not param and shown is not None and param in _partitioned:
-            with torch._C.DisableTorchFunction():
-                if storage_key(found) == storage_key(shown.tensor):
-                    state[prefix + name] = found.as_subclass(UnsavedPlaceholder)
+        found = state.get(prefix + name)
+        if param is None or not isinstance(found, torch.Tensor) or found is param:
+            continue
+        with torch._C.DisableTorchFunction():
+            for (_, tensor), (_, stated) in zip(inside(param), inside(found), strict=False):
+                shown = _shown_by.get(tensor)
+                if tensor in _partitioned and shown is not None and storage_key(stated) == storage_key(shown.tensor):
+                    whole = found if tensor is param else placeholder(param)  # of a wrapper, one that is none
+                    state[prefix + name] = whole.as_subclass(UnsavedPlaceholder)
 
 
 def _watch_state_dict(module: nn.Module) -> None:
@@ -319,7 +323,7 @@ def _watch_forward(module: Any, param: torch.Tensor) -> None:
 
 
 def _refuse_forward(module: nn.Module, inputs: Any) -> None:
-    if not Init.open and own_weight(module) in _partitioned:
+    if not Init.open and any(param in _partitioned for param in own_members(module)):
         raise ModelError(
             f"the forward of a {type(module).__name__} needs its quantised weight, which is spread over all ranks. Remedy: "
             "give the model to initialize() first. One that is to stay whole on every rank is loaded outside of "
@@ -461,7 +465,7 @@ def _reads_loud(tensor: torch.Tensor) -> bool:
 def refuse_overwritten(model: nn.Module) -> None:
     """Raise ModelError if a placeholder was written to: these values would be lost, because those of the parts count."""
     with torch._C.DisableTorchFunction():  # in case this is called inside a block: nothing must become whole
-        for name, param in model.named_parameters():
+        for name, param in named_members(model):
             part = _partitioned.get(param)
             if part is None:
                 _refuse_placeholder(name, param)
@@ -521,16 +525,15 @@ class Init(TorchFunctionMode):
             init_distributed()
             with torch._C.DisableTorchFunction():
                 _number_alike()
-                found = [(n, p) for n, p in module.named_parameters() if not _is_left_alone(p)]
+                found = [(n, p) for n, p in named_members(module) if not _is_left_alone(p)]
                 _compare(_OTHER_CODE, [f"{name!r}, {tuple(p.shape)}, {p.dtype}" for name, p in found], _SAME_CODE)
                 for _, param in found:
                     release(param)
             for part in module.modules():
                 if part._parameters:
                     _watch_state_dict(part)
-                weight = own_weight(part)
-                if weight is not None and weight in _partitioned:
-                    _watch_forward(part, weight)
+                for param in own_members(part):
+                    _watch_forward(part, param)
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -570,22 +573,23 @@ class Init(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.__name__ != "__get__" or func in _READS_VALUES:  # shape, dtype, ... need no values
-            self._use(tensors_in([args, kwargs]))
+            self._use(inner for tensor in tensors_in([args, kwargs]) for _, inner in inside(tensor))
         return func(*args, **kwargs)
 
     def _created(self, module: nn.Module, name: str, param: Any) -> None:
-        if not isinstance(param, nn.Parameter) or is_lazy(param) or param in self._owner or param.is_meta:
+        if not isinstance(param, nn.Parameter) or is_lazy(param) or param.is_meta:
             return
-        if stays_apart(param):
-            return
-        self._use([param])
         with torch._C.DisableTorchFunction():
-            _refuse_placeholder(name, param)
-        if param not in self._owner:  # otherwise it was made in an earlier block
-            self._owner[param] = module
-            _watch_state_dict(module)
-            self._make_room([module])
-            self._whole_now.append(param)
+            new = [tensor for _, tensor in members(param) if tensor not in self._owner]
+        self._use(new)
+        for tensor in new:
+            with torch._C.DisableTorchFunction():
+                _refuse_placeholder(name, tensor)
+            if tensor not in self._owner:  # otherwise it was made in an earlier block
+                self._owner[tensor] = module
+                _watch_state_dict(module)
+                self._make_room([module])
+                self._whole_now.append(tensor)
 
     def _use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make everything whole that a function needs to work on ``tensors``, all at the same time."""

@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReleasedParameterError
+from ..plan.weights import inside
 
 # Prefixes of the names of operations that use the shape, dtype and device of a tensor, and not its values.
 _READ_NO_VALUES = (
@@ -52,7 +53,7 @@ class ReadWatch(TorchDispatchMode):
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not getattr(func, "is_view", False) and not func.__name__.startswith(_READ_NO_VALUES):
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in (inner for given in tensors_in((args, kwargs)) for _, inner in inside(given)):
                 found = self._shown.get(storage_key(tensor))
                 if found is not None:
                     names, unit = found

@@ -14,6 +14,7 @@ from torch import nn
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
+from ..plan.weights import named_members
 from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .norm import Decision, Norm, Summary, Told
@@ -291,5 +292,5 @@ def find(param: torch.Tensor, *kinds: StateKind) -> tuple[ShardedModel, Paramete
 
 def model_of(module: nn.Module) -> ShardedModel | None:
     """The sharded model that ``module`` is, or is a part of; None if no engine manages it."""
-    found = next((find(param) for param in module.parameters()), None)
+    found = next((find(tensor) for _, tensor in named_members(module)), None)
     return found[0] if found is not None else None
