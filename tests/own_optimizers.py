@@ -80,6 +80,14 @@ class OwnStates(Own):
         return velocity
 
 
+class ListedStates(Own):
+    """With tensors in a list, as some keep the factors of a preconditioner."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        self.state[param]["factors"] = [velocity.new_ones(3), velocity.new_ones(5)]
+        return velocity
+
+
 class AnyKeywords(Softsign):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)

@@ -75,6 +75,21 @@ def _scaled(weight: torch.Tensor, *, transposed: bool = False) -> nn.Module:
     return _linear(Scaled(codes.t().contiguous().t() if transposed else codes, scale))
 
 
+class TorchLinear(nn.Module):
+    """Keeps its weights as that of gptqmodel does, for which it stands here: integers and scales in buffers."""
+
+    __module__ = "gptqmodel.nn_modules.qlinear.torch"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        scales = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("qweight", (weight / scales).round().to(torch.int32))
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.qweight.to(x.dtype) * self.scales.to(x.dtype))
+
+
 class Integers(nn.Module):
     """Rows of integers as a frozen parameter, with what they mean beside them, as HQQ has them."""
 
@@ -99,6 +114,7 @@ KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
     "torchao nf4": _torchao_nf4,
     "wrapper": _scaled,
     "integers": Integers,
+    "buffers": TorchLinear,
     "transposed wrapper": lambda weight: _scaled(weight, transposed=True),
 }
 SHARDED = [kind for kind in KINDS if kind != "transposed wrapper"]

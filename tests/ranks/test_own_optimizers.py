@@ -63,6 +63,8 @@ def test_what_goes_by_elements_is_divided_evenly() -> None:
 def refuse() -> None:
     with pytest.raises(ModelError, match=r"OneLength looks at all parameters together.*stage 1 on 2 ranks.*use stage 0"):
         make_engine(CASES["plain"], config_of("OneLength", 1), topology=shared_topology())
+    with pytest.raises(ModelError, match=r"the state 'factors' of ListedStates has tensors in a list.*state\[parameter\]"):
+        make_engine(CASES["plain"], config_of("ListedStates", 1), topology=shared_topology())
     with pytest.raises(ModelError, match="UnitRows needs whole parameters"):
         config = {**config_of("UnitRows", 1), "tensor_parallel": {"size": 2}}
         make_engine(CASES["plain"], config, topology=shared_topology(tensor=2))

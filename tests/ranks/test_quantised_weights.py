@@ -64,7 +64,7 @@ def train_everywhere(kind: str, precision: str) -> list[list[float]]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", by_day(KINDS, "torchao nf4", "nf4 in uint8", "nf4 in bf16", "int8", "wrapper"))
+@pytest.mark.parametrize("kind", by_day(KINDS, "torchao nf4", "nf4 in bf16", "int8", "wrapper", "buffers"))
 def test_frozen_quantised_weights_train_as_without_zerorun(kind: str, precision: str) -> None:
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     wanted = plain_losses(kind, dtype, 2, STEPS)
@@ -267,7 +267,7 @@ def ledgers(kind: str) -> list[tuple[int, int, int]]:
     found = []
     for stage in (0, 3):
         module = build(kind, torch.bfloat16)
-        packed = sum(stored_bytes(p) for n, p in module.named_parameters() if n.endswith("base.weight"))
+        packed = sum(stored_bytes(tensor) for name, tensor in named_members(module) if ".base." in name)
         scales = scale_bytes(module)
         estimate = zerorun.estimate_memory(module, make_config(stage, precision="bf16"), 2, device="cpu")
         engine = zerorun.initialize(module, make_config(stage, precision="bf16"), topology=shared_topology())
@@ -277,11 +277,16 @@ def ledgers(kind: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    "kind", by_day(("nf4 in fp16", "int8", "torchao int8", "wrapper", "transposed wrapper"), "int8", "wrapper")
+    "kind",
+    by_day(
+        ("nf4 in fp16", "int8", "torchao int8", "wrapper", "transposed wrapper", "integers", "buffers"),
+        "wrapper",
+        "buffers",
+    ),
 )
 def test_the_ledger_counts_the_bytes_that_are_stored(kind: str) -> None:
     whole, sharded = run_ranks(2, ledgers, kind)[0]
-    plain = sum(p.numel() * 2 for n, p in build(kind).named_parameters() if not n.endswith("base.weight"))
+    plain = sum(p.numel() * 2 for n, p in build(kind).named_parameters() if ".base." not in n)
     padding = 16 * 4 * len(list(named_members(build(kind))))
     packed = whole[2]
     assert (whole[0], sharded[0]) == (whole[1], sharded[1])

@@ -24,7 +24,7 @@ from ..ops.state_format import BLOCK, SCALE, Blocks, held, is_scale
 from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.sharding_plan import ParameterRun
 from ..plan.units import stored_name
-from ..plan.weights import inner_tensors, inside
+from ..plan.weights import inner_tensors, inside, packed_buffers
 from ..zero.flat_group import FlatGroup
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_model import Parts, ShardedModel
@@ -139,7 +139,7 @@ class Inventory:
     homes: dict[str, SavedParameter] = field(default_factory=dict)  # parameters, in the order of the state dict
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
     apart: dict[str, torch.Tensor] = field(default_factory=dict)  # what is in no unit
-    _parameters: set[int] = field(default_factory=set)  # ids of all parameters
+    _parameters: set[int] = field(default_factory=set)  # ids of all parameters, and of buffers that count as such
 
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
@@ -152,7 +152,8 @@ class Inventory:
             for entry, param in enumerate(flat_group.params)
         }
         names: dict[int, str] = {}
-        for name, param in subject.module.named_parameters(remove_duplicate=False):
+        params = subject.module.named_parameters(remove_duplicate=False)
+        for name, param in (*params, *packed_buffers(subject.module).items()):
             made._parameters.add(id(param))
             for path, tensor in inside(param):
                 stored = stored_name(name + path)

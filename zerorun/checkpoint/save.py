@@ -27,8 +27,10 @@ import torch
 
 from ..distributed.device import host_empty, on_gpu, on_host, synchronize
 from ..distributed.waits import waiting
-from ..errors import CheckpointError, DamagedError
+from ..errors import CheckpointError, DamagedError, ModelError
 from ..log import logger
+from ..optim.requested import RawOptimizer
+from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
 from .gather import Collector, PeerReader
 from .inventory import TensorPart
@@ -265,6 +267,9 @@ def _finish(
     return small, manifest
 
 
+_TRIED = ("torch.optim", "zerorun.")  # packages whose optimizers' states can be saved
+
+
 # -- scalars -----------------------------------------------------------------------------------------------------
 
 
@@ -272,7 +277,27 @@ def scalar(value: Any, where: str) -> Scalar:
     """Turn a scalar of an optimizer's state into a plain value. Raises CheckpointError if it cannot be stored as one."""
     if isinstance(value, torch.Tensor):
         return encode(value.item(), {}, where), str(value.dtype).removeprefix("torch.")
-    return encode(value, {}, where), None
+    tensors: dict[str, torch.Tensor] = {}
+    plain = encode(value, tensors, where)
+    if tensors:
+        raise CheckpointError(
+            f"{where} has tensors in a {type(value).__name__}, and no checkpoint could give each rank its part of them. "
+            "Remedy: an optimizer that keeps each tensor under a name of its own, state[parameter][name]."
+        )
+    return plain, None
+
+
+def refuse_unsavable_states(raw: RawOptimizer) -> None:
+    """Raise ModelError for an optimizer of the user's that keeps a state which cannot be saved. A trial step finds it."""
+    if raw.optimizer is None:
+        known, name = "." not in raw.name, raw.name.rpartition(".")[2]
+    else:
+        known, name = type(raw.optimizer).__module__.startswith(_TRIED), type(raw.optimizer).__name__
+    for key, value in () if known else OptimizerStates(raw, torch.device("cpu")).scalars.items():
+        try:
+            scalar(value, f"the state {key!r} of {name}")
+        except CheckpointError as error:
+            raise ModelError(str(error)) from None
 
 
 def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..engine.engine import Engine
 from ..errors import ConfigError, ConfigProblem
-from ..plan.weights import inside
+from ..plan.weights import inside, packed_buffers
 from ..zero.access import owned_part
 from ..zero.init import part_of, partitioned_as
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
@@ -139,7 +139,7 @@ def show_placeholders(engine: Engine) -> None:
     def after(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         if runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
             return
-        for name, param in module.named_parameters(remove_duplicate=False):
+        for name, param in (*module.named_parameters(remove_duplicate=False), *packed_buffers(module).items()):
             if prefix + name in state and any(is_away(tensor) for _, tensor in inside(param)):
                 state[prefix + name] = placeholder(param).as_subclass(UnsavedPlaceholder)
 

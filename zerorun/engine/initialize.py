@@ -19,6 +19,7 @@ from .. import errors
 from ..activations.blocks import CheckpointedBlocks, Recompute
 from ..activations.checkpointing import Adopted
 from ..activations.host_pool import HostPool
+from ..checkpoint.save import refuse_unsavable_states
 from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.device import default_device, on_host
@@ -51,6 +52,7 @@ from ..plan.weights import (
     follow_memory,
     followers,
     inner_tensors,
+    packed_buffers,
     refuse_elsewhere,
     sums_of_scales,
 )
@@ -134,6 +136,7 @@ def initialize(
     _agree(lambda: refuse_overwritten(model))
     _agree(lambda: refuse_elsewhere(model, device))
     _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
+    _agree(lambda: refuse_unsavable_states(raw))
     _agree(lambda: refuse_missing_libraries(wanted, writes=dist.get_rank() == 0))
     in_fp8 = _agree(lambda: float8_layers(model, wanted.fp8))
     wanted = wanted.noting(_agree(lambda: described(model, wanted.fp8, in_fp8, device.type)))
@@ -337,6 +340,7 @@ def _move_buffers(
 ) -> None:
     """Move buffers to the device, in the dtype that ``dtype_of`` gives, with rank 0's values. Shared ones stay shared."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    made |= {id(packed): (packed, packed) for packed in packed_buffers(model).values()}  # which are in units
     for module in model.modules():
         for name, buffer in sorted(module._buffers.items()):  # sorted: ranks may have registered them in any order
             if buffer is None:

@@ -258,10 +258,8 @@ def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device:
     if topology.pipe * topology.tensor == 1:
         return _higher(start_up(plan, part.model, held), built)
     # All parameters are put together, one after the other, and this rank keeps its own part of the model in full.
-    ordinary, largest = (
-        partial(held_whole, device_type=device),
-        max(held(tensor).put_together for _, tensor in named_members(whole)),
-    )
+    ordinary = partial(held_whole, device_type=device)
+    largest = max(held(tensor).put_together for _, tensor in named_members(whole))
     settled = _beside(parts + _all(ordinary, part.model), largest)
     return _higher(_higher(start_up(plan, part.model, ordinary), built), settled)
 

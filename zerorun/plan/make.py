@@ -38,7 +38,7 @@ from .placement import Placement, place_units
 from .policy import STAGES, Policy
 from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
 from .units import ROOT, LeafModules, UnitPolicy, UnitSpec, choose_units
-from .weights import apart_from, is_packed, scale_bytes, stored_bytes
+from .weights import apart_from, is_packed, other_buffers, scale_bytes, stored_bytes
 
 # If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
 # more than packing them.
@@ -286,7 +286,7 @@ class _Planner:
             staging=self._staging(units, disk),
             disk=disk,
             kept_apart=sum(map(stored_bytes, apart_from(self.model, taken).values())) + scale_bytes(self.model),
-            buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in self.model.buffers()),
+            buffers=sum(b.numel() * buffer_dtype(self.config, b).itemsize for b in other_buffers(self.model)),
             by_parts=self.raw.parts is not None,
             hops=self.wire.hops(units),
             matrices=self._matrices(units),

@@ -53,7 +53,8 @@ class StateTensor:
 class OptimizerStates:
     """The sizes of the states of ``raw``. ``unknown`` says why they are not known, if they cannot be found.
 
-    The optimizer itself is not touched: a copy of it, or a new one of its class, takes the step, on ``device``.
+    ``scalars``: by name, those that are no tensors of one dimension or more. The optimizer itself is not touched: a copy of
+    it, or a new one of its class, takes the step, on ``device``.
     """
 
     def __init__(self, raw: RawOptimizer, device: torch.device) -> None:
@@ -71,6 +72,7 @@ class OptimizerStates:
         self._states = {
             (group, dims): list(_states(kept[group, _PRIMES[:dims]], _PRIMES[:dims])) for group, dims in kinds if kept
         }
+        self.scalars = {key: value for found in kept.values() for key, value in found.items() if _is_scalar(value)}
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
 
     def bytes(self, group: int, shape: Sequence[int], format: StateFormat = StateFormat.FP32) -> int:
@@ -168,7 +170,11 @@ def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tenso
 
 
 def _tensors(kept: dict[str, Any]) -> Iterator[torch.Tensor]:
-    return (value for value in kept.values() if isinstance(value, torch.Tensor) and value.dim() > 0)
+    return (value for value in kept.values() if not _is_scalar(value))
+
+
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.dim() == 0
 
 
 def _states(kept: dict[str, Any], parameter: tuple[int, ...]) -> Iterator[StateTensor]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ..errors import ConfigError, ConfigProblem
-from .weights import members
+from .weights import members, own_members, packed_buffers
 
 ROOT = "root"
 _WRAPPER = "_orig_mod."  # what torch.compile puts in names
@@ -88,11 +88,10 @@ def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
             around[id(submodule)].add(index)
     owners: dict[int, set[int]] = defaultdict(set)
     for submodule in module.modules():
-        for param in submodule._parameters.values():
-            for _, tensor in members(param) if param is not None else ():
-                owners[id(tensor)] |= around.get(id(submodule), {-1})
+        for tensor in own_members(submodule):
+            owners[id(tensor)] |= around.get(id(submodule), {-1})
     root = UnitSpec(ROOT, [module])
-    for name, param in module.named_parameters():
+    for name, param in (*module.named_parameters(), *packed_buffers(module).items()):
         for path, tensor in members(param):
             holders = owners.pop(id(tensor), None)
             if holders is not None:

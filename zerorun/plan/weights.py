@@ -8,8 +8,9 @@ are gathered like those of a plain weight, and never cast. It cannot be seen fro
 anew, through the parameter, in every forward, so the classes that are known to do so are listed here. Layers of some of
 them keep a second reference to the memory, and are told before each forward where it is now (``follow_memory``).
 A frozen *wrapper* has no memory of its own: it reads other tensors. These are its members, each of which is packed, and it
-stays as it is. All other frozen parameters stay *apart*: those to whose memory their layers keep other references, and
-wrappers whose members cannot be moved. They belong to no unit, and every rank has them whole and unchanged.
+stays as it is. Some layers keep packed weights in buffers (``packed_buffers``). All other frozen parameters stay *apart*:
+those to whose memory their layers keep other references, and wrappers whose members cannot be moved. They belong to no
+unit, and every rank has them whole and unchanged.
 """
 
 from __future__ import annotations
@@ -36,6 +37,16 @@ _PACKED = {
         "a Linear8bitLt quantises its weight anew if its state was reset, as by state.reset_grads()"
     ),
 }
+# Classes of layers that keep frozen integers in a buffer -> its name. They read it anew in every forward.
+_BUFFERS = dict.fromkeys(
+    (
+        "gptqmodel.nn_modules.qlinear.torch.TorchLinear",
+        "gptqmodel.nn_modules.qlinear.tritonv2.TritonV2Linear",
+        "gptqmodel.nn_modules.qlinear.torch_awq.AwqTorchLinear",
+        "gptqmodel.nn_modules.qlinear.gemm_awq.AwqGEMMLinear",
+    ),
+    "qweight",
+)
 # Attributes of packed weights, of their states and of what these refer to: scales and tables of codes.
 _SCALES, _NESTED = ("absmax", "code", "offset", "SCB"), ("quant_state", "state2")
 # Class name of a wrapper -> what to do instead of training it.
@@ -93,8 +104,9 @@ def _can_move(tensor: torch.Tensor) -> bool:
 
 
 def own_members(module: nn.Module) -> list[nn.Parameter]:
-    """The members of the parameters that ``module`` itself has, without its children's."""
-    return [tensor for param in module.parameters(recurse=False) for _, tensor in members(param)]
+    """What units have of the parameters and buffers of ``module`` itself, without its children's."""
+    found = [tensor for param in module.parameters(recurse=False) for _, tensor in members(param)]
+    return [*found, *(buffer for _, buffer in _own_buffer(module))]
 
 
 def named_members(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -105,6 +117,28 @@ def named_members(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name + path, tensor
+    for name, buffer in packed_buffers(module).items():
+        if id(buffer) not in seen:
+            seen.add(id(buffer))
+            yield name, buffer
+
+
+def _own_buffer(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    name = _BUFFERS.get(f"{type(layer).__module__}.{type(layer).__qualname__}", "")
+    buffer = layer._buffers.get(name)
+    return [(name, cast(nn.Parameter, buffer))] if buffer is not None else []
+
+
+def packed_buffers(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return, by name, the buffers that hold packed weights. They are treated as frozen parameters."""
+    found = ((prefix, *own) for prefix, layer in module.named_modules() for own in _own_buffer(layer))
+    return {f"{prefix}.{name}" if prefix else name: buffer for prefix, name, buffer in found}
+
+
+def other_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of ``module`` that every rank has whole."""
+    packed = {id(buffer) for buffer in packed_buffers(module).values()}
+    return [buffer for buffer in module.buffers() if id(buffer) not in packed]
 
 
 def scale_bytes(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..plan.ledger import DEVICE_KINDS, kind_in
 from ..plan.sharding_plan import DEVICE, HOST
-from ..plan.weights import apart_from, scale_bytes, stored_bytes
+from ..plan.weights import apart_from, other_buffers, scale_bytes, stored_bytes
 from .away import MOMENTS, storage_number
 from .flat_group import FlatGroup
 from .runtime import Runtime
@@ -30,7 +30,7 @@ def memory_by_kind(module: nn.Module, runtime: Runtime, sharded: ShardedOptimize
     taken = [param for unit in runtime.units for flat_group in unit.flat_groups for param in flat_group.params]
     ledger["parameters"] += sum(map(stored_bytes, apart_from(module, taken).values())) + scale_bytes(module)
     ledger["slots"] += runtime.made.param_slots.bytes + runtime.made.grad_slots.bytes + runtime.comm.buffer_bytes
-    ledger["buffers"] = sum(_nbytes(buffer) for buffer in module.buffers())
+    ledger["buffers"] = sum(_nbytes(buffer) for buffer in other_buffers(module))
     if sharded is not None:
         ledger["slots"] += sharded.buffer_bytes
         for kind, size in _states(runtime, sharded):
