@@ -240,7 +240,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     lines += ["| row | lr | loss on new sentences, nats | minus AdamW in fp32 | limit |", "|---|---:|---:|---:|---|"]
     for name, results in found.items():
         row, loss = ROWS[name], statistics.fmean(result["held_out"] for result in results)
-        limit = f"at most {row.below:+.2f}" if row.below < 1 else f"at least {row.above:+.2f}" if row.above > -1 else ""
+        limit = f"at most {row.below:+g}" if row.below < 1 else f"at least {row.above:+g}" if row.above > -1 else ""
         lines.append(f"| {name} | {row.params['lr']:g} | {loss:.3f} | {difference(found, name):+.3f} | {limit} |")
     return "\n".join(lines)
 
@@ -251,7 +251,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(13, 4.8), layout="constrained")
     for number, (name, results) in enumerate(found.items()):
         curves = [result["curve"] for result in results]
         mean = [statistics.fmean(points) for points in zip(*curves, strict=True)]
