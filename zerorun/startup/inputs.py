@@ -257,11 +257,11 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    tried = client
-    if tried is None:
-        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
     raw = RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype)
-    return _with_formats(raw, model, config, tried)
+    tried = client
+    if tried is None and (_keys_of_formats(config) or issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer)):
+        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
+    return raw if tried is None else _with_formats(raw, model, config, tried)
 
 
 def _with_formats(raw: RawOptimizer, model: nn.Module, config: Config, tried: torch.optim.Optimizer) -> RawOptimizer:
@@ -303,10 +303,14 @@ def _seed_of_chance(config: Config) -> int | None:
 def _refuse_formats(config: Config, name: str, reason: str) -> None:
     """Raise ConfigError, with all problems, if masters or states of the optimizer ``name`` are to be kept in bf16."""
     remedy = "Set optimizer.type to Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD or Sophia, or remove the key."
-    keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders")
-    wanted = [key for key in keys if config.bf16.enabled and getattr(config.bf16, key)]
-    if wanted:
+    if wanted := _keys_of_formats(config):
         raise ConfigError([ConfigProblem(f"bf16.{key}", True, f"{name} cannot: {reason}.", remedy) for key in wanted])
+
+
+def _keys_of_formats(config: Config) -> list[str]:
+    """Return the keys of the section ``bf16`` that let masters or states be in bf16."""
+    keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders")
+    return [key for key in keys if config.bf16.enabled and getattr(config.bf16, key)]
 
 
 def _state_formats(model: nn.Module, tried: SinglePassOptimizer) -> dict[int, StateFormat]:
