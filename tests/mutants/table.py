@@ -549,6 +549,22 @@ MUTANTS = (
         ("tests/ranks/test_coded_sums.py::test_errors_are_small_and_average_out",),
     ),
     Mutant(
+        "what-rounding-leaves-out-is-lost",
+        "swallowed",
+        "zerorun/distributed/transport/coded_sum.py",
+        "        residual.mul_(self._codes.beta).sub_(chunks, alpha=1 - self._codes.beta)",
+        "        residual.zero_()",
+        ("tests/ranks/test_coded_sums.py::test_what_feedback_leaves_out_does_not_grow",),
+    ),
+    Mutant(
+        "residuals-of-other-weights",
+        "stale",
+        "zerorun/checkpoint/load.py",
+        "        subject.model.runtime.reducer.forget_residuals()",
+        "",
+        ("tests/ranks/test_coded_sums.py::test_residuals_begin_anew_with_a_load",),
+    ),
+    Mutant(
         "second-hop-waits-for-the-end",
         "bytes",
         "zerorun/plan/reductions.py",

@@ -39,6 +39,7 @@ READ_BY_THE_ENGINE = {
     "prefetch_bucket_size max_live_parameters ignore_unused_parameters gather_16bit_weights_on_model_save "
     "zero_quantized_weights zero_quantized_nontrainable_weights "
     "zero_quantized_gradients zero_quantized_gradients_bits zero_hpz_partition_size",
+    "zero_optimization.zeropp_loco_param.": "err_beta reset_T",
     "zero_optimization.leaf_module.": "classes names name_suffixes",
     "zero_optimization.offload_optimizer.": "device pin_memory ratio nvme_path",
     "zero_optimization.offload_param.": "device pin_memory nvme_path",

@@ -182,6 +182,7 @@ class ModelLoader:
         subject.comm.fence()
         ranks.gather(None)  # from here on no rank reads another's shards
         subject.model.runtime.gathers.evict_all()
+        subject.model.runtime.reducer.forget_residuals()
         reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
         buffers, _ = self.inventory.buffers()
         copies = []

@@ -101,6 +101,12 @@ def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
     if wanted > 1 and zero.shard_degree not in (None, wanted):
         reason, remedy = f"sets the shard degree, which another key sets to {zero.shard_degree}.", "Keep shard_degree."
         yield ConfigProblem("zero_optimization.mics_shard_size", wanted, reason, f"{remedy} Remove mics_shard_size.")
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        reason, remedy = "is about quantised gradients, and they are off.", "Set zero_quantized_gradients, or remove it."
+        yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, remedy)
+    if zero.zeropp_loco_param is not None and config.optimizer is not None and config.optimizer.type.lower() == "sophia":
+        reason = "adds what was left out of gradients to the next ones, and Sophia reduces curvatures between them."
+        yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, "Remove it, or choose another optimizer.")
     if copied > 1 and zero.stage == 3 and not zero.offload_param.is_off():
         reason = "keeps a second copy of the weights on the device, and offload_param is there to keep them from it."
         remedy = "Remove offload_param, or remove zero_hpz_partition_size."

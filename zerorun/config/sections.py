@@ -234,8 +234,16 @@ _STAGE_3 = OnlyStages((3,))
 _BUCKET = 500_000_000
 _ONE_BUCKET = Inert("a unit is one bucket; unit_policy decides how large it is.", unless=_BUCKET)
 _PERSIST = "small parameters are gathered with their unit."
-_LOCO = "error feedback for quantised gradients (LoCo) is not built; they are rounded by chance, so errors average out."
 _ALLGATHER = Inert("parameters are gathered in place, one unit at a time.")
+
+
+class LoCo(Section):
+    """Error feedback for quantised gradients (LoCo): what rounding leaves out between hosts is kept, and sent later."""
+
+    err_beta: Annotated[Real, Field(ge=0, lt=1)] = 0.8
+    """The residual that is sent with the next gradients is a moving average with this factor; 0: all that was left out."""
+    reset_T: Count = 1024
+    """After so many optimizer steps residuals begin anew."""
 
 
 class ZeroOptimization(Section):
@@ -329,6 +337,9 @@ class ZeroOptimization(Section):
     zero_quantized_gradients_bits: Annotated[Literal[4, 8], OnlyStages((1, 2, 3))] = 4
     """Bits of the codes that gradients are sent in between hosts."""
 
+    zeropp_loco_param: LoCo | None = None
+    """Error feedback for quantised gradients (LoCo); not given: they are rounded by chance instead."""
+
     other_names: ClassVar[dict[str, str]] = {
         "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
         "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
@@ -339,7 +350,6 @@ class ZeroOptimization(Section):
     }
     features: ClassVar[dict[str, Feature]] = {
         "zenflow": Feature("split updates (ZenFlow) are not built.", on_when_present=True),
-        "zeropp_loco_param": Feature(_LOCO, on_when_present=True),
     }
 
     @classmethod

@@ -19,7 +19,8 @@ from .topology import Topology
 class CodedHop:
     """One exchange among ``size`` ranks of a shard group, ``stride`` apart: each sends each other one message.
 
-    A message has ``parts`` shards in codes of ``bits`` bits.
+    A message has ``parts`` shards in codes of ``bits`` bits. ``feeds_back``: what rounding leaves out is kept, and sent
+    with the next sum.
     """
 
     size: int
@@ -27,6 +28,7 @@ class CodedHop:
     parts: int
     bits: int
     suffix: str = ""  # of the label
+    feeds_back: bool = False
 
     def place(self, rank: int) -> int:
         """Return the place of the shard rank ``rank`` among the ranks of its hop."""
@@ -37,13 +39,19 @@ class CodedHop:
         first = rank - self.place(rank) * self.stride
         return range(first, first + self.size * self.stride, self.stride)
 
+    def residual_numel(self, shard: int) -> int:
+        """Return the elements that a rank keeps of what rounding has left out, for shards of ``shard`` elements."""
+        return (self.size - 1) * self.parts * shard if self.feeds_back else 0
+
     def sent_bytes(self, shard: int) -> int:
         """Return the bytes that a rank sends, and gets, for shards of ``shard`` elements."""
         return (self.size - 1) * self.parts * coded_bytes(shard, self.bits)
 
 
-def plan_hops(topology: Topology, *, between: int) -> tuple[CodedHop, ...]:
+def plan_hops(topology: Topology, *, between: int, feedback: bool = False) -> tuple[CodedHop, ...]:
     """Return the hops of sums over the shard axis: 8 bits within a host, and ``between`` bits between hosts.
+
+    ``feedback``: between hosts, errors are fed back.
 
     There is one hop if the axis is in one host, or if no two of its ranks are, or if hosts have different parts of it.
     """
@@ -52,6 +60,6 @@ def plan_hops(topology: Topology, *, between: int) -> tuple[CodedHop, ...]:
     if here == shard:
         return (CodedHop(shard, 1, 1, 8),)
     if here == 1 or shard % here:
-        return (CodedHop(shard, 1, 1, between),)
+        return (CodedHop(shard, 1, 1, between, feeds_back=feedback),)
     hosts = shard // here
-    return CodedHop(here, 1, hosts, 8), CodedHop(hosts, here, 1, between, " between hosts")
+    return CodedHop(here, 1, hosts, 8), CodedHop(hosts, here, 1, between, " between hosts", feedback)

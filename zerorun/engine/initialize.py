@@ -24,7 +24,7 @@ from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.device import default_device, on_host
 from ..distributed.topology import Topology, limit_time
-from ..distributed.transport.coded_sum import GradientCodes
+from ..distributed.transport.coded_sum import Feedback, GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
@@ -184,7 +184,8 @@ def initialize(
     scaler = LossScaler.of(wanted.fp16)
     accumulation = Accumulation(wanted, comm, scaler)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
-    coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps)
+    feedback = _feedback(wanted, accumulation, scaler)
+    coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps, feedback)
     runtime = Runtime(model, plan, made, comm, backwards, coding)
     refuses = not settings.ignore_unused_parameters
     sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
@@ -322,6 +323,15 @@ def _topology(config: Config) -> Topology:
     world_size = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return planned_topology(config, world_size, local, dist.get_rank())
+
+
+def _feedback(config: Config, accumulation: Accumulation, scaler: LossScaler) -> Feedback | None:
+    """Return how errors of coded gradients are fed back. What is kept has the loss scale in it."""
+    settings = config.zero_optimization.zeropp_loco_param
+    if settings is None:
+        return None
+    reset = settings.reset_T * config.gradient_accumulation_steps
+    return Feedback(settings.err_beta, lambda: (accumulation.micro_steps // reset, scaler.scale))
 
 
 def _check_memory(

@@ -66,4 +66,14 @@ class CodedWire:
         """Return the hops of gradients that are coded; none if none are."""
         if not any(group.codes_gradients for unit in units for group in unit.trainable):
             return ()
-        return plan_hops(self.topology, between=self.settings.zero_quantized_gradients_bits)
+        return self._hops
+
+    def residual_numel(self, shard: int) -> int:
+        """Return the elements that a rank keeps of what rounding has left out of gradients, for shards of ``shard``."""
+        return sum(hop.residual_numel(shard) for hop in self._hops)
+
+    @property
+    def _hops(self) -> tuple[CodedHop, ...]:
+        settings = self.settings
+        feedback = settings.zeropp_loco_param is not None
+        return plan_hops(self.topology, between=settings.zero_quantized_gradients_bits, feedback=feedback)

@@ -454,6 +454,9 @@ class _Planner:
             yield Buffer("master", "master", group.owned_numel * master.dtype.itemsize, unit.states_place)
         if master.rest is not None:
             yield Buffer("rest", "master", group.owned_numel * master.rest.itemsize, unit.states_place)
+        residual = self.wire.residual_numel(group.shard_numel) if group.codes_gradients else 0
+        if residual:
+            yield Buffer("residual", "gradients", residual * torch.float32.itemsize)
         if unit.grad_slot < 0:
             yield Buffer("grad_full", "slots" if policy.share_grad_slots else "gradients", group.gradient_bytes)
         if unit.placement.optimizer:

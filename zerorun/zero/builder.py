@@ -209,7 +209,9 @@ class _Builder:
         full = next(grad_slot) if unit.grad_slot >= 0 else self._zeros(plan.layout.numel, dtype)
         apart = self._plan.policy.share_grad_slots and not on_host
         shard = self._zeros(own, dtype) if apart else full[plan.low : plan.high]
-        return GradientBuffers(full, shard, self._link.empty(own, dtype) if on_host else None)
+        kept = plan.own_bytes("residual") // torch.float32.itemsize
+        host = self._link.empty(own, dtype) if on_host else None
+        return GradientBuffers(full, shard, host, self._zeros(kept, torch.float32) if kept else None)
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)

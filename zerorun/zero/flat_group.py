@@ -143,12 +143,13 @@ class FlatGroup:
 class GradientBuffers:
     """Memory of a flat group's gradients, in one dtype. ``full``: [numel]; ``shard``: [shard], maybe a part of it.
 
-    ``host``: [shard], where the optimizer is not on the device.
+    ``host``: [shard], where the optimizer is not on the device. ``residual``: what rounding has left out of sums so far.
     """
 
     full: torch.Tensor
     shard: torch.Tensor
     host: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +209,7 @@ class TrainedGroup(FlatGroup):
         super().__init__(plan, params, full, shard, codes, second)
         self.master, self.rest, self._together = master, rest, together
         self.grad_full, self.grad_shard, self.host_grad = gradients.full, gradients.shard, gradients.host
+        self.residual = gradients.residual
         # True if grad_shard is a part of grad_full (stages 0 and 1).
         self.shares_grad_memory = (
             gradients.shard.untyped_storage().data_ptr() == gradients.full.untyped_storage().data_ptr()

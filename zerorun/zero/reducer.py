@@ -66,6 +66,10 @@ class Reducer:
         finally:
             self._backwards = before
 
+    def forget_residuals(self) -> None:
+        """Forget what rounding has left out of sums so far: it belongs to other weights."""
+        self._coding.forget_residuals()
+
     def use(self, unit: Unit) -> None:
         """``unit`` is needed: gradients may come for it."""
         self._used.add(unit.index)

@@ -15,6 +15,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | ``rest``          | FlatGroup   | [owned]     | 16 bits | where ``master`` would be, if that is in bf16 and has one   |
 | ``grad_full``     | FlatGroup   | [numel]     | fp32 *  | own slot, or a part of a shared slot (stages 2 and 3)       |
 | ``grad_shard``    | FlatGroup   | [shard]     | fp32 *  | a view of ``grad_full`` if that is its own, else its own    |
+| ``residual``      | FlatGroup   | [left out]  | fp32    | its own, if codes of gradients are corrected by feedback    |
 | ``host_grad``     | FlatGroup   | [shard]     | fp32 *  | in host memory, if the optimizer is (placement.py)          |
 | moments           | torch.optim | like master | fp32 *  | on 1-D (or whole) pieces of ``master``                      |
 | parameter.grad    | autograd    | the user's  | compute | autograd's own, from its backward until ``accumulate``      |
@@ -227,7 +228,7 @@ class Unit:
                 pending = comm.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
             else:
                 full, shard, bounds = group.grad_full, group.grad_shard, group.layout.bounds
-                codes = coding.of(label, full.device) if group.plan.codes_gradients else None
+                codes = coding.of(label, full.device, group.residual) if group.plan.codes_gradients else None
                 pending = comm.reduce_scatter(full, bounds, shard, label, accumulate=adds, codes=codes)
             self._reducing.append(pending)
             group.reduction_begins()

@@ -1,10 +1,18 @@
-"""Coded sums: the reduce-scatter of ZeRO++, in which gradients travel as block codes and are added up in fp32."""
+"""Coded sums: the reduce-scatter of ZeRO++, in which gradients travel as block codes and are added up in fp32.
+
+[Note: error feedback]
+What rounding leaves out between hosts can be kept and sent later (LoCo: Xie et al. 2024, arXiv:2407.04480). A rank that has
+to send ``g`` sends the codes of ``h = g + e``. The residual ``e`` is an average of what was left out before: afterwards it is
+``beta * e + (1 - beta) * (h - codes)``. So what many sums have left out is ``e / (1 - beta)`` together, and does not grow.
+Codes are the nearest ones then. A residual begins with zeros, and begins anew with each epoch. Of a sum with infinities or
+NaNs nothing is kept.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,34 +26,70 @@ from .transport import Transport
 
 
 @dataclass(frozen=True)
+class Feedback:
+    """See [Note: error feedback]. ``epoch`` gives what is another value when residuals are to begin anew."""
+
+    beta: float
+    epoch: Callable[[], Hashable]
+
+
+@dataclass(frozen=True)
 class Codes:
-    """How gradients are coded: by which ``hops``, and with which ``noise`` for what is rounded."""
+    """How gradients are coded: by which ``hops``, and with which ``noise`` for what is rounded.
+
+    ``residual`` [residual_numel] and ``beta``: of the hop that feeds back, if one does.
+    """
 
     hops: Sequence[CodedHop]
     noise: torch.Generator
+    residual: torch.Tensor | None = None
+    beta: float = 0.0
 
 
 class GradientCodes:
     """The codes of one engine's gradients: ``hops``, and noise that follows from ``seed``, the step and the rank.
 
     ``steps``: counts step() calls, from the beginning of the training, so that a run that goes on from a checkpoint rounds
-    as one that was never interrupted. ``rank``: of the world, so that errors of ranks are independent.
+    as one that was never interrupted. ``rank``: of the world, so that errors of ranks are independent. ``feedback``: for
+    hops that feed back.
     """
 
-    def __init__(self, hops: Sequence[CodedHop], seed: int, rank: int, steps: Callable[[], int]) -> None:
-        self._hops, self._seed, self._rank, self._steps = hops, seed, rank, steps
+    def __init__(
+        self,
+        hops: Sequence[CodedHop],
+        seed: int,
+        rank: int,
+        steps: Callable[[], int],
+        feedback: Feedback | None = None,
+    ) -> None:
+        self._hops, self._seed, self._rank, self._steps, self._feedback = hops, seed, rank, steps, feedback
+        self._epoch: Hashable = None
+        self._residuals: set[int] = set()  # that have begun in this epoch
         self._step = -1
         self._sums: Counter[str] = Counter()  # that there were in this step, by label
 
-    def of(self, label: str, device: torch.device) -> Codes:
-        """How the next sum of this label is coded, on ``device``."""
+    def forget_residuals(self) -> None:
+        """Let all residuals begin anew."""
+        self._residuals.clear()
+
+    def of(self, label: str, device: torch.device, residual: torch.Tensor | None = None) -> Codes:
+        """How the next sum of this label is coded, on ``device``. ``residual``: of what it sums, if that has one."""
         if self._step != self._steps():
             self._step = self._steps()
             self._sums.clear()
         self._sums[label] += 1
         place = f"{self._seed} {self._step} {label} {self._sums[label]} {self._rank}"
         number = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
-        return Codes(self._hops, torch.Generator(device).manual_seed(number))
+        noise = torch.Generator(device).manual_seed(number)
+        if residual is None or self._feedback is None:
+            return Codes(self._hops, noise)
+        if self._epoch != self._feedback.epoch():
+            self._epoch = self._feedback.epoch()
+            self.forget_residuals()
+        if id(residual) not in self._residuals:
+            self._residuals.add(id(residual))
+            residual.zero_()
+        return Codes(self._hops, noise, residual, self._feedback.beta)
 
 
 def reduce_scatter_codes(
@@ -96,6 +140,7 @@ class _Exchange:
     def __init__(self, transport: Transport, codes: Codes, hop: CodedHop, chunks: torch.Tensor, label: str) -> None:
         self._transport, self._codes, self._hop, self._label = transport, codes, hop, label
         self._chunks, self._place = hop_view(chunks, hop, transport.rank), hop.place(transport.rank)
+        self._residual = codes.residual if hop.feeds_back else None
         self._buffers: list[torch.Tensor] = []
         self._moving: tuple[torch.Tensor, ...] = ()  # what is sent, and what comes: alive until the exchange is over
 
@@ -104,8 +149,8 @@ class _Exchange:
         place, hop, rank = self._place, self._hop, self._transport.rank
         size = hop.sent_bytes(self._chunks.shape[-1])
         sent, received = (self._empty(size).view(hop.size - 1, hop.parts, -1) for _ in range(2))
-        encode(self._chunks[:place], sent[:place], hop.bits, self._codes.noise)
-        encode(self._chunks[place + 1 :], sent[place:], hop.bits, self._codes.noise)
+        self._encode(slice(place), slice(place), sent)
+        self._encode(slice(place + 1, None), slice(place, None), sent)
         nothing = sent.new_empty(0)
         lists = [[nothing] * self._transport.size for _ in range(2)]
         for number, peer in enumerate(peer for peer in hop.peers(rank) if peer != rank):
@@ -113,6 +158,18 @@ class _Exchange:
                 messages[peer] = table[number].view(-1)
         self._moving = sent, received
         return self._transport.all_to_all(lists[0], lists[1], self._label)
+
+    def _encode(self, these: slice, peers: slice, sent: torch.Tensor) -> None:
+        """Code ``these`` chunks, for ``peers``, see [Note: error feedback]."""
+        chunks, coded = self._chunks[these], sent[peers]
+        if self._residual is None:
+            encode(chunks, coded, self._hop.bits, self._codes.noise)
+            return
+        residual = self._residual.view(self._hop.size - 1, self._hop.parts, -1)[peers]
+        encode(chunks.add_(residual), coded, self._hop.bits)
+        add_decoded(coded, chunks.neg_(), self._hop.bits)  # what was left out, with the other sign
+        residual.mul_(self._codes.beta).sub_(chunks, alpha=1 - self._codes.beta)
+        torch.nan_to_num(residual, 0.0, 0.0, 0.0, out=residual)
 
     def end(self) -> None:
         """Add what the peers have sent, in the order of ranks."""
