@@ -2,7 +2,7 @@
 
 [Note: error feedback]
 What rounding leaves out between hosts can be kept and sent later (LoCo: Xie et al. 2024, arXiv:2407.04480). A rank that has
-to send ``g`` sends the codes of ``h = g + e``. The residual ``e`` is an average of what was left out before: afterwards it is
+to send ``g`` sends the codes of ``h = g + e``. The residual ``e`` is an average of what was left out before, and becomes
 ``beta * e + (1 - beta) * (h - codes)``. So what many sums have left out is ``e / (1 - beta)`` together, and does not grow.
 Codes are the nearest ones then. A residual begins with zeros, and begins anew with each epoch. Of a sum with infinities or
 NaNs nothing is kept.
