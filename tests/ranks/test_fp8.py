@@ -35,6 +35,7 @@ from zerorun.errors import ConfigError
 from zerorun.plan.make import make_plan, planned_topology
 from zerorun.plan.step import LARGEST, step_collectives
 from zerorun.startup.inputs import take_in
+from zerorun.verify.permuted import PermutedSums, backwards
 
 STEPS = 2
 EXACT, AS_FP8 = 1e-6, 5e-3
@@ -242,6 +243,8 @@ def with_and_without(rows: list[tuple[str, str, str]], swap: bool) -> list[tuple
         with counted_collectives() as calls:
             run_steps(engine, case, 1)
         planned = calls == step_collectives(engine.plan)
+        with pytest.raises(ConfigError, match=r"fp8\.enable_fsdp_float8_all_gather"):
+            engine.verify(torch.arange(6).view(1, 6))
         engine.destroy()
         with simulated_device():
             simulated = evaluated(case, gathering(place, True, **more))
@@ -308,6 +311,21 @@ def test_gathers_in_fp8_send_a_byte_for_each_weight() -> None:
     matrix, vectors, visits = 512 * 512, 64 * 32, 4 + 2  # two slots still have their units when backward begins
     assert planned_bytes(True) == (visits * 63 * (matrix + 2 * vectors) // 64, 4 * matrix // 64, 63 * 4 * 4)
     assert planned_bytes(False) == (visits * 63 * 2 * (matrix + vectors) // 64, 0, 0)
+
+
+def test_products_in_fp8_are_verified_with_sums_in_another_order() -> None:
+    layer, x = swapped(Gpt(1)).blocks[0].up, torch.randn(6, 16, requires_grad=True)
+    plain = layer(x)
+    plain.sum().backward()
+    wanted = [plain.detach(), layer.weight.grad, x.grad]
+    layer.weight.grad = x.grad = None
+    turned = []
+    with PermutedSums(lambda tensor, dim: turned.append(type(tensor)) or backwards(tensor, dim)):
+        permuted = layer(x)
+        permuted.sum().backward()
+    for found, expected in zip([permuted.detach(), layer.weight.grad, x.grad], wanted, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert len(turned) >= 6 and set(turned) == {torch.Tensor}  # both factors of three products
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))

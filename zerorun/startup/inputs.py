@@ -80,8 +80,8 @@ def take_in(
         scheduler_given=scheduler_given,
         learning_rate=client.param_groups[0].get("lr") if client else None,
     )
+    refuse_unusable_weights(model, trains=client is not None or wanted.optimizer is not None)
     raw = _raw_optimizer(model, wanted, client, model_parameters, world_size)
-    refuse_unusable_weights(model, trains=bool(raw.groups))
     if raw.matrix_dtype is not None:
         wanted = wanted.noting(ConfigNote("optimizer.type", described(raw.groups, raw.params)))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:

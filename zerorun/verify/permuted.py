@@ -31,6 +31,8 @@ class PermutedSums(TorchDispatchMode):
         self._order = order
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # it computes with plain tensors, which come here then
         kwargs, order = kwargs or {}, self._order
         if func in (_aten.mm.default, _aten.bmm.default):
             a, b, *rest = args
