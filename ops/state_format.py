@@ -11,6 +11,7 @@ The nearest of 256 numbers is found by a single lookup. The upper 16 bits of an 
 128 of them for each power of two. Neighbouring numbers of the maps are so far apart that no cell has more than one
 *threshold*, the middle between two of them. So for each cell a table has the number of thresholds below the cell, and the
 lower 16 bits of the threshold in it, which those of the number are compared with. Halfway goes to the smaller magnitude.
+(With AVX2, csrc/optimizer.cpp computes most codes, and looks up those that are close to a threshold.)
 """
 
 from __future__ import annotations
@@ -149,12 +150,14 @@ def _magnitudes(signed: bool) -> list[float]:
     """0, then the numbers above it, rounded to fp32.
 
     For each power of ten from 10^-6 to 1 there are the middles of equal parts of a tenth of it up to all of it: 1, 2, ...
-    64 parts, or twice as many without a sign. The last number is 1.
+    64 parts, or twice as many without a sign. The last number is 1. Where parts begin and how long they are is rounded to
+    fp32, too: a number is then one fused multiply-add.
     """
     found = [0.0, 1.0]
     for power in range(7):
         count = 2**power if signed else 2 ** (power + 1)
-        found += [10.0 ** (power - 6) * (0.1 + 0.9 * (part + 0.5) / count) for part in range(count)]
+        low, step = torch.tensor([10.0 ** (power - 7), 0.9 * 10.0 ** (power - 6) / count]).tolist()
+        found += [low + step * (part + 0.5) for part in range(count)]
     numbers: list[float] = torch.tensor(sorted(found), dtype=torch.float32).tolist()
     return numbers
 

@@ -24,6 +24,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 namespace {
@@ -140,43 +144,219 @@ INLINE uint16_t to_fp16(float value) {
 }
 
 // -- 8-bit states -------------------------------------------------------------------------------------------------------
+//
+// [Note: codes by lines]
+// Lookups are slow in vectors of 8, so AVX2 computes whole blocks. A magnitude has a *place* in its map: 0 is the first, at
+// 0, and 1 the last. The numbers of a decade are equally far apart, and their places, plus 1 in maps without a sign, are
+// those from one power of two to the next. So the exponent of a place says which decade it is, and one fused multiply-add
+// gives the number, to the last bit: ops/state_format.py defines the maps so.
+//
+// The other way, each decade has a line, from quotients to places. A number is the middle of its part of the decade, so its
+// thresholds are on whole places, and the code is what is before the point. There are three exceptions:
+//   - The upper 16 bits of an fp32 number are its logarithm, to 0.09 of an octave, and one product of them selects the line.
+//     That is precise enough, because a line may begin anywhere from the threshold of its decade's first number to the next.
+//     Up to there the line of the decade below goes on.
+//   - On that one, the first number of the next decade is at `end`. Its threshold is at end + 1, and all above have its code.
+//   - The threshold of 1 is below the last place of its line. A line through it is twice as steep.
+// Constants are rounded, and the product with an inverse is not the quotient, so places may be off by some units of 2^-16.
+// Those within NEAR units of a threshold are not sure. If one of 32 is not, as in one of 200 cases, the table decides.
 
-INLINE void dequantise(const State& state, int64_t at, int64_t count, float* __restrict to) {
-    const uint8_t* codes = static_cast<const uint8_t*>(state.data) + at;
-    const float* map = state.map;
-    for (int64_t low = 0; low < count; low += SCALED) {
-        const float scale = state.scale[(at + low) / SCALED];
-        const int64_t high = std::min(low + SCALED, count);
-        for (int64_t i = low; i < high; ++i) to[i] = map[codes[i]] * scale;
-    }
-}
-
-INLINE void quantise(const State& state, int64_t at, int64_t count, const float* __restrict from) {
-    uint8_t* __restrict codes = static_cast<uint8_t*>(state.data) + at;
+void codes_by_table(const State& state, const float* __restrict values, int64_t size, float divisor, uint32_t kept,
+                    uint8_t* __restrict codes) {
     const bool with_sign = state.type == SIGNED8;
     const uint32_t* words = state.words;
     const int32_t first = state.first_cell, last = state.cells - 1;
+    alignas(64) uint32_t magnitudes[SCALED], found[SCALED];
+    alignas(64) int32_t cells[SCALED];
+    for (int64_t i = 0; i < size; ++i) {
+        magnitudes[i] = bits_of(values[i] / divisor) & 0x7fffffff & kept;
+        cells[i] = std::min(std::max(int32_t(magnitudes[i] >> 16) - first, 0), last);
+    }
+    for (int64_t i = 0; i < size; ++i) found[i] = words[cells[i]];
+    for (int64_t i = 0; i < size; ++i) {
+        const int32_t place = int32_t(found[i] >> 16) + int32_t((magnitudes[i] & 0xffff) > (found[i] & 0xffff));
+        const int32_t code = int32_t(bits_of(values[i]) & kept) < 0 ? 127 - std::min(place, 127) : 127 + place;
+        codes[i] = uint8_t(with_sign ? code : place);
+    }
+}
+
+#ifdef __x86_64__
+#define WIDE __attribute__((target("avx2,fma")))
+
+constexpr double DECADES[] = {1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1};
+constexpr int NEAR = 5;
+
+struct Lines {
+    float low[8], step[8];      // of a decade, by the lower 3 bits of its places' exponent
+    float slope[8], offset[8];  // of a line, like the next two; line 0 is below all decades
+    uint8_t end[16], most[16];
+    float last_slope, last_offset;
+    int16_t first, factor;  // a number with the upper bits u has the line (u - first) * factor / 2^16
+};
+
+constexpr Lines lines(bool with_sign) {
+    Lines found{};
+    const int shift = with_sign ? 0 : 1, last_place = with_sign ? 128 : 255;
+    for (int decade = 0; decade < 7; ++decade) {
+        const int count = 1 << (decade + shift), at = (127 + decade + shift) % 8, next = 2 * count - shift;
+        found.low[at] = float(DECADES[decade]);
+        found.step[at] = float(0.9 * DECADES[decade + 1] / count);
+        found.slope[decade + 1] = float(0x1p16 * count / (0.9 * DECADES[decade + 1]));
+        found.offset[decade + 1] = float(0x1p16 * (count * 8 / 9.0 - shift) + NEAR);
+        found.end[decade + 1] = uint8_t(decade < 6 ? next : 0);
+        found.most[decade + 1] = uint8_t(decade < 6 ? next : 255);
+    }
+    found.step[with_sign ? 6 : 7] = 2;  // of both the first place, which is 0 steps from 0, and the last, half a step
+    const double least = DECADES[0] + 0.45 * DECADES[1] / (1 << shift), last = 1 - 0.225 / (64 << shift);
+    found.slope[0] = float(0x1p16 / least);  // from 1/2 at 0 to 1 at half of the least number
+    found.offset[0] = float(0x1p15 + NEAR);
+    found.end[0] = found.most[0] = 255;
+    found.last_slope = 2 * found.slope[7];
+    found.last_offset = float(0x1p16 * last_place + NEAR - last * found.last_slope);
+    found.first = with_sign ? 13068 : 12958;  // with these two, all lines begin where they may
+    found.factor = with_sign ? 166 : 160;
+    return found;
+}
+
+template <bool with_sign>
+constexpr Lines LINES = lines(with_sign);
+
+template <bool with_sign>
+WIDE void values_by_lines(const uint8_t* codes, float scale, float* to) {
+    const __m256 low = _mm256_loadu_ps(LINES<with_sign>.low), step = _mm256_loadu_ps(LINES<with_sign>.step);
+    const __m256 exponents = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000)), minus = _mm256_set1_ps(-0.0f);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < SCALED; i += 8) {
+        __m256i place = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
+        __m256 factor = _mm256_set1_ps(scale);
+        if (with_sign) {
+            place = _mm256_sub_epi32(place, _mm256_set1_epi32(127));
+            factor = _mm256_xor_ps(factor, _mm256_and_ps(_mm256_castsi256_ps(place), minus));
+            place = _mm256_abs_epi32(place);
+        }
+        const __m256 middle = _mm256_add_ps(_mm256_cvtepi32_ps(place), _mm256_set1_ps(with_sign ? 0.5f : 1.5f));
+        __m256 begin = _mm256_and_ps(middle, exponents);
+        if (!with_sign) begin = _mm256_max_ps(begin, _mm256_set1_ps(1.5f));  // the middle of place 0: its number is 0
+        const __m256i line = _mm256_srli_epi32(_mm256_castps_si256(middle), 23);
+        const __m256 along = _mm256_sub_ps(middle, begin);
+        const __m256 number =
+            _mm256_fmadd_ps(along, _mm256_permutevar8x32_ps(step, line), _mm256_permutevar8x32_ps(low, line));
+        _mm256_storeu_ps(to + i, _mm256_mul_ps(number, factor));
+    }
+}
+
+// The upper halves of the 32-bit elements of two vectors, alternately.
+WIDE INLINE __m256i upper_halves(__m256i even, __m256i odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+}
+
+WIDE INLINE __m256i both_lanes(const uint8_t* bytes) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+WIDE INLINE uint32_t largest_magnitude(const float* values) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+    __m256i top = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < SCALED; i += 8) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + i));
+        top = _mm256_max_epu32(top, _mm256_and_si256(bits, magnitude));
+    }
+    const __m128i half = _mm_max_epu32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    const __m128i pair = _mm_max_epu32(half, _mm_shuffle_epi32(half, 0x4e));
+    return uint32_t(_mm_cvtsi128_si32(_mm_max_epu32(pair, _mm_shuffle_epi32(pair, 0xb1))));
+}
+
+// False if the block is zero, not finite, or so small or large that an inverse would not be precise: nothing is done then.
+template <bool with_sign>
+WIDE bool codes_by_lines(const State& state, const float* values, float* scale, uint8_t* codes) {
+    const float divisor = float_of(largest_magnitude(values));
+    if (!(divisor > 0x1p-100f && divisor < 0x1p100f)) return false;
+    *scale = divisor;
+    constexpr const Lines& all = LINES<with_sign>;
+    const __m256 slope = _mm256_loadu_ps(all.slope), last_slope = _mm256_set1_ps(all.last_slope);
+    const __m256 offset = _mm256_loadu_ps(all.offset), last_offset = _mm256_set1_ps(all.last_offset);
+    const __m256i first_upper = _mm256_set1_epi16(all.first), factor = _mm256_set1_epi16(all.factor);
+    const __m256i last_upper = _mm256_set1_epi16(all.first + 0x7ffff / all.factor);  // the last line is 7
+    const __m256 inverse = _mm256_set1_ps(1 / divisor), minus = _mm256_set1_ps(-0.0f);
+    const __m256i ends = both_lanes(all.end), mosts = both_lanes(all.most);
+    constexpr uint8_t ORDER[] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+    const __m256i in_lanes = both_lanes(ORDER), over_lanes = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int64_t at = 0; at < SCALED; at += 32) {
+        __m256i uppers[2], line[2], places[2], nearest = _mm256_set1_epi32(-1);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            __m256 quotient[2];
+            __m256i place[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i)
+                quotient[i] = _mm256_mul_ps(_mm256_loadu_ps(values + at + 16 * half + 8 * i), inverse);
+            uppers[half] = upper_halves(_mm256_castps_si256(quotient[0]), _mm256_castps_si256(quotient[1]));
+            const __m256i upper = _mm256_and_si256(uppers[half], _mm256_set1_epi16(0x7fff));
+            const __m256i above = _mm256_subs_epu16(_mm256_min_epu16(upper, last_upper), first_upper);
+            line[half] = _mm256_mulhi_epu16(above, factor);
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                const __m256i which = i ? _mm256_srli_epi32(line[half], 16) : line[half];  // its lower 3 bits are read
+                const __m256 magnitude = _mm256_andnot_ps(minus, quotient[i]);
+                const __m256 on_line = _mm256_fmadd_ps(magnitude, _mm256_permutevar8x32_ps(slope, which),
+                                                       _mm256_permutevar8x32_ps(offset, which));
+                const __m256 on_last = _mm256_fmadd_ps(magnitude, last_slope, last_offset);
+                place[i] = _mm256_cvtps_epi32(_mm256_max_ps(on_line, on_last));
+                nearest = _mm256_min_epu16(nearest, place[i]);
+            }
+            places[half] = upper_halves(place[0], place[1]);
+        }
+        const __m256i of_line = _mm256_packus_epi16(line[0], line[1]);
+        __m256i code = _mm256_packus_epi16(places[0], places[1]);
+        code = _mm256_add_epi8(code, _mm256_cmpeq_epi8(code, _mm256_shuffle_epi8(ends, of_line)));
+        code = _mm256_min_epu8(code, _mm256_shuffle_epi8(mosts, of_line));
+        if (with_sign) {
+            const __m256i zero = _mm256_set1_epi8(127);
+            code = _mm256_blendv_epi8(_mm256_add_epi8(zero, code), _mm256_subs_epu8(zero, code),
+                                      _mm256_packs_epi16(uppers[0], uppers[1]));
+        }
+        code = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(code, in_lanes), over_lanes);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + at), code);
+        const __m256i unsure = _mm256_subs_epu16(_mm256_set1_epi16(2 * NEAR), nearest);
+        if (!_mm256_testz_si256(unsure, _mm256_set1_epi32(0xffff)))
+            codes_by_table(state, values + at, 32, divisor, 0xffffffff, codes + at);
+    }
+    return true;
+}
+#endif
+
+void dequantise(const State& state, int64_t at, int64_t count, Isa isa, float* __restrict to) {
+    const uint8_t* codes = static_cast<const uint8_t*>(state.data) + at;
+    for (int64_t low = 0; low < count; low += SCALED) {
+        const float scale = state.scale[(at + low) / SCALED];
+        const int64_t high = std::min(low + SCALED, count);
+#ifdef __x86_64__
+        if (isa != SCALAR && high == low + SCALED) {
+            (state.type == SIGNED8 ? values_by_lines<true> : values_by_lines<false>)(codes + low, scale, to + low);
+            continue;
+        }
+#endif
+        for (int64_t i = low; i < high; ++i) to[i] = state.map[codes[i]] * scale;
+    }
+}
+
+void quantise(const State& state, int64_t at, int64_t count, Isa isa, const float* from) {
     for (int64_t low = 0; low < count; low += SCALED) {
         const int64_t size = std::min(SCALED, count - low);
-        const float* __restrict values = from + low;
+        const float* values = from + low;
+        float* scale = state.scale + (at + low) / SCALED;
+        uint8_t* codes = static_cast<uint8_t*>(state.data) + at + low;
+#ifdef __x86_64__
+        const auto by_lines = state.type == SIGNED8 ? codes_by_lines<true> : codes_by_lines<false>;
+        if (isa != SCALAR && size == SCALED && by_lines(state, values, scale, codes)) continue;
+#endif
         uint32_t top = 0;
         for (int64_t i = 0; i < size; ++i) top = std::max(top, bits_of(values[i]) & 0x7fffffff);
         const bool finite = top < 0x7f800000;
         const float divisor = finite && top ? float_of(top) : 1.0f;
-        const uint32_t kept = finite ? 0xffffffff : 0;
-        state.scale[(at + low) / SCALED] = float_of(finite ? top : 0x7fc00000);
-        alignas(64) uint32_t magnitudes[SCALED], found[SCALED];
-        alignas(64) int32_t cells[SCALED];
-        for (int64_t i = 0; i < size; ++i) {
-            magnitudes[i] = bits_of(values[i] / divisor) & 0x7fffffff & kept;
-            cells[i] = std::min(std::max(int32_t(magnitudes[i] >> 16) - first, 0), last);
-        }
-        for (int64_t i = 0; i < size; ++i) found[i] = words[cells[i]];
-        for (int64_t i = 0; i < size; ++i) {
-            const int32_t place = int32_t(found[i] >> 16) + int32_t((magnitudes[i] & 0xffff) > (found[i] & 0xffff));
-            const int32_t code = int32_t(bits_of(values[i]) & kept) < 0 ? 127 - std::min(place, 127) : 127 + place;
-            codes[low + i] = uint8_t(with_sign ? code : place);
-        }
+        *scale = float_of(finite ? top : 0x7fc00000);
+        codes_by_table(state, values, size, divisor, finite ? 0xffffffff : 0, codes);
     }
 }
 
@@ -248,14 +428,15 @@ INLINE void narrow_weight(const Step& step, int64_t at, int64_t count, float* __
 // -- one block ----------------------------------------------------------------------------------------------------------
 
 // The values of a state from element `at` on: where they are if they are fp32, else in `buffer`. Null if there is no state.
-INLINE float* widen(const State& state, int64_t at, int64_t count, float* __restrict buffer) {
+INLINE float* widen(const Step& step, int number, int64_t at, int64_t count, float* __restrict buffer) {
+    const State& state = step.states[number];
     if (state.type == NONE) return nullptr;
     if (state.type == FP32) return static_cast<float*>(state.data) + at;
     if (state.type == BF16) {
         const uint16_t* from = static_cast<const uint16_t*>(state.data) + at;
         for (int64_t i = 0; i < count; ++i) buffer[i] = from_bf16(from[i]);
     } else {
-        dequantise(state, at, count, buffer);
+        dequantise(state, at, count, step.isa, buffer);
     }
     return buffer;
 }
@@ -271,7 +452,7 @@ INLINE void narrow(const Step& step, int number, int64_t at, int64_t count, cons
         uint16_t* __restrict to = static_cast<uint16_t*>(state.data) + at;
         for (int64_t i = 0; i < count; ++i) to[i] = to_bf16(buffer[i]);
     } else if (state.type != FP32 && state.type != NONE) {
-        quantise(state, at, count, buffer);
+        quantise(state, at, count, step.isa, buffer);
     }
 }
 
@@ -442,7 +623,7 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
         float *weight = widen_weight(step, at, count, wide), *states[STATES];
         load(step, at, count, gradient);
 #pragma GCC unroll 1
-        for (int i = 0; i < STATES; ++i) states[i] = widen(step.states[i], at, count, buffers[i]);
+        for (int i = 0; i < STATES; ++i) states[i] = widen(step, i, at, count, buffers[i]);
         if (step.rule == ADAM && step.decay == 0) adam<false>(step, count, gradient, weight, states[0], states[1]);
         if (step.rule == ADAM && step.decay != 0) adam<true>(step, count, gradient, weight, states[0], states[1]);
         if (step.rule == ADAGRAD) adagrad(step, count, gradient, weight, states[0]);
@@ -461,7 +642,7 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
 void run_scalar(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
 
 #ifdef __x86_64__
-__attribute__((target("avx2"))) void run_avx2(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
+WIDE void run_avx2(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
 
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
 void run_avx512(const Step& step, int64_t begin, int64_t end) { run(step, begin, end); }
@@ -488,7 +669,7 @@ int32_t zerorun_isa() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         return AVX512;
-    if (__builtin_cpu_supports("avx2")) return AVX2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return AVX2;
 #endif
     return SCALAR;
 }

@@ -1918,4 +1918,20 @@ MUTANTS = (
         '            yield Buffer("rest", "master", group.owned_numel * master.dtype.itemsize * 2, unit.states_place)',
         ("tests/ranks/test_training_in_bf16.py", "-k", "megatron_1821"),
     ),
+    Mutant(
+        "every-code-is-sure",
+        "bound",
+        "ops/csrc/optimizer.cpp",
+        "        if (!_mm256_testz_si256(unsure, _mm256_set1_epi32(0xffff)))",
+        "        if (false)",
+        ("tests/unit/test_state_formats.py", "-k", "every_number"),
+    ),
+    Mutant(
+        "lines-of-codes-end-late",
+        "bound",
+        "ops/csrc/optimizer.cpp",
+        "        code = _mm256_add_epi8(code, _mm256_cmpeq_epi8(code, _mm256_shuffle_epi8(ends, of_line)));",
+        "",
+        ("tests/unit/test_state_formats.py", "-k", "every_number"),
+    ),
 )

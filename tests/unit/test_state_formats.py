@@ -156,6 +156,26 @@ def test_states_are_rounded_the_same_on_every_path(signed: bool, monkeypatch: py
     assert wanted.wide()[7 * BLOCK : 8 * BLOCK].isnan().all() and wanted.wide()[9 * BLOCK : 10 * BLOCK].isnan().all()
 
 
+@SIGNS
+def test_every_number_and_threshold_on_every_path(signed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All codes are widened; numbers near each threshold and each power of 2 are rounded, in blocks of several scales."""
+    magnitudes = codes_map(signed)[127 if signed else 0 :].double()
+    near = ((magnitudes[1:] + magnitudes[:-1]) / 2).float().view(torch.int32)[:, None] + torch.arange(-30, 31)
+    upper = torch.arange(0x3200, 0x3F80)[:, None] * 2**16 + torch.arange(-1, 2)
+    found = torch.cat([near.view(-1), upper.view(-1)]).int().view(torch.float32).clamp(0, 1)
+    rows = torch.nn.functional.pad(found, (0, -found.numel() % (BLOCK - 1))).view(-1, BLOCK - 1)
+    rows = torch.cat([torch.nn.functional.pad(rows, (0, 1), value=1.0) * scale for scale in (1.0, 0.7, 3e-20, 1e-34)])
+    rows[::3] *= -1
+    values, every = rows.view(-1), torch.arange(256).byte().repeat(3)
+    wanted, scales = kept(values, signed), torch.tensor([1.0, 0.3, 1e-30])
+    for _ in paths(monkeypatch):
+        state, weight, none = blocks(values.numel(), signed), torch.zeros(3 * BLOCK), torch.zeros(3 * BLOCK)
+        single_pass.sgd(torch.zeros_like(values), values, state, lr=1.0, momentum=0.5)
+        assert torch.equal(state.codes, wanted.codes) and torch.equal(state.scale, wanted.scale)
+        single_pass.sgd(weight, none, Blocks(every.clone(), scales.clone(), signed), lr=-1.0, momentum=1.0)
+        assert torch.equal(weight, Blocks(every, scales, signed).wide())
+
+
 def test_torch_comes_to_the_same_training(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = [torch.randn(MANY, generator=torch.Generator().manual_seed(step)) for step in range(5)]
     native_ones = trained(MANY, StateFormat.BLOCK8, gradients)
