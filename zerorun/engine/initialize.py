@@ -185,6 +185,8 @@ def initialize(
     accumulation = Accumulation(wanted, comm, scaler)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
     feedback = _feedback(wanted, accumulation, scaler)
+    if feedback is not None and not any(hop.feeds_back for hop in plan.hops):
+        info_once("zeropp_loco_param has no effect: no gradient is sent in codes between hosts.")
     coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps, feedback)
     runtime = Runtime(model, plan, made, comm, backwards, coding)
     refuses = not settings.ignore_unused_parameters
