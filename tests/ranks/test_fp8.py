@@ -283,6 +283,22 @@ def test_gathers_in_fp8_change_no_bit(ranks: int, rows: list[tuple[str, str, str
             assert all(torch.equal(value, exact.weights[name]) for name, value in coded.weights.items())
 
 
+def in_fp8_by_tensors(name: str) -> nn.Module:
+    return swapped(build(name), "tensorwise")
+
+
+@pytest.mark.nightly
+def test_gathers_in_fp8_of_divided_layers_change_no_bit() -> None:
+    """By the scale of the part that a tensor rank has, as its layer casts it. By day, shards of whole layers do it."""
+    found = []
+    for gathers in (True, False):
+        config = gathering("plain", gathers, accumulation=2, precision="bf16")
+        found.append(run_ranks(4, train_in_parts, "llama", 2, 1, config, in_fp8_by_tensors))
+    for coded, exact in zip(*found, strict=True):
+        assert coded["losses"] == exact["losses"]
+        assert all(torch.equal(value, exact["weights"][name]) for name, value in coded["weights"].items())
+
+
 def races() -> list[str]:
     return [race for place in ("plain", "all in host memory") for race in look(gathering(place, True), CASES["plain"])]
 
