@@ -104,6 +104,20 @@ class Integers(nn.Module):
         return nn.functional.linear(x, self.W_q * self.meta["scale"].to(x.dtype) + self.meta["zero"].to(x.dtype))
 
 
+class FP8Linear(nn.Module):
+    """Rows of 8-bit floating-point numbers and their scales, both frozen parameters, as in transformers' models in fp8."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 448  # the largest number of the format
+        self.weight = nn.Parameter((weight.float() / scale).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.weight.dtype == torch.float8_e4m3fn and self.weight_scale_inv.dtype == torch.float32
+        return nn.functional.linear(x, (self.weight.float() * self.weight_scale_inv).to(x.dtype))
+
+
 KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
     "nf4 in uint8": lambda weight: _nf4(weight, torch.uint8),
     "nf4 in fp16": lambda weight: _nf4(weight, torch.float16),
@@ -115,6 +129,7 @@ KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
     "wrapper": _scaled,
     "integers": Integers,
     "buffers": TorchLinear,
+    "float8": FP8Linear,
     "transposed wrapper": lambda weight: _scaled(weight, transposed=True),
 }
 SHARDED = [kind for kind in KINDS if kind != "transposed wrapper"]
@@ -138,8 +153,9 @@ def case(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
 def plain_losses(kind: str, dtype: torch.dtype, world_size: int, steps: int) -> list[float]:
     """Mean losses of plain AdamW on fp32 masters, with the micro-batches of all ranks."""
     module, loss_of = build(kind, dtype), case(kind).loss
+    as_they_are = {param for layer in module.modules() if isinstance(layer, FP8Linear) for param in layer.parameters()}
     for param in module.parameters():
-        if type(param) is nn.Parameter:
+        if type(param) is nn.Parameter and param not in as_they_are:
             param.data = param.data.to(dtype)
     trained = [param for param in module.parameters() if param.requires_grad]
     masters = [param.detach().float() for param in trained]

@@ -38,7 +38,7 @@ from .placement import Placement, place_units
 from .policy import STAGES, Policy
 from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
 from .units import ROOT, LeafModules, UnitPolicy, UnitSpec, choose_units
-from .weights import apart_from, is_packed, other_buffers, scale_bytes, stored_bytes
+from .weights import apart_from, is_packed, is_scaled, other_buffers, scale_bytes, stored_bytes
 
 # If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
 # more than packing them.
@@ -301,7 +301,14 @@ class _Planner:
     def _dtype(self, param: nn.Parameter) -> torch.dtype:
         """The dtype in which ``param`` is kept. Packed memory keeps its own, which says nothing about its values."""
         wanted = compute_dtype(self.config)
-        return param.dtype if wanted is None or not param.is_floating_point() or is_packed(param) else wanted
+        own = not param.is_floating_point() or is_packed(param) or id(param) in self.scales
+        return param.dtype if wanted is None or own else wanted
+
+    @cached_property
+    def scales(self) -> set[int]:
+        """The ids of the frozen parameters beside frozen numbers of 8 bits, by which their layer multiplies these."""
+        layers = [list(layer.parameters(recurse=False)) for layer in self.model.modules()]
+        return {id(param) for own in layers if any(map(is_scaled, own)) for param in own if not param.requires_grad}
 
     def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
         kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool, Coded], _Members] = defaultdict(list)

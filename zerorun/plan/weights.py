@@ -3,8 +3,9 @@
 [Note: three kinds]
 A *plain* weight holds its values in its own memory: nn.Parameter, subclasses that only mark it, and subclasses that are
 trained.
-A *packed* weight is frozen memory that a class of another package reads in its own way, whatever its dtype says. Its bytes
-are gathered like those of a plain weight, and never cast. It cannot be seen from outside whether a class reads this memory
+A *packed* weight is frozen memory that a class of another package reads in its own way, whatever its dtype says, and so
+are frozen numbers of 8 bits, which mean nothing without the scales of their layer. Its bytes are gathered like those of a
+plain weight, and never cast. Of a class, it cannot be seen from outside whether a class reads this memory
 anew, through the parameter, in every forward, so the classes that are known to do so are listed here. Layers of some of
 them keep a second reference to the memory, and are told before each forward where it is now (``follow_memory``).
 A frozen *wrapper* has no memory of its own: it reads other tensors. These are its members, each of which is packed, and it
@@ -65,10 +66,15 @@ def kind_of(param: torch.Tensor) -> str:
     found = type(param)
     if _is_wrapper(param):
         return APART
-    if _packed_class(param) is not None:
+    if _packed_class(param) is not None or is_scaled(param):
         return PACKED
     own = any(getattr(found, name) is not getattr(nn.Parameter, name) for name in _TENSOR_METHODS)
     return APART if own and isinstance(param, nn.Parameter) and not param.requires_grad else PLAIN
+
+
+def is_scaled(param: torch.Tensor) -> bool:
+    """True for frozen floating-point numbers of 8 bits. Scales for them are in other parameters of the layer, if any."""
+    return param.is_floating_point() and param.dtype.itemsize == 1 and not param.requires_grad
 
 
 def is_packed(param: torch.Tensor) -> bool:

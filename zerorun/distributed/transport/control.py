@@ -74,7 +74,7 @@ class Control:
         if self._data is not None and tensor.numel():
             self._count(tensor, label)
             with waiting(label, span=self._data_span):
-                dist.broadcast(tensor, group=self._data, group_src=source)
+                dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._data, group_src=source)  # bytes: any dtype
 
     def _count(self, values: torch.Tensor, label: str = "control") -> None:
         self._statistics.count(label, values.numel() * values.element_size())

@@ -213,11 +213,11 @@ class Transport(ABC):
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to send a flat tensor. It must not change before that is over."""
-        return self.joined.send([flat], peer, tag)
+        return self.joined.send([flat.view(torch.uint8)], peer, tag)  # bytes: any dtype
 
     def receive(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begin to fill a flat tensor with what ``peer`` sends with this tag."""
-        return self.joined.recv([flat], peer, tag)
+        return self.joined.recv([flat.view(torch.uint8)], peer, tag)
 
     # -- memory that others read: nothing to do where they do not ------------------------------------------------
 
