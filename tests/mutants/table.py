@@ -404,6 +404,14 @@ MUTANTS = (
         ("tests/ranks/test_buffer_dtype.py",),
     ),
     Mutant(
+        "scales-are-cast",
+        "stale",
+        "zerorun/plan/make.py",
+        "        own = not param.is_floating_point() or is_packed(param) or id(param) in self.scales",
+        "        own = not param.is_floating_point() or is_packed(param)",
+        ("tests/ranks/test_quantised_weights.py::test_frozen_quantised_weights_train_as_without_zerorun",),
+    ),
+    Mutant(
         "ratio-of-zeros",
         "bound",
         "zerorun/optim/lamb.py",
