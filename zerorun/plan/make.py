@@ -38,7 +38,7 @@ from .placement import Placement, place_units
 from .policy import STAGES, Policy
 from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
 from .units import ROOT, LeafModules, UnitPolicy, UnitSpec, choose_units
-from .weights import apart_from, is_packed, is_scaled, other_buffers, scale_bytes, stored_bytes
+from .weights import apart_from, is_packed, other_buffers, scale_bytes, scales_beside, stored_bytes
 
 # If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
 # more than packing them.
@@ -206,6 +206,12 @@ _Members = list[tuple[str, nn.Parameter]]
 _Place = tuple[int, int]  # (index of a unit, index of a flat group in it)
 
 
+def _fills_pages(group: FlatGroupPlan) -> bool:
+    """True if gathers are of whole pages. Codes are no parameters yet when they have come."""
+    layout, wide = group.layout, group.dtype.itemsize >= 2  # then PAGED elements fill whole pages
+    return wide and not group.coded and layout.numel > 0 and layout.even and layout.sizes[0] % PAGED == 0
+
+
 @dataclass(frozen=True)
 class _Planner:
     """The state of one call of ``make_plan``, whose arguments it holds."""
@@ -256,7 +262,7 @@ class _Planner:
             (index, number)
             for index in (self.sharing if self.policy.share_param_slots and self._can_map else ())
             for number, group in enumerate(self.groups[index])
-            if self._fills_pages(group) and not (self.placements[index].params or self.placements[index].optimizer)
+            if _fills_pages(group) and not (self.placements[index].params or self.placements[index].optimizer)
         }
         return found if len(found) * self.topology.shard <= MOST_RANGES else set()
 
@@ -306,9 +312,7 @@ class _Planner:
 
     @cached_property
     def scales(self) -> set[int]:
-        """The ids of the frozen parameters beside frozen numbers of 8 bits, by which their layer multiplies these."""
-        layers = [list(layer.parameters(recurse=False)) for layer in self.model.modules()]
-        return {id(param) for own in layers if any(map(is_scaled, own)) for param in own if not param.requires_grad}
+        return scales_beside(self.model)
 
     def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
         kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool, Coded], _Members] = defaultdict(list)
@@ -384,12 +388,6 @@ class _Planner:
         """True if ranks can share the memory of large shards."""
         direct = self.device_type == CPU and reads_peers(self.transport, self.topology)
         return self.maps_shards and direct and secondary_partition(self.config, self.topology) is None
-
-    @staticmethod
-    def _fills_pages(group: FlatGroupPlan) -> bool:
-        """True if gathers are of whole pages. Codes are no parameters yet when they have come."""
-        layout, wide = group.layout, group.dtype.itemsize >= 2  # then PAGED elements fill whole pages
-        return wide and not group.coded and layout.numel > 0 and layout.even and layout.sizes[0] % PAGED == 0
 
     # -- units ---------------------------------------------------------------------------------------------------
 

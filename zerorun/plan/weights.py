@@ -77,6 +77,12 @@ def is_scaled(param: torch.Tensor) -> bool:
     return param.is_floating_point() and param.dtype.itemsize == 1 and not param.requires_grad
 
 
+def scales_beside(model: nn.Module) -> set[int]:
+    """The ids of the frozen parameters beside frozen numbers of 8 bits, by which their layer multiplies these."""
+    layers = [list(layer.parameters(recurse=False)) for layer in model.modules()]
+    return {id(param) for own in layers if any(map(is_scaled, own)) for param in own if not param.requires_grad}
+
+
 def is_packed(param: torch.Tensor) -> bool:
     """True for a packed weight or a member of a wrapper, which is gathered as bytes: see [Note: three kinds]."""
     return not isinstance(param, nn.Parameter) or kind_of(param) == PACKED
