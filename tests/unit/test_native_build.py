@@ -151,7 +151,8 @@ def test_failing_compiler(cache: Path, tmp_path: Path) -> None:
 @needs_compiler
 def test_the_next_compiler_is_tried(cache: Path, tmp_path: Path) -> None:
     broken = script(tmp_path / "mine", "exit 1")
-    found = run(environment(cache, CXX=f"{broken} -O0"))
+    works = Path(os.environ["CXX"]).parent  # and is called c++
+    found = run(environment(cache, CXX=f"{broken} -O0", PATH=f"{works}:{os.environ['PATH']}"))
     assert found["source"] == "cached" and found["right"] and not found["warnings"]
 
 
