@@ -409,7 +409,7 @@ MUTANTS = (
         "zerorun/plan/make.py",
         "        own = not param.is_floating_point() or is_packed(param) or id(param) in self.scales",
         "        own = not param.is_floating_point() or is_packed(param)",
-        ("tests/ranks/test_quantised_weights.py::test_frozen_quantised_weights_train_as_without_zerorun",),
+        ("tests/ranks/test_quantised_weights.py::test_frozen_numbers_of_8_bits_and_their_scales_keep_their_dtypes",),
     ),
     Mutant(
         "ratio-of-zeros",
