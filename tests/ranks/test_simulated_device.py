@@ -186,7 +186,9 @@ def replicas(stage: int, wire: str, shards: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("stage", "wire", "shards"),
-    by_day([(1, "fp32", 1), (1, "bf16", 1), (2, "fp32", 2), (3, "bf16", 2)], (1, "bf16", 1), (2, "fp32", 2)),
+    by_day(
+        [(1, "fp32", 1), (1, "bf16", 1), (2, "fp32", 2), (3, "bf16", 2)], (1, "bf16", 1), (2, "fp32", 2), (3, "bf16", 2)
+    ),
 )
 def test_sums_over_replicas_have_no_races(stage: int, wire: str, shards: int) -> None:
     for found in run_ranks(2 * shards, look, replicas(stage, wire, shards)):
