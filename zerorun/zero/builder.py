@@ -118,8 +118,7 @@ class _Builder:
         values = self._values(plan, params)
         full, shard = self._weights(unit, plan, values, param_slot)
         codes = self._codes(unit, plan, param_slot) if plan.coded else None
-        master = self._master(unit, plan, full, shard, values) if plan.trainable else None
-        rest = self._rest(unit, plan, values) if plan.trainable else None
+        master, rest = self._masters(unit, plan, full, shard, values) if plan.trainable else (None, None)
         del values  # before anything else is made
         second = self._second(plan) if plan.secondary is not None else None
         if master is None:
@@ -180,22 +179,23 @@ class _Builder:
             return self._link.empty(values.numel(), dtype).copy_(values)
         return values.to(dtype, copy=True)
 
-    def _master(
+    def _masters(
         self, unit: UnitPlan, plan: FlatGroupPlan, full: torch.Tensor, shard: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """[owned] in the dtype of its format."""
-        if plan.master_is_weight:
-            return full if plan.owns_everything and unit.resident else shard
-        owned, _ = plan.master_format.parts(values[plan.owned[0] : plan.owned[1]])
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(master [owned] in the dtype of its format, what it leaves out of ``values`` [owned] or None)."""
+        whole = plan.owns_everything and unit.resident
+        if plan.master_is_weight and plan.master_format.rest is None:
+            return full if whole else shard, None
+        owned, rest = plan.master_format.parts(values[plan.owned[0] : plan.owned[1]])
+        master = (full if whole else shard) if plan.master_is_weight else self._master(unit, plan, owned)
+        return master, None if rest is None else self._rest(unit, plan, rest)
+
+    def _master(self, unit: UnitPlan, plan: FlatGroupPlan, owned: torch.Tensor) -> torch.Tensor:
         if unit.placement.states_on_disk and self._disk is not None and self._disk.states is not None:
             return self._disk.states.master(unit.index, unit.trainable.index(plan)).copy_(owned)
         return self._kept(owned, plan.master_format.dtype, on_host=unit.placement.optimizer)
 
-    def _rest(self, unit: UnitPlan, plan: FlatGroupPlan, values: torch.Tensor) -> torch.Tensor | None:
-        """[owned], what the master leaves out of ``values``; None if its format has nothing there."""
-        _, rest = plan.master_format.parts(values[plan.owned[0] : plan.owned[1]])
-        if rest is None:
-            return None
+    def _rest(self, unit: UnitPlan, plan: FlatGroupPlan, rest: torch.Tensor) -> torch.Tensor | None:
         if unit.placement.states_on_disk and self._disk is not None and self._disk.states is not None:
             there = self._disk.states.rest(unit.index, unit.trainable.index(plan))
             return None if there is None else there.copy_(rest)
