@@ -267,10 +267,10 @@ def _finish(
     return small, manifest
 
 
-_TRIED = ("torch.optim", "zerorun.")  # packages whose optimizers' states can be saved
-
-
 # -- scalars -----------------------------------------------------------------------------------------------------
+
+
+_TRIED = ("torch.optim", "zerorun.")  # packages whose optimizers' states can be saved
 
 
 def scalar(value: Any, where: str) -> Scalar:

@@ -14,7 +14,8 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     """Return every setting that cannot be honoured, whatever the device and the number of ranks."""
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
-    for rule in (_precision, _masters, _loss_scale, _offload, _shard_degree, _compile, _names, _checkpoint, _parallel):
+    rules = (_precision, _masters, _loss_scale, _offload, _shard_degree, _zeropp, _compile, _names, _checkpoint, _parallel)
+    for rule in rules:
         problems += rule(config)
     return problems
 
@@ -95,12 +96,16 @@ def _offload(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
-    """Two keys set the shard degree. A second copy of the weights is on the device."""
+    """Two keys set the shard degree: shard_degree, and MiCS's shard size."""
     zero = config.zero_optimization
-    wanted, copied = zero.mics_shard_size, zero.zero_hpz_partition_size
+    wanted = zero.mics_shard_size
     if wanted > 1 and zero.shard_degree not in (None, wanted):
         reason, remedy = f"sets the shard degree, which another key sets to {zero.shard_degree}.", "Keep shard_degree."
         yield ConfigProblem("zero_optimization.mics_shard_size", wanted, reason, f"{remedy} Remove mics_shard_size.")
+
+
+def _zeropp(config: Config) -> Iterator[ConfigProblem]:
+    zero, copied = config.zero_optimization, config.zero_optimization.zero_hpz_partition_size
     if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
         reason, remedy = "is about quantised gradients, and they are off.", "Set zero_quantized_gradients, or remove it."
         yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, remedy)
