@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,34 @@ def make_config(
     if precision == "fp16":
         config["fp16"]["initial_scale_power"] = 8  # does not overflow in these models
     return merged(config, changes)
+
+
+# Where states are -> (stage, keys of zero_optimization); "?" is a folder.
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f"stage {stage}": (stage, {}) for stage in range(4)},
+    **{f"stage {stage}, offload": (stage, {"offload_optimizer": {"device": "cpu"}}) for stage in (1, 2, 3)},
+    "stage 3, offload all": (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    "stage 2, disk": (2, {"offload_optimizer": {"device": "nvme", "nvme_path": "?"}}),
+    "stage 3, disk": (3, {"offload_optimizer": {"device": "nvme", "nvme_path": "?"}}),
+    "stage 3, hybrid": (3, {"shard_degree": 2}),
+}
+
+
+def placed(place: str, folder: Path) -> tuple[int, dict[str, Any]]:
+    """The stage, and the keys of zero_optimization, of one of PLACES, with its files in ``folder``."""
+    stage, keys = PLACES[place]
+    return stage, merged(keys, {"offload_optimizer": {"nvme_path": str(folder)}}) if "disk" in place else keys
+
+
+def take_steps(engine: zerorun.Engine, loss_of: Callable[[Any, int], torch.Tensor], first: int, count: int) -> list[float]:
+    """The losses of ``count`` steps, of which ``loss_of`` gets the numbers from ``first`` on."""
+    losses = []
+    for step in range(first, first + count):
+        loss = loss_of(engine, step)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def shared_topology(shard_degree: int | None = None, *, pipe: int = 1, tensor: int = 1) -> zerorun.Topology:

@@ -16,7 +16,7 @@ from races import looking_for_races
 from safetensors.torch import load_file
 from simulation import simulated_device
 from torch import nn
-from training import make_config, merged, shared_topology
+from training import PLACES, make_config, merged, placed, shared_topology, take_steps
 
 import zerorun
 from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
@@ -76,13 +76,7 @@ def config_of(stage: int, kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def steps(engine: zerorun.Engine, first: int = 0, count: int = STEPS) -> list[float]:
-    losses = []
-    for step in range(first, first + count):
-        loss = loss_of(engine, step)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return take_steps(engine, loss_of, first, count)
 
 
 def plain(kind: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -147,26 +141,13 @@ def train(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-ROWS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"stage {stage}": (stage, {}) for stage in range(4)},
-    **{f"stage {stage}, offload": (stage, {"offload_optimizer": {"device": "cpu"}}) for stage in (1, 2, 3)},
-    "stage 3, offload all": (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
-    "stage 2, disk": (2, {"offload_optimizer": {"device": "nvme", "nvme_path": "?"}}),
-    "stage 3, disk": (3, {"offload_optimizer": {"device": "nvme", "nvme_path": "?"}}),
-    "stage 3, hybrid": (3, {"shard_degree": 2}),
-}
-
-
 def settings(row: str, kind: str, folder: Path) -> dict[str, Any]:
-    stage, changes = ROWS[row]
-    config = config_of(stage, kind, gradient_clipping=0.0, zero_optimization=changes)
-    if "disk" in row:
-        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(folder)
-    return config
+    stage, changes = placed(row, folder)
+    return config_of(stage, kind, gradient_clipping=0.0, zero_optimization=changes)
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", PLACES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_same_bits_as_in_one_process_and_bytes_as_estimated_megatron_1821(
