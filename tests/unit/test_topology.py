@@ -112,6 +112,60 @@ def test_rank_at_keeps_this_ranks_place() -> None:
     assert here.coordinate(here.rank_at(pipe=2)) == Coordinate(2, 1, 0, 1)
 
 
+@settings(deadline=None)
+@given(degrees, st.data())
+def test_views_of_the_data_ranks(wanted: tuple[int, int, int, int], data: st.DataObject) -> None:
+    plain = of_degrees(*wanted)
+    count = plain.size("data")
+    places = [n for n in topology.divisors(count) if plain.shard % n == 0 or n % plain.shard == 0]
+    context, place = data.draw(st.sampled_from(topology.divisors(count))), data.draw(st.sampled_from(places))
+    expert = place * plain.tensor if place > 1 else 1
+    made = Topology.plan(
+        plain.world_size,
+        shard_degree=plain.shard,
+        pipe=plain.pipe,
+        tensor=plain.tensor,
+        context=context,
+        expert=expert,
+    )
+    assert (made.data_parallel_size * context, made.size("context"), made.size("expert")) == (count, context, expert)
+    for rank in range(made.world_size):
+        here = replace(made, rank=rank)
+        assert here.data_rank == here.data_parallel_rank * context + here.context_rank
+        assert here.ranks_along("data")[here.data_rank] == rank
+        assert here.ranks_along("context")[here.context_rank] == rank
+        assert here.ranks_along("batch")[here.data_parallel_rank] == rank
+        assert here.ranks_along("expert")[here.expert_rank] == rank
+        same = [other for other in here.ranks_along("data") if other % expert == rank % expert]
+        assert list(here.ranks_along("expert_data")) == same
+        assert list(here.ranks_along("expert_shard")) == ([r for r in here.ranks_along("shard") if r in same] or [rank])
+    for axis in ("batch", "context", "expert", "expert_shard", "expert_replicate", "expert_data"):
+        assert sorted(rank for group in made.groups(axis) for rank in group) == list(range(made.world_size))
+
+
+def test_views_share_the_groups_of_the_axes_that_they_are(made_groups: Callable[[int], list[list[int]]]) -> None:
+    listed = made_groups(8)
+    made = Topology.create(8, 0, shard_degree=4, device_type="cpu", context=4, expert=2)
+    before = len(listed)
+    assert made.group("context") is made.group("shard")
+    assert made.group("expert_replicate") is made.group("replicate") is made.group("batch")
+    assert len(listed) == before
+    assert made.group("expert") is made.group("expert")
+    assert listed[before:] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_the_picture_has_the_views_in_use() -> None:
+    picture = Topology.plan(8, shard_degree=4, context=2, expert=4).describe().splitlines()
+    assert [" ".join(line.split()) for line in picture[-6:]] == [
+        "batch 2 4 0, 2, 4, 6",
+        "context 4 2 0-1",
+        "expert 2 4 0-3",
+        "expert_shard 8 1 0",
+        "expert_replicate 4 2 0, 4",
+        "expert_data 4 2 0, 4",
+    ]
+
+
 def test_a_topology_can_be_copied_and_sent() -> None:
     LARGE.coordinate(7)
     assert pickle.loads(pickle.dumps(LARGE)) == copy.deepcopy(LARGE) == LARGE
@@ -160,6 +214,10 @@ def test_look_ups_of_what_is_not_there(look_up: Callable[[Topology], Any], words
         (24, {"tensor": 4, "ranks_per_host": 6}, ["tensor degree 4", "hosts of 6 ranks", "ranks 4 to 7", "1, 2, 3 or 6"]),
         (24, {"tensor": 12, "ranks_per_host": 8}, ["tensor degree 12", "hosts of 8", "ranks 0 to 11", "multiple of 12"]),
         (4, {"ranks_per_host": 0}, ["host has 0 ranks"]),
+        (8, {"context": 3}, ["3 ranks are to divide each sequence", "sequence_parallel_size to one of [1, 2, 4, 8]"]),
+        (8, {"expert": 3}, ["over 3 of the 8 data-parallel ranks,", "expert_parallel.autoep_size to 1, 2, 4 or 8"]),
+        (12, {"expert": 3, "shard_degree": 4}, ["4 of which divide the states", "autoep_size to 1, 2, 4 or 12"]),
+        (8, {"expert": 2, "tensor": 4}, ["x 4 tensor ranks", "expert_parallel.autoep_size to 1, 4 or 8"]),
     ],
 )
 def test_degrees_that_do_not_fit(

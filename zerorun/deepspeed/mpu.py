@@ -45,7 +45,7 @@ class Grid:
 
     def stage_to_global(self, stage_id: int, **coords: int) -> int:
         """Return the global rank at ``stage_id``. Axes that are not in ``coords`` have this rank's data and model rank."""
-        own = {"data": self._topology.data_parallel_rank, "model": self._topology.tensor_rank}
+        own = {"data": self._topology.data_rank, "model": self._topology.tensor_rank}
         return self._processes.get_rank(**{**own, **coords, "pipe": stage_id})
 
     def is_pipeline_first_stage(self) -> bool:
@@ -79,14 +79,14 @@ class Grid:
         return self._topology.data_parallel_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return _group(self._topology, "data")
+        return _group(self._topology, "batch")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the global ranks of the data-parallel group, in ascending order."""
-        return list(self._topology.ranks_along("data"))
+        return list(self._topology.ranks_along("batch"))
 
     def get_data_parallel_src_rank(self) -> int:
-        return self._topology.ranks_along("data")[0]
+        return self._topology.ranks_along("batch")[0]
 
     # -- ranks that hold one copy of the model -------------------------------------------------------------------
 

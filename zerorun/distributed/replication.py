@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class Family(Enum):
+    """Which ranks have a parameter, and so divide its states and sum its gradients: see [Note: views] in places.py."""
+
+    DENSE = "dense"  # those of the axis data
+    EXPERT = "expert"  # those of the axis expert_data
 
 
 @dataclass(frozen=True)
@@ -11,11 +19,13 @@ class Replication:
 
     ``sums``: axes beyond the data-parallel ones over which the gradient must still be summed, once per step: each rank
     along them holds the whole parameter and a summand of its gradient. ``counted``: this rank's elements count in the
-    global gradient norm; only one of several ranks that hold the same elements counts them.
+    global gradient norm; only one of several ranks that hold the same elements counts them. ``family``: the ranks over
+    which it is summed before.
     """
 
     sums: tuple[str, ...] = ()
     counted: bool = True
+    family: Family = Family.DENSE
 
 
 ALONE = Replication()

@@ -1,4 +1,4 @@
-"""The tensor shard: which elements of a whole parameter a tensor-parallel rank holds. Pure arithmetic.
+"""The tensor shard: which elements of a whole parameter a rank holds, if layers or experts are divided. Pure arithmetic.
 
 A module with divided parameters says so in two attributes, which copies of the module keep:
 
@@ -20,11 +20,15 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The elements ``ranges`` (begin, end) along dimension ``dim`` of a tensor of ``shape``, concatenated."""
+    """The elements ``ranges`` (begin, end) along dimension ``dim`` of a tensor of ``shape``, concatenated.
+
+    ``axis``: the ranks along it have the other elements: "tensor", or "expert" for experts.
+    """
 
     shape: tuple[int, ...]
     dim: int
     ranges: Ranges
+    axis: str = "tensor"
 
     @property
     def length(self) -> int:

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config.parse import load_config
 from ..errors import ConfigError, TopologyError
 from ..log import warn_once
+from .places import Places, view_of, views_in_use
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
 from .time_limit import set_time_limit, time_limit
 from .topology_picture import draw
@@ -53,62 +53,18 @@ class Coordinate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Topology:
+class Topology(Places):
     """``pipe x replicate x shard x tensor`` ranks, seen from ``rank``; see [Note: four axes].
 
-    ``shard`` is the number of ranks that a unit's states are divided over, ``replicate`` the number of such groups,
-    ``tensor`` the number of ranks that divide each layer between them, ``pipe`` the number of pipeline stages.
-
-    Wherever an ``axis`` is asked for, it is one of pipe, replicate, shard, tensor, data, model, replica, stage. Look-ups
-    need no process group and raise TopologyError for what does not exist; their cost grows only with the answer's length.
+    Wherever an ``axis`` is asked for, it is one of pipe, replicate, shard, tensor, data, model, replica, stage, or of
+    batch, context, expert, expert_shard, expert_replicate, expert_data. Look-ups need no process group and raise
+    TopologyError for what does not exist; their cost grows only with the answer's length.
     """
 
-    replicate: int
-    shard: int
-    rank: int
-    pipe: int = 1
-    tensor: int = 1
     ranks_per_host: int | None = field(default=None, compare=False)  # where known
     mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)  # over the axes of more than one rank
     shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # by all engines on it
     _made: dict[str, dist.ProcessGroup | None] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    # -- degrees and this rank's place ---------------------------------------------------------------------------
-
-    @cached_property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return self.pipe * self.replicate * self.shard * self.tensor
-
-    @cached_property
-    def data_parallel_size(self) -> int:
-        """How many ranks see different data: ``replicate * shard``."""
-        return self.replicate * self.shard
-
-    @property
-    def pipe_rank(self) -> int:
-        """This rank's pipeline stage."""
-        return self.rank // (self.data_parallel_size * self.tensor)
-
-    @property
-    def replicate_rank(self) -> int:
-        """This rank's place along the axis replicate."""
-        return self.rank // (self.shard * self.tensor) % self.replicate
-
-    @property
-    def shard_rank(self) -> int:
-        """This rank's place along the axis shard."""
-        return self.rank // self.tensor % self.shard
-
-    @cached_property
-    def tensor_rank(self) -> int:
-        """This rank's place along the axis tensor."""
-        return self.rank % self.tensor
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among the data-parallel ranks: ``replicate_rank * shard + shard_rank``."""
-        return self.rank // self.tensor % self.data_parallel_size
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 
@@ -120,11 +76,16 @@ class Topology:
     @property
     def process_topology(self) -> ProcessTopology:
         """The same ranks over DeepSpeed's axes pipe, data, model."""
-        return PipeModelDataParallelTopology(self.pipe, self.tensor, self.data_parallel_size)
+        return PipeModelDataParallelTopology(self.pipe, self.tensor, self.data_size)
+
+    def _view(self, axis: str) -> tuple[ProcessTopology, tuple[str, ...]]:
+        """Return a numbering of all ranks, and those of its axes that ``axis`` stands for."""
+        return view_of(self, axis) or (self.ranks, _members(axis))
 
     def size(self, axis: str) -> int:
         """The number of ranks in a group along ``axis``."""
-        return prod(getattr(self, member) for member in _members(axis))
+        ranks, members = self._view(axis)
+        return prod(map(ranks.get_dim, members))
 
     def coordinate(self, rank: int | None = None) -> Coordinate:
         """Return the coordinate of ``rank``, or of this rank."""
@@ -140,15 +101,17 @@ class Topology:
 
     def ranks_along(self, axis: str, rank: int | None = None) -> tuple[int, ...]:
         """Return the group along ``axis`` that contains ``rank``, or this rank: global ranks, ascending."""
-        return tuple(self.ranks.ranks_along(self.rank if rank is None else rank, *_members(axis)))
+        ranks, members = self._view(axis)
+        return tuple(ranks.ranks_along(self.rank if rank is None else rank, *members))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Return all groups along ``axis``, ordered by their first rank. They partition the ranks."""
-        return tuple(map(tuple, self.ranks.lists_along(*_members(axis))))
+        ranks, members = self._view(axis)
+        return tuple(map(tuple, ranks.lists_along(*members)))
 
     def describe(self, ranks_per_host: int | None = None) -> str:
         """A picture of all ranks in a few lines, and the first group of each axis."""
-        return draw(self.ranks, ranks_per_host)
+        return draw(self.ranks, ranks_per_host, {axis: self.ranks_along(axis, 0) for axis in views_in_use(self)})
 
     # -- process groups ------------------------------------------------------------------------------------------
 
@@ -159,19 +122,23 @@ class Topology:
         differs from these is made by the first call that asks for it: all ranks of the world must make that call, in the
         same order. Raises TopologyError without groups, and for pipe or tensor of degree 1: there is nobody to talk to.
         """
-        mesh, wide = _mesh_of(self), [member for member in _members(axis) if self.size(member) > 1]
-        if not wide and axis in ("pipe", "tensor"):
+        mesh, size = _mesh_of(self), self.size(axis)
+        if axis not in _MEMBERS:
+            along = self.ranks_along(axis)
+            axis = next((same for same in (*AXES, "data") if self.ranks_along(same) == along), axis)
+        if size == 1 and axis in ("pipe", "tensor"):
             raise TopologyError(
                 f"there is no process group along {axis!r}, because its degree is 1. "
                 f"Remedy: skip what needs it if topology.{axis} is 1, or use topology.own_group()."
             )
-        if self.size(axis) == self.world_size:
+        if size == self.world_size:
             return everyone()
-        if not wide:
+        if size == 1:
             return self.own_group()
+        wide = [member for member in _MEMBERS.get(axis, ()) if self.size(member) > 1]
         if len(wide) == 1:
             return mesh.get_group(wide[0])
-        return cast(dist.ProcessGroup, self._make("_".join(wide), self.groups(axis)))
+        return cast(dist.ProcessGroup, self._make("_".join(wide) or axis, self.groups(axis)))
 
     def own_group(self) -> dist.ProcessGroup:
         """Return a process group of this rank alone. The first call makes it: all ranks must call, in the same order."""
@@ -214,6 +181,8 @@ class Topology:
         shard_degree: int | None = None,
         pipe: int = 1,
         tensor: int = 1,
+        context: int = 1,
+        expert: int = 1,
         ranks_per_host: int | None = None,
     ) -> Topology:
         """A topology without process groups, for estimates and pictures. Raises TopologyError for degrees that do not fit.
@@ -224,11 +193,13 @@ class Topology:
         data = _data_parallel(world_size, pipe, tensor)
         shard = data if shard_degree is None else shard_degree
         _check_shard(shard, data, world_size, pipe, tensor)
+        _check_context(context, data)
+        _check_expert(expert, data, shard, tensor)
         if not 0 <= rank < world_size:
             raise TopologyError(f"rank {rank} lies outside the world size {world_size}. Remedy: use 0 to {world_size - 1}.")
         if ranks_per_host is not None:
             _check_hosts(tensor, ranks_per_host, world_size)
-        return cls(data // shard, shard, rank, pipe, tensor, ranks_per_host)
+        return cls(data // shard, shard, rank, pipe, tensor, context, expert, ranks_per_host)
 
     @classmethod
     def create(
@@ -240,11 +211,14 @@ class Topology:
         device_type: str,
         pipe: int = 1,
         tensor: int = 1,
+        context: int = 1,
+        expert: int = 1,
         ranks_per_host: int | None = None,
     ) -> Topology:
         """Call ``plan``, then make the groups. Every rank must call it. Raises TopologyError before any group is made."""
+        views = {"context": context, "expert": expert}
         planned = cls.plan(
-            world_size, rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_host
+            world_size, rank, shard_degree=shard_degree, pipe=pipe, tensor=tensor, **views, ranks_per_host=ranks_per_host
         )
         return planned.open(device_type)
 
@@ -404,6 +378,28 @@ def _check_shard(shard: int, data: int, world_size: int, pipe: int, tensor: int)
     )
 
 
+def _check_context(context: int, data: int) -> None:
+    if context < 1 or data % context:
+        raise TopologyError(
+            f"{context} ranks are to divide each sequence, which does not divide the {data} data-parallel ranks. "
+            f"Remedy: set sequence_parallel_size to one of {divisors(data)}."
+        )
+
+
+def _check_expert(expert: int, data: int, shard: int, tensor: int) -> None:
+    """Raise TopologyError unless groups of ``expert`` ranks fill the stage, and cut the shard axis evenly or fill it."""
+    if expert == 1:
+        return
+    fitting = [tensor * places for places in divisors(data) if shard % places == 0 or places % shard == 0]
+    fitting = sorted({1, *fitting})
+    if expert not in fitting:
+        over = f" x {tensor} tensor ranks" if tensor > 1 else ""
+        raise TopologyError(
+            f"experts cannot be spread over {expert} of the {data} data-parallel ranks{over}, {shard} of which divide the "
+            f"states: groups of that many do not fit. Remedy: set expert_parallel.autoep_size to {_any(fitting)}."
+        )
+
+
 def _check_hosts(tensor: int, ranks_per_host: int, world_size: int) -> None:
     """Raise TopologyError if a tensor group begins on one host and ends on another; only warn if it fills whole hosts."""
     if ranks_per_host < 1:
@@ -446,6 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipe", type=int, help="pipeline stages")
     parser.add_argument("--tensor", type=int, help="ranks that divide each layer")
     parser.add_argument("--shard", type=int, help="ranks that divide the states; default: all data-parallel ranks")
+    parser.add_argument("--context", type=int, default=1, help="ranks that divide each sequence")
+    parser.add_argument("--expert", type=int, default=1, help="ranks with different experts")
     parser.add_argument("--ranks-per-host", type=int, help="shows hosts, and checks that tensor groups fit into them")
     args = parser.parse_args(argv)
     try:
@@ -455,6 +453,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             shard_degree=args.shard or config.zero_optimization.shard_degree,
             pipe=args.pipe or config.pipeline.stages,
             tensor=args.tensor or config.tensor_parallel.size,
+            context=args.context,
+            expert=args.expert,
             ranks_per_host=args.ranks_per_host,
         )
     except (ConfigError, TopologyError) as error:

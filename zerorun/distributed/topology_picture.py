@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..log import counted
 from .process_topology import ProcessTopology
@@ -14,15 +14,18 @@ _GROUPS = {"tensor": ["tensor"], "shard": ["shard"], "replicate": ["replicate"],
 _GROUPS["data"] = ["replicate", "shard"]
 
 
-def draw(ranks: ProcessTopology, ranks_per_host: int | None = None) -> str:
+def draw(
+    ranks: ProcessTopology, ranks_per_host: int | None = None, views: Mapping[str, Sequence[int]] | None = None
+) -> str:
     """``ranks`` over the axes pipe, replicate, shard, tensor: the degrees, a grid, and the first group of each axis.
 
     The grid has a row for each (pipe, replicate) and a column for each shard rank; a cell is one tensor group. With
-    ``ranks_per_host`` it shows hosts as well. Long rows and columns are cut in the middle; the missing rows are counted.
+    ``ranks_per_host`` it shows hosts as well. ``views``: the first group of axes besides. Long rows and columns are cut in
+    the middle; the missing rows are counted.
     """
     degrees = " x ".join(f"{axis} {dim}" for axis, dim in zip(ranks.axes, ranks.dims, strict=True))
     title = f"{counted(ranks.world_size(), 'rank')} = {degrees}; ranks rise fastest along tensor"
-    return "\n".join([title, "", *_grid(ranks, ranks_per_host), "", *_table(ranks)])
+    return "\n".join([title, "", *_grid(ranks, ranks_per_host), "", *_table(ranks, views or {})])
 
 
 def _grid(ranks: ProcessTopology, ranks_per_host: int | None) -> Iterator[str]:
@@ -64,15 +67,15 @@ def _hosts(first: int, count: int, ranks_per_host: int) -> str:
     return f"host {low}" if low == high else f"hosts {low}-{high}"
 
 
-def _table(ranks: ProcessTopology) -> Iterator[str]:
+def _table(ranks: ProcessTopology, views: Mapping[str, Sequence[int]]) -> Iterator[str]:
     world = ranks.world_size()
     rows = [("axis", "groups", "of", "the first")]
-    for axis, members in _GROUPS.items():
-        group = ranks.ranks_along(0, *members)
+    groups = {axis: ranks.ranks_along(0, *members) for axis, members in _GROUPS.items()}
+    for axis, group in {**groups, **views}.items():
         rows.append((axis, str(world // len(group)), str(len(group)), _listed(group)))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for axis, groups, size, members_text in rows:
-        yield f"{axis:{widths[0]}}  {groups:>{widths[1]}}  {size:>{widths[2]}}  {members_text}"
+    for axis, count, size, members_text in rows:
+        yield f"{axis:{widths[0]}}  {count:>{widths[1]}}  {size:>{widths[2]}}  {members_text}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -450,7 +450,7 @@ def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
     """Tell the user that BatchNorm layers normalise by each rank's own samples, which may be unexpected."""
     own = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     name = next((n for n, m in model.named_modules() if isinstance(m, own) and m.training), None)
-    if name is not None and topology.data_parallel_size > 1:
+    if name is not None and topology.data_size > 1:
         info_once(
             f"{name!r} and other BatchNorm layers normalise by the samples of each rank alone, as in DDP; checkpoints and "
             "exports have the running statistics of rank 0. For statistics of all ranks, on GPUs: model = "

@@ -21,7 +21,7 @@ def receive_buffer_bytes(plan: ShardingPlan) -> int:
 
     The second step finds the buffers that the first has left, and may need more.
     """
-    if plan.transport == NCCL or plan.topology.data_parallel_size == 1:
+    if plan.transport == NCCL or plan.topology.data_size == 1:
         return 0
     receiving = _Receiving(plan)
     for _ in range(2):

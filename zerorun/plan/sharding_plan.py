@@ -54,7 +54,7 @@ def _topology(value: Any) -> Topology:
 
 
 def _degrees(topology: Topology) -> dict[str, int]:
-    return {name: getattr(topology, name) for name in ("replicate", "shard", "rank", "pipe", "tensor")}
+    return {name: getattr(topology, name) for name in ("replicate", "shard", "rank", "pipe", "tensor", "context", "expert")}
 
 
 # In JSON, a dtype is written as "bfloat16", and a topology as its degrees and the rank.

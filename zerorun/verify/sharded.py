@@ -79,7 +79,7 @@ def keep_reduced(recorder: Recorder, model: ShardedModel) -> Records:
                 part = gradient[run.offset : run.offset + run.numel]
                 place: dict[str, Any] = {"start": run.start, "shard": model.parts.shards.get(id(param))}
                 point = recorder.keep(Kind.REDUCED, names[id(param)], part, **place)
-                if topology.data_parallel_rank < (1 if group.plan.owns_everything else topology.shard):
+                if topology.data_rank < (1 if group.plan.owns_everything else topology.shard):
                     sent[point] = recorder.records[point]
     return sent
 

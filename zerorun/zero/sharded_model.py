@@ -128,7 +128,7 @@ class ShardedModel:
         self.bring_back()
         self.runtime.reducer.reduce_accumulated()
         self._drain()
-        if self.comm.topology.world_size > self.comm.topology.data_parallel_size:
+        if self.comm.topology.world_size > self.comm.topology.data_size:
             self._sum_over_model_axes()
 
     def norm(self, told: Told) -> Summary:

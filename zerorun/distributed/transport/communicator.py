@@ -204,7 +204,7 @@ class Communicator:
         Since the last call. ``sums``: of what ``told_order`` has given, over all ranks. Numbers are equal if the square of
         their sum is the sum of their squares, times their count.
         """
-        parts, each = len(sums) // 2, self.topology.data_parallel_size
+        parts, each = len(sums) // 2, self.topology.data_size
         same = all(int(sums[part]) ** 2 == each * int(sums[parts + part]) for part in range(parts))
         labels = [] if same else list(self.statistics.order.labels)
         self.statistics.order.begin()

@@ -39,7 +39,7 @@ class Control:
     def __init__(self, topology: Topology, statistics: CommunicationStatistics, memory: PeerMemory | None) -> None:
         self._topology, self._statistics, self._memory = topology, statistics, memory
         self._world: dist.ProcessGroup | None = everyone()
-        self._data = topology.group("data") if topology.data_parallel_size > 1 else None
+        self._data = topology.group("data") if topology.data_size > 1 else None
         self._data_span = span_of(topology.ranks_along("data"))
         self._agreements = 0  # how many have gone through the process group, in the same order on all ranks
 
@@ -63,7 +63,7 @@ class Control:
         """The data-parallel ranks' small CPU tensors, by rank. Raises OrderError if a rank does not answer in time."""
         if self._data is None:
             return [values]
-        gathered = [torch.empty_like(values) for _ in range(self._topology.data_parallel_size)]
+        gathered = [torch.empty_like(values) for _ in range(self._topology.data_size)]
         self._count(values)
         work = dist.all_gather(gathered, values, group=self._data, async_op=True)
         self._finish(work, timeout_s=timeout_s, span=self._data_span)
