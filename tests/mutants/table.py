@@ -344,6 +344,13 @@ _WAITS = (
         "tests/ranks/test_parallel_matrix.py::test_other_ways_to_divide_equal_one_process",
     ),
     (
+        "heads-not-awaited",
+        "zerorun/tensor_parallel/axis.py",
+        "        self.transport.all_to_all(sent, received, label).wait()",
+        "        self.transport.all_to_all(sent, received, label)",
+        "tests/ranks/test_context.py::test_equals_one_process",
+    ),
+    (
         "gather-for-others-not-awaited",
         "zerorun/zero/unit.py",
         "        _gather(unit, comm, flat_group, torch.empty_like(flat_group.arrives_in), phase).wait()",
@@ -1941,5 +1948,53 @@ MUTANTS = (
         "        code = _mm256_add_epi8(code, _mm256_cmpeq_epi8(code, _mm256_shuffle_epi8(ends, of_line)));",
         "",
         ("tests/unit/test_state_formats.py", "-k", "every_number"),
+    ),
+    Mutant(
+        "rows-count-as-the-whole",
+        "divisor",
+        "zerorun/context/shard_loss.py",
+        "            num_items_in_batch = (division.targets != ignore_index).sum()",
+        "            num_items_in_batch = (division.own_targets() != ignore_index).sum()",
+        ("tests/unit/test_context_models.py", "-k", "without_labels"),
+    ),
+    Mutant(
+        "gradients-of-the-joined-once",
+        "divisor",
+        "zerorun/context/rows.py",
+        "        return own * ctx.factor if ctx.factor > 1 else own, None, None, None",
+        "        return own, None, None, None",
+        ("tests/ranks/test_context.py", "-k", "other_calls"),
+    ),
+    Mutant(
+        "everyone-takes-the-first-head",
+        "rank",
+        "zerorun/context/exchange.py",
+        "    return rank * count // size, rank * count // size + 1",
+        "    return 0, 1",
+        ("tests/unit/test_context_models.py", "-k", "llama"),
+    ),
+    Mutant(
+        "rows-begin-at-zero",
+        "rank",
+        "zerorun/context/attention.py",
+        "            seen = torch.arange(rows.begin, rows.end, device=query.device)",
+        "            seen = torch.arange(rows.count, device=query.device)",
+        ("tests/unit/test_context_models.py", "-k", "llama"),
+    ),
+    Mutant(
+        "gradients-doubled-by-the-context",  # ALST's documented loop; DeepSpeed #5248, #5555; Megatron-LM #673
+        "divisor",
+        "zerorun/engine/accumulation.py",
+        '    return topology.data_size if config.gradient_allreduce_op == "mean" else topology.context',
+        '    return topology.data_parallel_size if config.gradient_allreduce_op == "mean" else topology.context',
+        ("tests/ranks/test_context.py", "-k", "doubled"),
+    ),
+    Mutant(
+        "labels-shifted-twice",  # transformers #48570
+        "stale",
+        "zerorun/context/shard_loss.py",
+        '        targets = given.get("shift_labels")',
+        "        targets = None",
+        ("tests/unit/test_context_models.py", "-k", "counted"),
     ),
 )

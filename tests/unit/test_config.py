@@ -423,7 +423,11 @@ def test_mics_becomes_the_shard_degree() -> None:
         ({"tensor_parallel": {"size": 2, "autotp_size": 4}}, "tensor_parallel.autotp_size"),
         ({"pipeline": {"stages": 2, "schedule": "interleaved"}}, "pipeline.chunks"),
         ({"pipeline": {"stages": 2, "chunks": 2}}, "pipeline.chunks"),
-        ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        ({"sequence_parallel_size": 2, "context_parallel": {"size": 4}}, "context_parallel.size"),
+        (
+            {"sequence_parallel_size": 2, "tensor_parallel": {"size": 2, "sequence_parallel": True}},
+            "tensor_parallel.sequence_parallel",
+        ),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"bf16": {**_PURE, "store_param_remainders": True}}, "bf16.store_param_remainders"),
         ({"bf16": {"enabled": True, "rounding": "kahan", "bf16_optimizer_states": True}}, "bf16.rounding"),

@@ -27,7 +27,7 @@ PACKAGE = Path(zerorun.__file__).parent
 READ_BY_THE_ENGINE = {
     "": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation "
     "steps_per_print dataloader_drop_last seed gradient_clipping gradient_allreduce_op communication_data_type "
-    "communication_timeout_s hang_timeout_s wall_clock_breakdown",
+    "communication_timeout_s hang_timeout_s wall_clock_breakdown sequence_parallel_size",
     "flops_profiler.": "enabled profile_step module_depth top_modules detailed output_file recompute_fwd_factor",
     "comms_logger.": "enabled verbose prof_all prof_ops",
     "fp16.": "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
@@ -49,6 +49,7 @@ READ_BY_THE_ENGINE = {
     "compile.": "enabled backend kwargs",
     "pipeline.": "stages schedule chunks partition activation_checkpoint_interval",
     "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
+    "context_parallel.": "method",
     "dataloader.": "shuffle",
     "data_types.": "buffer_dtype",
     "tensorboard.": "enabled output_path job_name",
@@ -64,6 +65,7 @@ READ_BY_THE_CONFIGURATION = {
     "optimizer.": "allow_fallback",
     "tensor_parallel.": "autotp_size tp_size",
     "tensor_parallel.tp.": "tp_size",
+    "context_parallel.": "size",
     "zero_optimization.": "mics_shard_size",
 }
 

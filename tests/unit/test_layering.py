@@ -23,6 +23,7 @@ FLOORS = (
     ("plan",),
     ("zero", "activations"),
     ("pipeline", "tensor_parallel"),
+    ("context",),
     ("startup",),
     ("checkpoint", "memory", "monitors"),
     ("verify",),

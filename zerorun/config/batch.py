@@ -1,7 +1,7 @@
 """Batch arithmetic: ``train = micro · accumulation · data_parallel``, from whichever of the first three are given.
 
 All sizes count samples, except ``accumulation`` (micro-batches per optimizer step) and ``data_parallel`` (ranks that
-see different data: the world size divided by the tensor and pipeline degrees).
+see different data: the world size divided by the tensor, pipeline and context degrees).
 """
 
 from __future__ import annotations

@@ -13,13 +13,14 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 from zerorun.config.batch import resolve_batch
 from zerorun.config.fields import ConfigNote, EffectiveValue
 from zerorun.config.params import CheckedParams, find_kind
 from zerorun.config.reader import AUTO, ConfigReader
-from zerorun.config.rules import collect_notes, find_contradictions, tensor_sizes, written_in_vain
+from zerorun.config.rules import collect_notes, context_sizes, find_contradictions, tensor_sizes, written_in_vain
 from zerorun.config.schema import Config, Optimizer, Provenance, Scheduler, ZeroOptimization, flatten
 from zerorun.config.source import read_source
 from zerorun.errors import ConfigError, ConfigProblem
@@ -100,19 +101,19 @@ def load_config(
     if problems and world_size is not None:
         problems += _batch_problems(config, {problem.key for problem in problems}, world_size, micro_batch_hint)
     _raise(problems, name)
-    values = _shard_values(config, raw) | _tensor_size(config)
+    values = _shard_values(config, raw) | _tensor_size(config) | _context_size(config)
     return _with(config, values, dict.fromkeys(sources, "file"), tuple(reader.auto))
 
 
 def _batch_problems(config: Config, wrong: set[str], world_size: int, hint: int | None) -> list[ConfigProblem]:
     """Return the problems that ``resolve`` would find in the batch sizes; none if they depend on a ``wrong`` key."""
-    tensor = max(tensor_sizes(config).values())
-    follows = {_TRAIN, _MICRO, _ACCUMULATION, "pipeline", "pipeline.stages", *tensor_sizes(config)}
-    if wrong & follows or any(key.startswith("tensor_parallel") for key in wrong):
+    sizes = _tensor_size(config) | _context_size(config)
+    follows = {_TRAIN, _MICRO, _ACCUMULATION, "pipeline", "pipeline.stages", *tensor_sizes(config), *context_sizes(config)}
+    if wrong & follows or any(key.startswith(("tensor_parallel", "context_parallel")) for key in wrong):
         return []
     work = _Resolution(config, {key for key, source in config.sources.items() if source == "auto"})
     try:
-        work.batch(data_parallel_degree(with_values(config, {"tensor_parallel.size": tensor}), world_size), hint)
+        work.batch(data_parallel_degree(with_values(config, sizes), world_size), hint)
     except ConfigError as error:
         return error.problems
     return work.problems
@@ -124,18 +125,32 @@ def _tensor_size(config: Config) -> dict[str, Any]:
     return {"tensor_parallel.size": size} if size > 1 else {}
 
 
+def _context_size(config: Config) -> dict[str, Any]:
+    """Return the number of ranks that divide a sequence, for which there are two keys."""
+    size = max(context_sizes(config).values())
+    return {"sequence_parallel_size": size} if size > 1 else {}
+
+
 def data_parallel_degree(config: Config, world_size: int) -> int:
-    """Return the number of ranks with different data: ``world_size`` over the tensor and pipeline degrees.
+    """Return the number of ranks with different data: ``world_size`` over the degrees of all other axes.
 
     Raises ConfigError if the degrees do not divide ``world_size``.
     """
-    tensor, stages = config.tensor_parallel.size, config.pipeline.stages
-    if world_size % (tensor * stages):
-        key, value = ("pipeline.stages", stages) if stages > 1 else ("tensor_parallel.size", tensor)
-        reason = f"{world_size} ranks are no multiple of {tensor} tensor ranks x {stages} pipeline stages."
-        remedy = f"Start a multiple of {tensor * stages} ranks, or lower one of the two degrees."
-        raise ConfigError([ConfigProblem(key, value, reason, remedy)], config.provenance.file)
-    return world_size // (tensor * stages)
+    degrees = {
+        "tensor_parallel.size": (config.tensor_parallel.size, "tensor ranks"),
+        "pipeline.stages": (config.pipeline.stages, "pipeline stages"),
+        "sequence_parallel_size": (config.sequence_parallel_size or 1, "ranks for each sequence"),
+    }
+    wide = {key: degree for key, degree in degrees.items() if degree[0] > 1}
+    product = prod(size for size, _ in wide.values())
+    if world_size % product:
+        key = next(key for key in ("pipeline.stages", *wide) if key in wide)
+        reason = f"{world_size} ranks are no multiple of {' x '.join(f'{size} {what}' for size, what in wide.values())}."
+        remedy = (
+            f"Start a multiple of {product} ranks, or lower {'the degree' if len(wide) == 1 else 'one of the degrees'}."
+        )
+        raise ConfigError([ConfigProblem(key, wide[key][0], reason, remedy)], config.provenance.file)
+    return world_size // product
 
 
 def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
@@ -328,11 +343,13 @@ class _Resolution:
 
     def ranks(self, ranks: int) -> None:
         wanted, degree = self.config.data_parallel_size, self.config.zero_optimization.shard_degree
+        context = self.config.sequence_parallel_size or 1
         if wanted not in (None, ranks):
             reason = f"there are {ranks} data-parallel ranks."
             self.problems.append(ConfigProblem("data_parallel_size", wanted, reason, "Remove the key."))
         if degree is None or ranks < 1:
             return
+        ranks *= context  # which have states of their own
         if ranks % degree:
             divisors = ", ".join(str(size) for size in range(1, min(ranks, 4096) + 1) if ranks % size == 0)
             reason = f"must divide the {ranks} data-parallel ranks."

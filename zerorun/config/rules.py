@@ -162,7 +162,25 @@ def tensor_sizes(config: Config) -> dict[str, int]:
     }
 
 
+def context_sizes(config: Config) -> dict[str, int]:
+    """Return every key for the number of ranks that divide a sequence, with its value."""
+    return {
+        "sequence_parallel_size": config.sequence_parallel_size or 1,
+        "context_parallel.size": config.context_parallel.size or 1,
+    }
+
+
 def _parallel(config: Config) -> Iterator[ConfigProblem]:
+    contexts = {key: size for key, size in context_sizes(config).items() if size > 1}
+    if len(set(contexts.values())) > 1:
+        key, size = "context_parallel.size", config.context_parallel.size
+        reason = (
+            f"sequence_parallel_size is {config.sequence_parallel_size}, and both are the ranks that divide a sequence."
+        )
+        yield ConfigProblem(key, size, reason, "Keep sequence_parallel_size.")
+    if contexts and config.tensor_parallel.sequence_parallel:
+        reason, remedy = "sequences are divided over context ranks already.", "Remove the key, or sequence_parallel_size."
+        yield ConfigProblem("tensor_parallel.sequence_parallel", True, reason, remedy)
     sizes = {key: size for key, size in tensor_sizes(config).items() if size > 1}
     for key, size in sizes.items():
         first = next(iter(sizes))
@@ -263,6 +281,9 @@ def _tensor_notes(config: Config) -> Iterator[ConfigNote]:
     if config.tensor_parallel.size == 1:
         for key in written_in_vain(config, "tensor_parallel", ("sequence_parallel", "vocab_parallel_loss")):
             yield ConfigNote(key, "tensor_parallel.size is 1.")
+    if max(context_sizes(config).values()) == 1:
+        for key in written_in_vain(config, "context_parallel", ("method",)):
+            yield ConfigNote(key, "sequence_parallel_size is 1.")
 
 
 def _autocast_note(config: Config) -> Iterator[ConfigNote]:

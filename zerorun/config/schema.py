@@ -22,7 +22,6 @@ from zerorun.config.fields import (
     Int,
     LowerCase,
     Real,
-    Refused,
     Section,
     StepsPerPrint,
     Text,
@@ -35,6 +34,7 @@ from zerorun.config.sections import (
     Comet,
     CommsLogger,
     Compile,
+    ContextParallel,
     Count,
     CsvMonitor,
     Dataloader,
@@ -53,8 +53,6 @@ from zerorun.config.sections import (
     ZeroOptimization,
 )
 from zerorun.errors import ConfigProblem
-
-_SP_SIZE = Refused("sequence parallelism is not built.", allowed=(0, 1), remedy="Use 1, or remove the key.")
 
 
 def _keys(names: str, reason: str, remedy: str = "", on_when_present: bool = False) -> Feature:
@@ -142,10 +140,14 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     pipeline: Pipeline = Pipeline()
     tensor_parallel: TensorParallel = TensorParallel()
-    sequence_parallel_size: Annotated[Int, _SP_SIZE] = 1
+    sequence_parallel_size: Annotated[Int, Field(ge=0)] = 1
+    """The number of neighbouring ranks that get the same batch, and divide each sequence between them."""
+    context_parallel: ContextParallel = ContextParallel()
     data_parallel_size: Count | None = None
     """If given, it must equal the actual number of data-parallel ranks."""
-    seq_parallel_communication_data_type: Annotated[Dtype, Inert("there is no sequence parallelism.")] = "fp32"
+    seq_parallel_communication_data_type: Annotated[
+        Dtype, Inert("what ranks send of a sequence has the dtype of its activations.")
+    ] = "fp32"
     use_data_before_expert_parallelism: Annotated[
         Flag, Inert("there is no expert parallelism to be ordered.", unless=False)
     ] = False

@@ -473,6 +473,16 @@ class TensorParallel(Section):
     replace_with_kernel_inject: Annotated[Flag, Inert("no layer is replaced by an inference kernel.", unless=False)] = False
 
 
+class ContextParallel(Section):
+    """Context parallelism: neighbouring ranks that get the same batch, and divide each sequence between them."""
+
+    size: Count | None = None
+    """Another name for sequence_parallel_size."""
+    method: Annotated[Literal["ulysses", "gather"] | None, LowerCase] = None
+    """How attention sees the whole sequence: "ulysses", by whole sequences of some heads on each rank, or "gather", by the
+    keys and values of all rows. Not given, or "auto": whichever sends fewer bytes."""
+
+
 class ParallelWrite(Section):
     """``checkpoint.parallel_write``."""
 

@@ -15,8 +15,12 @@ def _topology() -> Topology | None:
     return engine.topology if engine is not None and engine.topology.mesh is not None else None
 
 
+def _ranks() -> Topology:
+    return _topology() or Topology(1, dist.get_world_size(), dist.get_rank())
+
+
 def _grid() -> Grid:
-    return Grid(_topology() or Topology(1, dist.get_world_size(), dist.get_rank()))
+    return Grid(_ranks())
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
@@ -54,20 +58,37 @@ get_model_parallel_rank = get_tensor_model_parallel_rank
 get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
-def get_own_group() -> dist.ProcessGroup | None:
-    """A group of this rank alone: no sequence is divided. The first call must come from all ranks."""
+def get_sequence_parallel_group() -> dist.ProcessGroup | None:
+    """The process group of the ranks that divide each sequence. The first call must come from all ranks."""
     topology = _topology()
-    return dist.group.WORLD if topology is None else topology.own_group()
+    return dist.group.WORLD if topology is None else topology.group("context")
+
+
+def get_sequence_parallel_rank() -> int:
+    return _ranks().context_rank
+
+
+def get_sequence_parallel_world_size() -> int:
+    return _ranks().context
+
+
+def get_sequence_data_parallel_group() -> dist.ProcessGroup | None:
+    """The process group of the ranks that sum gradients: with different data, or other parts of the same sequences."""
+    topology = _topology()
+    return dist.group.WORLD if topology is None else topology.group("data")
+
+
+def get_sequence_data_parallel_rank() -> int:
+    return _ranks().data_rank
+
+
+def get_sequence_data_parallel_world_size() -> int:
+    return _ranks().data_size
 
 
 def get_broadcast_src_rank() -> int:
     """The first rank of the world in this rank's data-parallel group."""
     return _grid().get_data_parallel_src_rank()
-
-
-def zero() -> int:
-    """This rank's number along an axis that has one rank."""
-    return 0
 
 
 def one() -> int:

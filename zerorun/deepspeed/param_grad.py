@@ -93,7 +93,8 @@ def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:
         return None
     if group.reduced and not (group.plan.owns_everything or engine.topology.shard == 1):
         return None
-    if home.entry in group.late or group.plan.replication.sums or engine.accumulation.is_weighted:
+    cut = engine.topology.context > 1 and not group.reduced  # other ranks have gradients from other rows
+    if home.entry in group.late or group.plan.replication.sums or engine.accumulation.is_weighted or cut:
         raise StepError(
             f"the gradient of {home.name!r} is not complete on this rank: losses have weights, it came after its turn in "
             "the backward, or other ranks have summands of it. Remedy: safe_get_full_grad(param) on all ranks."
@@ -102,5 +103,5 @@ def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:
     engine.runtime.reducer.finish()
     factor = float(engine.accumulation.unscale(0.0))
     if not group.reduced and engine.config.gradient_allreduce_op == "mean":
-        factor *= engine.topology.data_parallel_size
+        factor *= engine.topology.data_size
     return (group.grad_views[home.entry] * factor).to(group.dtype).as_subclass(ReadGradient)

@@ -65,9 +65,11 @@ _GROUPS = _names(
     "_get_data_parallel_group=get_data_parallel_group _get_data_parallel_rank=get_data_parallel_rank "
     "_get_data_parallel_world_size=get_data_parallel_world_size "
     "_get_model_parallel_world_size=get_model_parallel_world_size "
-    "_get_sequence_parallel_group=get_own_group _get_sequence_parallel_rank=zero _get_sequence_parallel_world_size=one "
-    "_get_sequence_data_parallel_group=get_data_parallel_group _get_sequence_data_parallel_rank=get_data_parallel_rank "
-    "_get_sequence_data_parallel_world_size=get_data_parallel_world_size _get_expert_parallel_world_size=one "
+    "_get_sequence_parallel_group=get_sequence_parallel_group _get_sequence_parallel_rank=get_sequence_parallel_rank "
+    "_get_sequence_parallel_world_size=get_sequence_parallel_world_size "
+    "_get_sequence_data_parallel_group=get_sequence_data_parallel_group "
+    "_get_sequence_data_parallel_rank=get_sequence_data_parallel_rank "
+    "_get_sequence_data_parallel_world_size=get_sequence_data_parallel_world_size _get_expert_parallel_world_size=one "
     "_get_expert_model_parallel_world_size=one _get_broadcast_src_rank=get_broadcast_src_rank",
 )
 _SCHEDULES = _names(

@@ -92,6 +92,16 @@ class Places:
         return self.data_rank % self.context
 
     @property
+    def same_batch(self) -> int:
+        """How many neighbouring ranks of a stage are given the same batch: those of a context group, with tensor ranks."""
+        return self.context * self.tensor
+
+    @property
+    def same_batch_rank(self) -> int:
+        """This rank's place among these."""
+        return self.rank % self.same_batch
+
+    @property
     def expert_rank(self) -> int:
         """Which experts this rank has: its place along the axis expert."""
         return self.rank % self.expert

@@ -1,7 +1,7 @@
 """Accumulation: the micro-batches of the current step, their losses, and where the step ends.
 
 [Note: one divisor]
-Gradients are summed as they come and divided once, in ``step``: by the data-parallel size and the accumulation steps,
+Gradients are summed as they come and divided once, in ``step``: by the ranks that sum them and the accumulation steps,
 or by the total weight if losses came with weights, and by the loss scale. Nothing is divided on the way, so all stages
 round alike, and a loss may reach the parameters by any path.
 
@@ -26,6 +26,7 @@ import torch
 from ..config.batch import Batch
 from ..config.parse import Config
 from ..distributed.device import holds, queues
+from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
@@ -282,8 +283,7 @@ class Accumulation:
                 refuse_no_weight(weight)
             return 1.0 / (weight * self._scaler.scale)
         divisor = 1 if self._mode == "sum" else self.batch.accumulation
-        mean = self._config.gradient_allreduce_op == "mean"
-        return 1.0 / (divisor * (self._comm.topology.data_parallel_size if mean else 1) * self._scaler.scale)
+        return 1.0 / (divisor * counted_ranks(self._config, self._comm.topology) * self._scaler.scale)
 
     def gradient_factor(self) -> float:
         """Return ``unscale`` for the losses so far. All ranks must call it."""
@@ -291,6 +291,14 @@ class Accumulation:
             return float(self.unscale(0.0))
         mine = self._weight + sum(map(float, self.notes.weights)) if self._comm.topology.tensor_rank == 0 else 0.0
         return float(self.unscale(float(self._comm.control.sum(torch.tensor([mine], dtype=torch.float64))[0])))
+
+
+def counted_ranks(config: Config, topology: Topology) -> int:
+    """Return by how many ranks a sum of gradients over the data axis is divided.
+
+    Each rank of a context group has the loss of one batch, and gradients that add up to as many times those of the batch.
+    """
+    return topology.data_size if config.gradient_allreduce_op == "mean" else topology.context
 
 
 # -- labels -------------------------------------------------------------------------------------------------------

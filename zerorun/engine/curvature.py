@@ -20,7 +20,7 @@ from ..log import is_rank_zero, logger, warn_once
 from ..ops.single_pass import Sophia
 from ..zero.gradient_sets import OtherGradients
 from ..zero.norm import Told
-from .accumulation import Accumulation, refuse_no_weight, weight_of
+from .accumulation import Accumulation, counted_ranks, refuse_no_weight, weight_of
 from .tracing import Tracing
 
 
@@ -137,8 +137,7 @@ class CurvatureTaking(Tracing):
         try:
             self.sharded_model.reduce()
             summary = self.sharded_model.norm(Told(weight=estimates.weight, must_know=True))
-            topology = self.topology
-            ranks = topology.data_parallel_size if self.config.gradient_allreduce_op == "mean" else 1
+            ranks = counted_ranks(self.config, self.topology)
             unscale = 1.0 / (estimates.divisor(ranks, float(summary.weight)) * self.loss_scale)
             decision = self.sharded_model.decide(summary, unscale, 0.0)
             if decision.outcome.finite:

@@ -77,7 +77,7 @@ class Engine(CurvatureTaking):
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward. In bf16 and fp16, floating-point inputs are cast to the compute dtype.
 
-        Raises StepError, on all ranks of a tensor-parallel group alike, if they are given different data.
+        Raises StepError, on all ranks of a tensor or context group alike, if they are given different data.
         """
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
@@ -106,15 +106,16 @@ class Engine(CurvatureTaking):
     forward = __call__
 
     def _compare_data(self, given: Any) -> None:
-        if self.topology.tensor == 1 or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
+        if self.topology.same_batch == 1 or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
             return
-        found = self.sharded_model.parts.of_tensor_ranks(checksum(given) or 0)
+        found = self.sharded_model.parts.of_same_batch(checksum(given) or 0)
         if len(set(found)) > 1:
             other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
-            ranks = self.topology.ranks_along("tensor")
+            first = self.topology.rank - self.topology.same_batch_rank
+            what = "layers" if self.topology.context == 1 else "sequences"
             raise StepError(
-                f"ranks {ranks[0]} and {ranks[other]} were given different data at step {self.global_steps}, and divide "
-                "the same layers. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world."
+                f"ranks {first} and {first + other} were given different data at step {self.global_steps}, and divide "
+                f"the same {what}. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world."
             )
 
     def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
@@ -184,7 +185,7 @@ class Engine(CurvatureTaking):
         With a dynamic loss scale it counts as an overflow. Losses of tensor ranks are noted for comparison.
         """
         self.accumulation.observe(loss, weight)
-        if self.topology.tensor > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
+        if self.topology.same_batch > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
         dynamic, notes = self.history.scaler.dynamic, self.accumulation.notes
         if queues(self.device):

@@ -58,7 +58,7 @@ from ..plan.weights import (
 )
 from ..startup.float8 import Float8Layers, described, float8_layers
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
-from ..startup.parallelize import cut, divide, is_part, plan_layers
+from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.access import adopt_loaded_weights, guard_state_dict
@@ -144,6 +144,7 @@ def initialize(
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
     layers = _agree(lambda: plan_layers(model, wanted, planned))
+    way = _agree(lambda: plan_sequences(model, wanted, planned))
     model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
     if wanted.communication_timeout_s is not None:
@@ -155,6 +156,7 @@ def initialize(
         multiplying = _agree(lambda: Float8Layers(in_fp8, wanted.fp8, device.type))
         parallelized = parallelized.undone_with(multiplying.remove)
         parallelized = divide(model, layers, wanted, topology, device).undone_with(multiplying.remove)
+        parallelized = divide_sequences(model, way, wanted, topology, device, parallelized)
         _agree(multiplying.refuse_odd_parts)
         secondary = secondary_partition(wanted, topology)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes, secondary)

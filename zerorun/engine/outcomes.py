@@ -302,8 +302,9 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.accumulation.notes.read()
             self._raise_bad_losses(self.accumulation.notes)
         if summary.apart > _APART:
+            what = "layers" if self.topology.context == 1 else "sequences"
             raise StepError(
-                f"ranks of one tensor-parallel group had different losses at step {self.global_steps}: they saw different "
+                f"ranks that divide the same {what} had different losses at step {self.global_steps}: they saw different "
                 "data, or drew different random numbers. Weights are those before this step. Remedy: choose data by "
                 "engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a group alike."
             )

@@ -312,7 +312,7 @@ class PipelineEngine(Engine):
         if losses and self.topology.tensor_rank == 0:
             total += torch.stack(losses).double().sum().to(device)
         found = self.comm.sum_on_device(total, "losses") if on_devices else self.comm.control.sum(total)
-        return (found[0] / (count * self.topology.data_parallel_size)).float()
+        return (found[0] / (count * self.topology.data_size)).float()
 
 
 _WHOLE_BATCHES = (

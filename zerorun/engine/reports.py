@@ -108,6 +108,7 @@ class Reports:
         sent += f", weights of layers in fp8 {' and '.join(casts)}" if casts else ""
         stage, topology = self.config.zero_optimization.stage, self.topology
         degrees = f"{topology.pipe} stages x {topology.tensor} tensor x " if topology.pipe * topology.tensor > 1 else ""
+        degrees += f"{topology.context} context in " if topology.context > 1 else ""
         return (
             f"stage {stage}, {degrees}{topology.replicate} x {topology.shard} data-parallel ranks, "
             f"{len(self.units)} units; "

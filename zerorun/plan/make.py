@@ -99,9 +99,10 @@ def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank:
 
     Raises TopologyError if the degrees do not divide the ranks.
     """
-    pipe, tensor = config.pipeline.stages, config.tensor_parallel.size
+    pipe, tensor, context = config.pipeline.stages, config.tensor_parallel.size, config.sequence_parallel_size or 1
     degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
-    found = Topology.plan(world_size, rank, shard_degree=degree, pipe=pipe, tensor=tensor, ranks_per_host=ranks_per_node)
+    degrees = {"pipe": pipe, "tensor": tensor, "context": context}
+    found = Topology.plan(world_size, rank, shard_degree=degree, **degrees, ranks_per_host=ranks_per_node)
     secondary_partition(config, found)
     return found
 

@@ -88,7 +88,7 @@ def divide_layers(
         info_once(made.describe())
     else:
         _take_rank_zeros(model, axis)
-    _agree_on_random_numbers(axis)
+    agree_on_random_numbers(axis)
     return ParallelizedModel(
         {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), undo, axis
     )
@@ -137,9 +137,9 @@ def _take_rank_zeros(model: nn.Module, axis: TransportAxis) -> None:
             axis.broadcast(tensor.data, "tensor: whole weights")
 
 
-def _agree_on_random_numbers(axis: TransportAxis) -> None:
-    """Give the default generators the state that tensor rank 0's have. See tensor_parallel/random.py."""
+def agree_on_random_numbers(axis: TransportAxis) -> None:
+    """Give the default generators the state that rank 0 of ``axis`` has. See tensor_parallel/random.py."""
     for generator in generators(axis.transport.device):
         state = generator.get_state()
-        axis.broadcast(state, "tensor: random state")
+        axis.broadcast(state, "random state")
         generator.set_state(state)

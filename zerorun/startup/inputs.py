@@ -68,7 +68,8 @@ def take_in(
         world_size=None if divided else world_size,
     )
     if topology is not None:
-        loaded = _with_degrees(loaded, {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe})
+        degrees = {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe}
+        loaded = _with_degrees(loaded, {**degrees, "sequence_parallel_size": topology.context})
     if isinstance(model, Pipelined):
         loaded = _with_degrees(loaded, {"pipeline.stages": model.num_pipeline_stages(), "pipeline.chunks": model.chunks})
     client = _client_optimizer(model, optimizer, model_parameters)
@@ -95,6 +96,7 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
         "tensor_parallel.size": config.tensor_parallel.size,
         "pipeline.stages": config.pipeline.stages,
         "pipeline.chunks": config.pipeline.chunks,
+        "sequence_parallel_size": config.sequence_parallel_size or 1,
     }
     for key, degree in degrees.items():
         if written[key] not in (1, degree):

@@ -27,6 +27,7 @@ from ..zero.init import part_of, refuse_partitioned
 from .parallelized_model import ParallelizedModel
 
 if TYPE_CHECKING:
+    from ..context.divided_model import Way
     from ..tensor_parallel.styles import ParallelPlan
 
 Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``model_axes``, whether it is the first copy
@@ -113,6 +114,29 @@ def divide(
         _refuse_dropped(model, topology)
         _tie(model, topology, made, device)
     return made
+
+
+def plan_sequences(model: nn.Module, config: Config, topology: Topology) -> Way | None:
+    """Plan how to divide the sequences of ``model``; None if they need not be divided. Must be called before ``cut``.
+
+    Raises ModelError, with nothing changed.
+    """
+    if topology.context == 1:
+        return None
+    from .divided_sequences import plan_divided_sequences
+
+    return plan_divided_sequences(model, config, topology)
+
+
+def divide_sequences(
+    model: nn.Module, way: Way | None, config: Config, topology: Topology, device: torch.device, made: ParallelizedModel
+) -> ParallelizedModel:
+    """Let ``model`` divide its sequences by ``way``, after its layers. Returns ``made`` with that. All must call it."""
+    if way is None:
+        return made
+    from .divided_sequences import divide_sequences_in
+
+    return divide_sequences_in(model, way, config, topology, device, made)
 
 
 def divide_shapes(

@@ -27,6 +27,7 @@ class ParallelizedModel:
     undo: Callable[[], None] = lambda: None
     axis: TransportAxis | None = None
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
+    context: TransportAxis | None = None  # the ranks that divide each sequence
 
     def undone_with(self, more: Callable[[], None]) -> ParallelizedModel:
         """Return a copy whose ``undo`` calls ``more`` at its end."""
@@ -51,12 +52,15 @@ class ParallelizedModel:
         shard = self.shards.get(id(param))
         return whole if shard is None or tuple(whole.shape) == shard.local_shape != shard.shape else shard.cut(whole)
 
-    def of_tensor_ranks(self, number: int) -> list[int]:
-        """Return the ``number`` that each tensor rank passes, by tensor rank. All tensor ranks must call it."""
-        if self.axis is None:
-            return [number]
-        mine = torch.tensor([number], device=self.axis.transport.device)
-        found: list[int] = self.axis.all_gather(mine, 0, range(self.axis.size + 1), "comparison of data").tolist()
+    def of_same_batch(self, number: int) -> list[int]:
+        """Return the ``number`` that each rank with the same batch passes: tensor ranks, for each context rank. All must
+        call it."""
+        found = [number]
+        for axis in (self.axis, self.context):
+            if axis is not None:
+                mine = torch.tensor(found, device=axis.transport.device)
+                bounds = range(0, len(found) * axis.size + 1, len(found))
+                found = axis.all_gather(mine, 0, bounds, "comparison of data").tolist()
         return found
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:

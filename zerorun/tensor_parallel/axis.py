@@ -1,4 +1,4 @@
-"""Axis: collectives of activations between the ranks of the tensor axis. They block, and give every rank the same bits."""
+"""Axis: collectives of activations between tensor or context ranks. They block, and give every rank the same bits."""
 
 from __future__ import annotations
 
@@ -33,13 +33,17 @@ class Axis(Protocol):
         """Return this rank's part, along ``dim``, of the sum over ranks."""
         ...
 
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> None:
+        """Send each rank its flat tensor of ``sent``, and fill ``received`` with those of all ranks."""
+        ...
+
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         """Overwrite ``tensor`` with that of rank 0, in place."""
         ...
 
 
 class TransportAxis:
-    """The tensor axis whose ranks are processes."""
+    """The axis whose ranks are processes."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -73,6 +77,9 @@ class TransportAxis:
         self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype).wait()
         return out.view(parts[self.rank].shape)
 
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> None:
+        self.transport.all_to_all(sent, received, label).wait()
+
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self.transport.broadcast(tensor, label)
 
@@ -88,15 +95,16 @@ def _joined(flat: torch.Tensor, parts: list[torch.Tensor], dim: int) -> torch.Te
     return flat.view(shape)
 
 
-def make_axis(topology: Topology, device: torch.device) -> TransportAxis:
-    """Return the tensor axis of ``topology``. All ranks must call this.
+def make_axis(topology: Topology, device: torch.device, name: str = "tensor") -> TransportAxis:
+    """Return the axis ``name`` of ``topology``, tensor or context. All ranks must call this.
 
     The axis is made once: layers and engines over one topology share it and its statistics.
     """
-    axis: TransportAxis | None = topology.shared.get("tensor axis")
+    axis: TransportAxis | None = topology.shared.get(f"{name} axis")
     if axis is None:
-        group = topology.group("tensor") if topology.tensor > 1 else None
-        place = (topology.tensor_rank, topology.tensor)
-        transport = connect_axis("tensor", group, *place, device, CommunicationStatistics())
-        axis = topology.shared["tensor axis"] = TransportAxis(transport)
+        size = topology.size(name)
+        group = topology.group(name) if size > 1 else None
+        place = (getattr(topology, f"{name}_rank"), size)
+        transport = connect_axis(name, group, *place, device, CommunicationStatistics())
+        axis = topology.shared[f"{name} axis"] = TransportAxis(transport)
     return axis

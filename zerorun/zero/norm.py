@@ -127,7 +127,8 @@ class Norm:
         topology, by_device = self._comm.topology, self._comm.sums_on_device
         unused = any(False in flat_group.used for unit in self._units for flat_group in unit.trainable)
         first = topology.tensor_rank == 0  # tensor ranks have the same losses, so one of them counts
-        other = told.loss * (topology.tensor - 1 if first else -1)  # the sum is 0 if the losses are the same
+        leads = topology.same_batch_rank == 0
+        other = told.loss * (topology.same_batch - 1 if leads else -1)  # the sum is 0 if the losses are the same
         own = [0.0, 0.0, 0.0] if by_device else self._read_own(told)
         known = [own[0], own[1] + told.weight * first, own[2] + told.bad_losses, *own[3:]]
         flags = [len(late), unused, other, abs(other), told.must_know]
@@ -178,7 +179,7 @@ class Summary:
     ``sums`` [3 or 5]: of the squares of all gradient elements, ``copies`` times, before unscaling and averaging; of the
     weights that losses came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
     on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
-    difference of losses that should be equal, those of one tensor-parallel group. ``wishes``: for each of those that ranks
+    difference of losses that should be equal, those of ranks with the same batch. ``wishes``: for each of those that ranks
     told, how many ranks have it.
     """
 

@@ -42,8 +42,8 @@ class Parts(Protocol):
         """Replace ``whole``, in place, by the value that ``tensor_rank`` has. Collective."""
         ...
 
-    def of_tensor_ranks(self, number: int) -> list[int]:
-        """The ``number`` that each tensor rank passes, by tensor rank. Collective."""
+    def of_same_batch(self, number: int) -> list[int]:
+        """The ``number`` that each rank with the same batch passes, by its place among them. Collective."""
         ...
 
     def undo(self) -> None:

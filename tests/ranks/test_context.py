@@ -1,0 +1,239 @@
+"""Sequences that ranks divide: losses, norms, gradients and weights are those of one process, at every stage."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contexts import BATCH, BATCHES, MODELS, batch_of, build, llama, padded, plain
+from covering import by_day
+from harness import run_ranks
+from torch import nn
+from training import make_config, merged
+
+import zerorun
+from zerorun.zero import safe_get_full_grad
+
+STEPS = 2
+
+
+# -- one process, and many ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """``ranks``: data-parallel ones; ``context`` of them divide each sequence."""
+
+    model: str = "llama"
+    batch: str = "plain"
+    stage: int = 1
+    context: int = 2
+    ranks: int = 2
+    accumulation: int = 1
+    method: str = "auto"
+    optimizer: str = "AdamW"
+    weighted: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
+    tensor: int = 1
+
+    @property
+    def batches(self) -> int:
+        return self.ranks // self.context
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = make_config(self.stage, accumulation=self.accumulation, clip=0.5, optimizer=self.optimizer)
+        sizes = {"sequence_parallel_size": self.context, "tensor_parallel": {"size": self.tensor}}
+        return merged(config, {**sizes, "context_parallel": {"method": self.method}, **dict(self.changes)})
+
+
+def weight_of(batch: dict[str, Any]) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
+def reference(training: Training) -> dict[str, Any]:
+    from reference import OPTIMIZERS
+
+    model = build(training.model).train()
+    kind, options = OPTIMIZERS[training.optimizer]
+    optimizer = kind(model.parameters(), **options)
+    norms, losses, gradients = [], [], {}
+    for step in range(STEPS):
+        places = itertools.product(range(training.accumulation), range(training.batches))
+        batches = [batch_of(training.batch, step, micro, rank) for micro, rank in places]
+        weights = [float(weight_of(batch)) if training.weighted else 1.0 for batch in batches]
+        total = 0.0
+        for batch, weight in zip(batches, weights, strict=True):
+            loss = model(**batch).loss * weight / sum(weights)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": found}
+
+
+def train(training: Training) -> dict[str, Any]:
+    engine = zerorun.initialize(build(training.model).train(), training.config)
+    topology = engine.topology
+    assert engine.train_batch_size() == 2 * training.accumulation * training.batches
+    norms, losses, gradients = [], [], {}
+    for step in range(STEPS):
+        sums = torch.zeros(2, dtype=torch.float64)
+        for micro in range(training.accumulation):
+            batch = batch_of(training.batch, step, micro, topology.data_parallel_rank)
+            loss = engine(**batch).loss
+            weight = weight_of(batch) if training.weighted else None
+            sums += torch.tensor([loss.item() * float(weight or 1), float(weight or 1)])
+            engine.backward(loss, weight=weight)
+            if engine.is_gradient_accumulation_boundary() and step == STEPS - 1:
+                gradients = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
+            engine.step()
+        dist.all_reduce(sums)
+        losses.append(float(sums[0] / sums[1]))
+        norms.append(engine.get_global_grad_norm())
+    module = engine.module
+    engine.destroy()
+    weights = {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
+    return {"losses": losses, "norms": norms, "gradients": gradients, "weights": weights}
+
+
+def compare(found: list[dict[str, Any]], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
+    for result in found:
+        for kind in ("losses", "norms"):
+            torch.testing.assert_close(torch.tensor(result[kind]), torch.tensor(expected[kind]), rtol=tolerance, atol=0)
+        for kind in ("gradients", "weights"):
+            assert result[kind].keys() >= expected[kind].keys()
+            for name, value in expected[kind].items():
+                largest = float(value.abs().max())
+                torch.testing.assert_close(result[kind][name], value, rtol=tolerance, atol=2 * tolerance * max(largest, 1))
+
+
+DAY = {
+    "stage 0, odd": Training(stage=0, batch="padded"),  # DeepSpeed #7833: it has no stage 0
+    "stage 1, doubled": Training("llama, eager", stage=1, batch="counted", optimizer="SGD"),  # ALST's documented loop
+    "stage 2, four": Training(stage=2, context=4, ranks=4, batch="packed", method="ulysses"),
+    "stage 3, two batches": Training("mixtral", stage=3, ranks=4, batch="padded", accumulation=2),
+}
+
+
+def cases() -> Iterator[Training]:
+    ranks = {1: (1,), 2: (2, 4), 4: (4,)}
+    for name, kind, stage, context in itertools.product(MODELS, BATCHES, range(4), ranks):
+        for count, method in itertools.product(ranks[context], ("auto", "gather", "ulysses")):
+            yield Training(name, kind, stage, context, count, method=method)
+
+
+@pytest.mark.parametrize("which", DAY)
+def test_equals_one_process(which: str) -> None:
+    training = DAY[which]
+    compare(run_ranks(training.ranks * training.tensor, train, training), reference(training))
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+def traffic(method: str, heads: int, key_heads: int, length: int) -> dict[str, int]:
+    """Bytes by label of one forward and backward, as one block sends."""
+    torch.manual_seed(5)
+    model = llama(num_attention_heads=heads, num_key_value_heads=key_heads, hidden_size=8 * heads, num_hidden_layers=2)
+    config = {"sequence_parallel_size": dist.get_world_size(), "context_parallel": {"method": method}}
+    engine = zerorun.initialize(model, merged(make_config(0), config))
+    engine.backward(engine(**plain(torch.Generator().manual_seed(0), length)).loss)
+    engine.step()
+    found = {label: numbers["bytes"] for label, numbers in engine.communication_report().items()}
+    engine.destroy()
+    return {label: count // 2 for label, count in found.items() if label.startswith("context: ") and "loss" not in label}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method", "heads", "key_heads"),
+    by_day(
+        itertools.product((2, 4), ("ulysses", "gather", "auto"), (4,), (1, 2, 4)),
+        (4, "ulysses", 4, 2),
+        (2, "auto", 4, 4),
+        (4, "auto", 4, 4),
+    ),
+)
+def test_bytes_are_those_of_the_formulas(ranks: int, method: str, heads: int, key_heads: int) -> None:
+    """Per layer: (P-1)/P^2 * B*S*D * 2(h + max(k, P)) each way, or (P-1)/P * B*S*D * 2k; "auto" takes the smaller one."""
+    length, width, size = 16, 8, 4
+    whole = BATCH * length * width * size
+    by_heads = (ranks - 1) * whole * 2 * (heads + max(key_heads, ranks)) // ranks**2
+    by_rows = (ranks - 1) * whole * 2 * key_heads // ranks
+    wanted = {"ulysses": by_heads, "gather": by_rows, "auto": min(by_heads, by_rows)}[method]
+    for found in run_ranks(ranks, traffic, method, heads, key_heads, length):
+        for way in ("forward", "backward"):
+            assert sum(count for label, count in found.items() if label.endswith(way)) == wanted, found
+
+
+# -- other calls than a step -------------------------------------------------------------------------------------
+
+
+def other_calls(stage: int) -> None:
+    """Evaluation, a loss of one's own from logits, generation, and two lengths before their backward."""
+    expected, engine = build("mixtral").train(), None
+    engine = zerorun.initialize(build("mixtral").train(), Training(stage=stage).config)
+    batch = padded(torch.Generator().manual_seed(3))
+    unlabelled = {name: value for name, value in batch.items() if name != "labels"}
+    close = {"rtol": 1e-5, "atol": 1e-5}
+
+    engine.eval()
+    with torch.no_grad():
+        found, wanted = engine(**batch), expected.eval()(**batch)
+        torch.testing.assert_close(found.loss, wanted.loss, **close)
+        torch.testing.assert_close(found.logits, wanted.logits, **close)
+        torch.testing.assert_close(found.router_logits[1], wanted.router_logits[1], **close)
+        hidden = [model(**batch, output_hidden_states=True).hidden_states for model in (engine, expected)]
+        for ours, theirs in zip(*hidden, strict=True):
+            torch.testing.assert_close(ours, theirs, **close)
+        if stage < 3:
+            ids = batch["input_ids"][:, :4]
+            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(engine.module.generate(ids, **options), expected.generate(ids, **options))
+    engine.train()
+    expected.train()
+
+    found = engine(**batch)
+    with pytest.raises(zerorun.errors.ModelError, match="leave labels out of the call"):
+        found.logits[..., :-1, :]
+    losses = []
+    for model in (engine, expected):
+        own = model(**unlabelled).logits.float()
+        other = model(**plain(torch.Generator().manual_seed(4), 5)).loss  # of another length, before the backward
+        losses.append(nn.functional.cross_entropy(own[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()) + other)
+    torch.testing.assert_close(*losses, **close)
+    engine.backward(losses[0])
+    losses[1].backward()
+    for name, param in expected.named_parameters():
+        torch.testing.assert_close(safe_get_full_grad(engine.module.get_parameter(name)), param.grad, **close)
+    engine.step()
+    module = engine.module
+    engine.destroy()
+    assert "forward" not in vars(module)
+    module(**batch).loss.backward()
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 2))
+def test_other_calls_equal_one_process(stage: int) -> None:
+    run_ranks(2, other_calls, stage)
+
+
+def with_other_data() -> None:
+    engine = zerorun.initialize(build("llama"), Training().config)
+    ids = torch.full((2, 8), 1 + dist.get_rank())
+    with pytest.raises(zerorun.errors.StepError, match=r"ranks 0 and 1 were given different data .* divide the same seq"):
+        engine(input_ids=ids, labels=ids)
+    engine.destroy()
+
+
+def test_other_data_in_a_context_group_is_an_error() -> None:
+    run_ranks(2, with_other_data)

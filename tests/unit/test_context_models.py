@@ -1,0 +1,139 @@
+"""Sequences that threads divide inside unmodified models: losses and gradients are those of the whole model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from contexts import BATCH, BATCHES, MODELS, SIZES, batch_of, build, llama
+from covering import by_day
+from torch import nn
+
+from zerorun.context.attention import AUTO, GATHER, ULYSSES
+from zerorun.context.exchange import fits
+from zerorun.context.find import Divided, way_of
+from zerorun.errors import ModelError
+from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+
+# A model and a batch -> ranks and method, for the day: each pair of a model and a batch, of a batch and ranks comes once.
+CHOICES = ((2, GATHER), (3, AUTO), (4, ULYSSES), (4, AUTO), (2, ULYSSES))
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+
+
+def whole(name: str, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    model = build(name).train()
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def divided(name: str, batch: dict[str, Any], ranks: int, method: str) -> list[dict[str, torch.Tensor]]:
+    way = way_of(build(name), method)
+    models = [build(name).train() for _ in range(ranks)]
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        model = models[axis.rank]
+        divided = Divided(model, way, axis, method)
+        loss = model(**batch).loss
+        loss.backward()
+        divided.remove()
+        found = {name: axis.all_reduce(grad, "test") / ranks for name, grad in gradients(model).items()}
+        return {"loss": loss.detach(), **found}
+
+    return on_threads(ranks, work)
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """To 1e-6 of the largest gradient: some, as those of keys, are small differences of large numbers."""
+    largest = max(float(value.abs().max()) for value in wanted.values())
+    for name, value in wanted.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-6, atol=1e-6 * largest, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks", "method"),
+    by_day(
+        [(*pair, *choice) for pair in itertools.product(MODELS, BATCHES) for choice in CHOICES],
+        *((*pair, *CHOICES[at % 5]) for at, pair in enumerate(itertools.product(MODELS, BATCHES)) if at % 3 == 0),
+    ),
+)
+def test_equals_the_whole_model(name: str, kind: str, ranks: int, method: str) -> None:
+    config: Any = build(name).config
+    heads = config.num_attention_heads
+    if method == ULYSSES and not fits(heads, getattr(config, "num_key_value_heads", None) or heads, ranks):
+        method = AUTO
+    batch = batch_of(kind, 0, 0, 0)
+    wanted = whole(name, batch)
+    for found in divided(name, batch, ranks, method):
+        assert_same(found, wanted)
+
+
+def test_a_last_rank_without_labels_adds_nothing() -> None:
+    """accelerate #3817: a mean over no label is NaN."""
+    batch = batch_of("plain", 0, 0, 0)
+    batch["labels"][:, 3:] = -100
+    for found in divided("llama", batch, 4, AUTO):
+        assert_same(found, whole("llama", batch))
+
+
+def refused(model: nn.Module) -> str:
+    with pytest.raises(ModelError) as error:
+        way_of(model, AUTO)
+    return str(error.value)
+
+
+def test_linear_attention_is_refused() -> None:
+    """accelerate #4177: it would begin anew on each rank."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    keys = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    model = Qwen3NextForCausalLM(Qwen3NextConfig(**SIZES, **keys, num_experts=4, head_dim=8))
+    assert "Qwen3NextForCausalLM cannot be divided: it has layers of linear_attention" in refused(model)
+
+
+def test_alibi_is_refused() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4))
+    assert "biases by the distance of tokens (ALiBi)" in refused(model)
+
+
+def test_an_encoder_and_a_decoder_are_refused() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    model = T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=4))
+    assert "an encoder-decoder model attends from one sequence to another" in refused(model)
+
+
+def test_other_models_are_refused() -> None:
+    assert "Linear cannot be divided: it is no model of transformers" in refused(nn.Linear(2, 2))
+
+
+class Mixing(nn.Module):
+    """Adds to each token what the one before it is: nothing by which one could tell it is there."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + x.roll(1, 1))
+
+
+def test_what_mixes_tokens_is_found_by_trying() -> None:
+    model: Any = llama()
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp)
+    assert "a small copy of it, over 2 ranks, gives another value for the loss" in refused(model)
+
+
+def test_heads_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ModelError, match="4 context ranks cannot divide 6 heads of queries and 3 of keys and values"):
+        divided("llama, 3 of 6 heads", batch_of("plain", 0, 0, 0), 4, ULYSSES)
+    assert BATCH == 2

@@ -1,0 +1,294 @@
+"""A Hugging Face model whose sequences are divided inside: forwards are replaced in place, and put back.
+
+[Note: where the sequence is divided]
+The model gets the whole batch, and makes masks, positions and rotary tables from it. The hidden states [batch, sequence,
+width] are cut at the first block. Blocks get rows of hidden states and tables, and the whole mask; what attends in them
+exchanges rows (attention.py). When the model that holds the blocks returns, rows are joined, unless labels tell that the
+loss follows: then the head has only this rank's rows, and the loss is summed over ranks (shard_loss.py).
+
+A block is told by a keyword how long the sequence is, not by the state of its model: what is recomputed in the backward
+gets the same keyword again, whatever the model has been given in the meantime.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import ModelError
+from ..tensor_parallel.axis import Axis
+from ..tensor_parallel.random import Streams
+from .attention import AttentionSeam, RunningBlock, running
+from .rows import SEQUENCE, Rows
+
+LENGTH = "whole_sequence_length"  # the keyword by which a block is told
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the sequences of a model are divided. ``path``: of its list of blocks.
+
+    ``joins_early``: what runs after the last block needs whole sequences. ``divides_loss``: the loss is the common one of
+    causal models. ``tiles``: nothing comes between head and loss, so that logits need not exist.
+    """
+
+    path: str
+    joins_early: bool = False
+    divides_loss: bool = True
+    tiles: bool = True
+
+
+class OwnForward:
+    """Replaces ``module.forward``, inside the module's hooks. ``inner`` is the forward that it replaces."""
+
+    def __init__(self, module: nn.Module, division: Division) -> None:
+        functools.update_wrapper(self, module.forward)
+        self.inner: Callable[..., Any] = module.forward
+        self._had = "forward" in vars(module)
+        self.module, self.division = module, division
+        module.forward = self  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def compile(self, **options: Any) -> None:
+        """Compile ``inner`` with torch.compile."""
+        self.inner = torch.compile(self.inner, **options)
+
+    def remove(self) -> None:
+        """Give the module its forward back."""
+        if self._had or getattr(self.inner, "__func__", None) is not type(self.module).forward:
+            self.module.forward = self.inner  # type: ignore[method-assign]
+        else:
+            del self.module.forward
+
+
+class Division:
+    """The division of one model's sequences over the ranks of ``axis``, and what of it a running forward must know."""
+
+    def __init__(self, axis: Axis, method: str, way: Way) -> None:
+        self.axis, self.method, self.way = axis, method, way
+        self.streams = Streams(axis.rank)
+        self.rows: Rows | None = None  # of the latest sequence
+        self.targets: torch.Tensor | None = None  # of the whole sequence, if the loss is to be divided
+        self.ignored = -100  # among targets
+        self.in_tiles = False
+        self._decoding = False  # the blocks' model runs, and its first block has not begun
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Division:
+        return self  # copies of a model talk to the same ranks
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """While the model that holds the blocks runs. The first block that is called gets whole hidden states."""
+        self.rows, self._decoding = None, True
+        try:
+            yield
+        finally:
+            self._decoding = False
+            self.streams.leave()
+
+    @contextmanager
+    def with_loss(self, targets: torch.Tensor, ignored: int, *, in_tiles: bool) -> Iterator[None]:
+        """While a model runs that is given labels. ``targets`` [batch, sequence]: the token that each one is to predict."""
+        self.targets, self.ignored, self.in_tiles = targets, ignored, in_tiles
+        try:
+            yield
+        finally:
+            self.targets, self.in_tiles = None, False
+
+    @property
+    def kept(self) -> Rows | None:
+        """The rows of hidden states that have left the blocks' model without being joined; None if they were joined."""
+        return self.rows if self.targets is not None else None
+
+    def own_targets(self) -> torch.Tensor:
+        """The targets of this rank's rows [batch, own rows]. Raises ModelError if there are more or fewer than tokens."""
+        assert self.rows is not None
+        assert self.targets is not None
+        if self.targets.shape[SEQUENCE] != self.rows.length:
+            raise ModelError(
+                f"labels of {self.targets.shape[SEQUENCE]} tokens for a sequence of {self.rows.length}: the loss cannot be "
+                "divided. Remedy: leave labels out, and compute the loss from the logits, which are then whole."
+            )
+        return self.rows.cut(self.targets)
+
+    def forget(self) -> None:
+        """Nothing is divided in the forward that begins."""
+        self.rows = None
+
+    def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
+        """What ``block`` gets instead: rows of the hidden states, if they are whole, and the length."""
+        cuts = self._decoding and self.rows is None
+        if cuts:
+            self.rows = Rows(_hidden(block, args, kwargs).shape[SEQUENCE], self.axis)
+        if self.rows is None:
+            return None
+        rows = self.rows
+        if not self._decoding:  # the model recomputes a block by itself
+            cuts, rows = first, Rows(_length_in(kwargs) or rows.length, self.axis)
+        if cuts:
+            hidden = _hidden(block, args, kwargs)
+            if block.training:
+                self.streams.enter(hidden.device)
+            args, kwargs = _with_hidden(rows.cut(hidden), args, kwargs)
+        return args, {**kwargs, LENGTH: rows.length}
+
+    def leave_block(self, output: Any) -> Any:
+        """What the last block returns if what follows needs whole sequences."""
+        if self.rows is None:
+            return output
+        recut = self.targets is not None
+        if isinstance(output, tuple):
+            return (self.rows.join(output[0], recut=recut), *output[1:])
+        return self.rows.join(output, recut=recut)
+
+    def leave_decoder(self, output: Any) -> Any:
+        """What the model that holds the blocks returns: with whole sequences, or with rows if the loss follows."""
+        rows = self.rows
+        if rows is None:
+            raise ModelError("no block was run, so nothing was divided. Remedy: remove sequence_parallel_size.")
+        if not isinstance(output, Mapping) or not isinstance(output.get("last_hidden_state"), torch.Tensor):
+            raise ModelError(
+                f"a model that holds blocks returned {type(output).__name__} without last_hidden_state, which cannot be "
+                "joined. Remedy: leave return_dict=False out."
+            )
+        early, last = self.way.joins_early, output["last_hidden_state"]
+        whole = last if early else None
+        if self.targets is None:
+            whole = whole if whole is not None else rows.join(last)
+            output["last_hidden_state"] = whole  # type: ignore[index]
+        elif early:
+            output["last_hidden_state"] = rows.cut(last)  # type: ignore[index]
+        batch = last.shape[0]
+        if output.get("router_logits"):
+            found = [_joined_logits(logits, batch, rows) for logits in output["router_logits"]]
+            output["router_logits"] = tuple(found)  # type: ignore[index]
+        if output.get("hidden_states"):
+            *inner, _ = output["hidden_states"]
+            final = whole if whole is not None else rows.join(last)
+            output["hidden_states"] = (*(rows.join(hidden) for hidden in inner), final)  # type: ignore[index]
+        return output
+
+
+def _joined_logits(logits: torch.Tensor, batch: int, rows: Rows) -> torch.Tensor:
+    """Join the logits of a router, of [tokens of all sequences, experts] or [batch, own rows, experts]."""
+    if logits.dim() == 3:
+        return rows.join(logits)
+    return rows.join(logits.reshape(batch, rows.count, logits.shape[-1])).reshape(-1, logits.shape[-1])
+
+
+def _hidden(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    found = args[0] if args else kwargs.get("hidden_states")
+    if isinstance(found, torch.Tensor) and found.dim() == 3:
+        return found
+    raise ModelError(
+        f"{type(block).__name__} gets no hidden states [batch, sequence, width], neither first nor by the name "
+        "hidden_states. Remedy: remove sequence_parallel_size."
+    )
+
+
+def _with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+
+def _length_in(kwargs: Mapping[str, Any]) -> int | None:
+    """Return the length of the sequence by what a block is given for whole ones."""
+    positions, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
+    if isinstance(positions, tuple) and isinstance(positions[0], torch.Tensor):
+        return positions[0].shape[-2]
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):
+        return int(kwargs["position_ids"].shape[-1])
+    return mask.shape[-1] if isinstance(mask, torch.Tensor) else None
+
+
+class InBlock(OwnForward):
+    """The forward of a block, on rows, if it is told the length of the sequence."""
+
+    def __init__(self, module: nn.Module, division: Division) -> None:
+        super().__init__(module, division)
+        self._names = [*inspect.signature(self.inner).parameters]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        length = kwargs.pop(LENGTH, None)
+        if length is None:
+            return self.inner(*args, **kwargs)
+        rows = Rows(length, self.division.axis)
+        args = (*args[:1], *(_own(name, arg, rows) for name, arg in zip(self._names[1:], args[1:], strict=False)))
+        kwargs = {name: item if name == "hidden_states" else _own(name, item, rows) for name, item in kwargs.items()}
+        block = RunningBlock(rows, self.division.method)
+        with running(block):
+            output = self.inner(*args, **kwargs)
+        if not block.calls:
+            raise ModelError(
+                f"{type(self.module).__name__} does not attend by transformers' attention functions, so that it cannot be "
+                "told that it has a part of the sequence. Remedy: remove sequence_parallel_size."
+            )
+        return output
+
+
+def _own(name: str, value: Any, rows: Rows) -> Any:
+    """Return what a block needs of an argument: its rows of tables and positions, all of a mask, and no cache."""
+    if name in ("past_key_values", "past_key_value", "layer_past"):
+        return None
+    if name == "use_cache":
+        return False
+    if isinstance(value, tuple):
+        return tuple(_own(name, item, rows) for item in value)
+    if not isinstance(value, torch.Tensor) or "mask" in name:
+        return value
+    dim = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}.get(name, SEQUENCE)
+    if value.dim() < (2 if dim in (SEQUENCE, -2) else 1) or value.shape[dim] != rows.length:
+        return value
+    return rows.cut(value, dim)
+
+
+class InDecoder(OwnForward):
+    """The forward of the model that holds the blocks. One that is given a cache runs whole on each rank."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(self.inner).bind_partial(*args, **kwargs).arguments
+        if given.get("past_key_values") is not None:
+            self.division.forget()
+            return self.inner(*args, **kwargs)
+        with self.division.decoding():
+            output = self.inner(*args, **kwargs)
+        return self.division.leave_decoder(output)
+
+
+class DividedBlocks:
+    """The blocks of one model, and the model that holds them, with other forwards; ``remove`` puts theirs back."""
+
+    def __init__(self, decoder: nn.Module, blocks: list[nn.Module], division: Division) -> None:
+        self._seam = AttentionSeam()
+        self._forwards: list[OwnForward] = [InBlock(block, division) for block in blocks]
+        self._forwards.append(InDecoder(decoder, division))
+        self._handles: list[RemovableHandle] = []
+        for block in blocks:
+            enter = functools.partial(_enter, division, block is blocks[0])
+            self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+        if division.way.joins_early:
+            self._handles.append(blocks[-1].register_forward_hook(functools.partial(_leave, division)))
+
+    def remove(self) -> None:
+        for own in self._forwards:
+            own.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._seam.remove()
+
+
+def _enter(division: Division, first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return division.enter_block(block, args, kwargs, first=first)
+
+
+def _leave(division: Division, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return division.leave_block(output)

@@ -1,0 +1,37 @@
+"""Division of sequences over context ranks in a model. Imported only if there are such ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..config.parse import Config
+from ..context.attention import AUTO
+from ..context.divided_model import Way
+from ..context.find import Divided, inner_model, way_of
+from ..distributed.topology import Topology
+from ..tensor_parallel.axis import make_axis
+from .divided_layers import agree_on_random_numbers
+from .parallelized_model import ParallelizedModel
+
+
+def plan_divided_sequences(model: nn.Module, config: Config, topology: Topology) -> Way:
+    """Plan how to divide the sequences of ``model``, which is still whole. Raises ModelError."""
+    return way_of(model, config.context_parallel.method or AUTO)
+
+
+def divide_sequences_in(
+    model: nn.Module, way: Way, config: Config, topology: Topology, device: torch.device, made: ParallelizedModel
+) -> ParallelizedModel:
+    """Let ``model``, of which ``made`` tells what is divided already, divide its sequences. All ranks must call it."""
+    axis = make_axis(topology, device, "context")
+    divided = Divided(inner_model(model), way, axis, config.context_parallel.method or AUTO)
+    agree_on_random_numbers(axis)
+
+    def undo() -> None:
+        divided.remove()
+        made.undo()
+
+    return replace(made, undo=undo, context=axis, model_axes={**made.model_axes, "context": axis.transport})
