@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from contexts import BATCH, BATCHES, MODELS, SIZES, batch_of, build, llama
+from contexts import BATCHES, MODELS, SIZES, batch_of, build, llama
 from covering import by_day
 from torch import nn
 
 from zerorun.context.attention import AUTO, GATHER, ULYSSES
 from zerorun.context.exchange import fits
-from zerorun.context.find import Divided, way_of
-from zerorun.errors import ModelError
+from zerorun.context.find import Divided, refuse_heads, way_of
+from zerorun.errors import ConfigError, ModelError
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
 # A model and a batch -> ranks and method, for the day: each pair of a model and a batch, of a batch and ranks comes once.
@@ -136,4 +136,7 @@ def test_what_mixes_tokens_is_found_by_trying() -> None:
 def test_heads_that_do_not_fit_are_named() -> None:
     with pytest.raises(ModelError, match="4 context ranks cannot divide 6 heads of queries and 3 of keys and values"):
         divided("llama, 3 of 6 heads", batch_of("plain", 0, 0, 0), 4, ULYSSES)
-    assert BATCH == 2
+    with pytest.raises(
+        ConfigError, match=r"context_parallel.method = 'ulysses': 2 tensor x 4 context ranks cannot divide 4"
+    ):
+        refuse_heads(llama(), 2, 4)

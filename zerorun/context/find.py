@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError
+from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pretrained_proof import specimen
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.threads import ThreadAxis, on_threads
@@ -51,7 +51,7 @@ def inner_model(model: nn.Module) -> nn.Module:
 def refuse_unfit(model: nn.Module) -> str:
     """Return the path of the blocks of a transformers ``model``. Raises ModelError for what would change results."""
     config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(model, "an encoder-decoder model attends from one sequence to another")
     if getattr(text, "alibi", False) or any(hasattr(part, "build_alibi_tensor") for part in model.modules()):
@@ -70,6 +70,28 @@ def refuse_unfit(model: nn.Module) -> str:
                 model, f"nothing in {path}.{name} ({type(block).__name__}) attends by transformers' attention functions"
             )
     return path
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def heads_in(model: nn.Module) -> tuple[int, int]:
+    """Return how many heads of queries, and of keys and values, the configuration of a transformers ``model`` names."""
+    text = _text_config(model)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    return heads, getattr(text, "num_key_value_heads", None) or heads
+
+
+def refuse_heads(model: nn.Module, tensor: int, context: int) -> None:
+    """Raise ConfigError unless ``tensor`` x ``context`` ranks can divide the heads of ``model`` between them."""
+    heads, key_heads = heads_in(inner_model(model))
+    if heads % tensor or not fits(heads // tensor, max(key_heads // tensor, 1), context):
+        ranks = f"{tensor} tensor x {context} context ranks" if tensor > 1 else f"{context} context ranks"
+        reason = f"{ranks} cannot divide {heads} heads of queries and {key_heads} of keys and values."
+        remedy = 'Use "auto" or "gather", or another sequence_parallel_size.'
+        raise ConfigError([ConfigProblem("context_parallel.method", ULYSSES, reason, remedy)])
 
 
 def _path_of_blocks(model: nn.Module) -> str:
@@ -145,10 +167,7 @@ def way_of(model: nn.Module, method: str) -> Way:
 
 def _methods(model: nn.Module, method: str) -> list[str]:
     """The methods to try on ``model``: those that the ranks may use, if its heads fit."""
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    heads = getattr(text, "num_attention_heads", 1)
-    fit = fits(heads, getattr(text, "num_key_value_heads", None) or heads, RANKS)
+    fit = fits(*heads_in(model), RANKS)
     return [way for way in (GATHER, ULYSSES) if method in (AUTO, way) and (way == GATHER or fit)] or [GATHER]
 
 

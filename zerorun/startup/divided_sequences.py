@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
-from ..context.attention import AUTO
+from ..context.attention import AUTO, ULYSSES
 from ..context.divided_model import Way
-from ..context.find import Divided, inner_model, way_of
+from ..context.find import Divided, inner_model, refuse_heads, way_of
 from ..distributed.topology import Topology
 from ..tensor_parallel.axis import make_axis
 from .divided_layers import agree_on_random_numbers
@@ -18,7 +18,9 @@ from .parallelized_model import ParallelizedModel
 
 
 def plan_divided_sequences(model: nn.Module, config: Config, topology: Topology) -> Way:
-    """Plan how to divide the sequences of ``model``, which is still whole. Raises ModelError."""
+    """Plan how to divide the sequences of ``model``, which is still whole. Raises ModelError or ConfigError."""
+    if config.context_parallel.method == ULYSSES:
+        refuse_heads(model, topology.tensor, topology.context)
     return way_of(model, config.context_parallel.method or AUTO)
 
 
