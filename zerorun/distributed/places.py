@@ -91,12 +91,12 @@ class Places:
         """Which part of each sequence this rank has: its place along the axis context."""
         return self.data_rank % self.context
 
-    @property
+    @cached_property
     def same_batch(self) -> int:
         """How many neighbouring ranks of a stage are given the same batch: those of a context group, with tensor ranks."""
         return self.context * self.tensor
 
-    @property
+    @cached_property
     def same_batch_rank(self) -> int:
         """This rank's place among these."""
         return self.rank % self.same_batch
