@@ -132,12 +132,16 @@ def initialize(
     given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
     wanted, raw = _agree(lambda: take_in(model, config, args, *given))
     _compare_ranks(model, wanted, topology, raw.group_of)
-    _agree(lambda: limit_waits(wanted.hang_timeout_s))
-    _agree(lambda: refuse_overwritten(model))
-    _agree(lambda: refuse_elsewhere(model, device))
-    _agree(lambda: refuse_unusable_extras(raw, lr_scheduler, training_data))
-    _agree(lambda: refuse_unsavable_states(raw))
-    _agree(lambda: refuse_missing_libraries(wanted, writes=dist.get_rank() == 0))
+
+    def refuse() -> None:
+        limit_waits(wanted.hang_timeout_s)
+        refuse_overwritten(model)
+        refuse_elsewhere(model, device)
+        refuse_unusable_extras(raw, lr_scheduler, training_data)
+        refuse_unsavable_states(raw)
+        refuse_missing_libraries(wanted, writes=dist.get_rank() == 0)
+
+    _agree(refuse)
     in_fp8 = _agree(lambda: float8_layers(model, wanted.fp8))
     wanted = wanted.noting(_agree(lambda: described(model, wanted.fp8, in_fp8, device.type)))
     settings = wanted.zero_optimization

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -352,6 +353,7 @@ def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"optimizer.params.{key}", value, "'auto' was not resolved.", "Give a value.")
 
 
+@cache
 def _parameters(optimizer_class: type[torch.optim.Optimizer]) -> list[inspect.Parameter]:
     """Those of the constructor but for the first, the parameters to optimize."""
     return list(inspect.signature(optimizer_class).parameters.values())[1:]

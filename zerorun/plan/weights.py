@@ -64,6 +64,8 @@ _TENSOR_METHODS = ("to", "__torch_function__")  # a class that overrides one rea
 def kind_of(param: torch.Tensor) -> str:
     """Return PLAIN, PACKED or APART: see [Note: three kinds]."""
     found = type(param)
+    if found is nn.Parameter:  # asked hundreds of times for each engine
+        return PACKED if is_scaled(param) else PLAIN
     if _is_wrapper(param):
         return APART
     if _packed_class(param) is not None or is_scaled(param):
@@ -136,6 +138,8 @@ def named_members(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _own_buffer(layer: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    if not layer._buffers:
+        return []
     name = _BUFFERS.get(f"{type(layer).__module__}.{type(layer).__qualname__}", "")
     buffer = layer._buffers.get(name)
     return [(name, cast(nn.Parameter, buffer))] if buffer is not None else []
