@@ -89,6 +89,18 @@ class Nursery:
         environment = {**kept, **one_thread, **settings}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
+        self._modules: set[str] = set()
+
+    def has(self, module: str, file: str) -> bool:
+        """Whether ranks have ``module`` from their start. If not, those that are started from now on will.
+
+        It is imported once, with libraries that take seconds, and not by each rank.
+        """
+        if module in self._modules:
+            return True
+        self._modules.add(module)
+        self._control.send(("load", module, file))
+        return False
 
     def start(self, rank: int, pipe: Connection) -> RankProcess:
         """A new rank, at the other end of ``pipe``."""
@@ -151,9 +163,13 @@ class Pool:
 
     def run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
         """What the ranks return. Raises AssertionError after ending their processes if any of them fails."""
+        file = str(sys.modules[function.__module__].__file__)
+        if self._nursery is None:
+            self._nursery = Nursery(self.folder.name)
+        if not self._nursery.has(function.__module__, file):
+            self._end(list(self._processes))
         self._grow(world_size)
         self._jobs += 1
-        file = str(sys.modules[function.__module__].__file__)
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         packed = pickle.dumps(args)
         job = Job(self._jobs, world_size, function.__module__, file, function.__qualname__, packed, test)
@@ -165,19 +181,15 @@ class Pool:
         return results
 
     def _grow(self, world_size: int) -> None:
+        assert self._nursery is not None
         self._end([rank for rank, process in self._processes.items() if process.poll() is not None])
         new = [rank for rank in range(world_size) if rank not in self._processes]
         for rank in new:
             ours, theirs = Pipe()
             self._pipes[rank] = ours
-            self._processes[rank] = self._start(rank, theirs)
+            self._processes[rank] = self._nursery.start(rank, theirs)
             theirs.close()
         self._collect(new, _START_TIMEOUT_S * patience(), "start")
-
-    def _start(self, rank: int, pipe: Connection) -> RankProcess:
-        if self._nursery is None:
-            self._nursery = Nursery(self.folder.name)
-        return self._nursery.start(rank, pipe)
 
     def _send(self, world_size: int, message: Job | None) -> None:
         packed = pickle.dumps(message)

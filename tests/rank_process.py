@@ -1,8 +1,8 @@
 """A rank of the jobs of harness.py: calls functions for the test process, each on a clean slate.
 
 ``python rank_process.py DESCRIPTOR FOLDER [LIBRARY ...]`` is a *nursery*: a process with one thread that has imported
-torch, zerorun and the libraries, and forks a rank whenever it is asked to. That takes milliseconds, where a new interpreter
-takes a second and a half.
+torch, zerorun, the libraries and the modules of tests that it is told of, and forks a rank whenever it is asked to. That
+takes milliseconds, where a new interpreter takes a second and a half.
 
 A rank reads a ``Job`` from its pipe, makes its process group, calls the function, and answers with what it returned or
 raised. When all ranks have returned, it looks at what the job has left behind: engines, parts of the process group, open
@@ -218,19 +218,24 @@ def nursery(control: Connection, folder: str) -> None:
     gc.freeze()
     while True:
         try:
-            what, number = control.recv()
+            what, *about = control.recv()
         except EOFError:
             os._exit(0)
-        if what == "rank":
+        if what == "load":
+            _load(*about)
+            assert len(os.listdir("/proc/self/task")) == 1, f"{about} starts threads, which ranks would not have"
+            gc.collect()
+            gc.freeze()
+        elif what == "rank":
             descriptor = recv_handle(control)
             pid = os.fork()
             if not pid:
                 control.close()
-                be_rank(number, Connection(descriptor), folder)
+                be_rank(*about, Connection(descriptor), folder)
             os.close(descriptor)
             control.send(pid)
         else:
-            found, status = os.waitpid(number, os.WNOHANG if what == "poll" else 0)
+            found, status = os.waitpid(*about, os.WNOHANG if what == "poll" else 0)
             control.send(os.waitstatus_to_exitcode(status) if found else None)
 
 

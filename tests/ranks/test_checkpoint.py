@@ -51,10 +51,10 @@ def config_for(stage: int) -> dict[str, Any]:
     return make_config(stage, clip=1.0, scheduler=scheduler)
 
 
-def save_everywhere(folder: str) -> dict[int, tuple[Losses, State]]:
+def save_each(folder: str, stages: list[int]) -> dict[int, tuple[Losses, State]]:
     """For each stage: train, save, and go on without interruption."""
     results = {}
-    for stage in STAGES:
+    for stage in stages:
         engine = make_engine(SMALL, config_for(stage))
         steps(engine, 0, BEFORE)
         engine.save_checkpoint(Path(folder) / f"{stage}-{dist.get_world_size()}")
@@ -89,7 +89,13 @@ def assert_close(found: State, expected: State, where: object) -> None:
 def test_every_checkpoint_loads_at_every_stage_and_world_size(strength: int, tmp_path: Path) -> None:
     """The next 5 losses equal the uninterrupted run to 1e-6, moments elementwise."""
     every = covering({"saved stage": STAGES, "saved world": WORLDS, "stage": STAGES, "world": WORLDS}, strength)
-    saved = {world: run_ranks(world, save_everywhere, str(tmp_path), timeout_s=300)[0] for world in WORLDS}
+    wanted: dict[int, set[int]] = {1: {0}}  # the stages by the number of ranks; the first has the whole state
+    for row in every:
+        wanted.setdefault(row["saved world"], set()).add(row["saved stage"])
+    saved = {
+        world: run_ranks(world, save_each, str(tmp_path), sorted(stages), timeout_s=300)[0]
+        for world, stages in wanted.items()
+    }
     for world in WORLDS:
         rows = [row for row in every if row["world"] == world]
         for rank_results in run_ranks(world, load_all, str(tmp_path), rows, timeout_s=300):
