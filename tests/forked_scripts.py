@@ -46,6 +46,10 @@ class ForkedScripts:
         self._control.send((text, dict(environment), list(arguments), umask, str(folder)))
         return RunningScript(self, self._control.recv(), folder)
 
+    def load(self, *modules: str) -> None:
+        """Import further modules, unless it has them, for the scripts that begin from now on."""
+        self._control.send(list(modules))
+
     def wait(self, pid: int, timeout_s: float | None) -> int | None:
         """The exit code of a script. One that has not ended in time is killed; None."""
         self._control.send(pid)
@@ -93,6 +97,11 @@ def serve(control: Connection) -> str:
             order = control.recv()
         except EOFError:
             os._exit(0)
+        if isinstance(order, list):
+            for name in order:
+                importlib.import_module(name)
+            gc.freeze()
+            continue
         if isinstance(order, int):
             control.send(os.waitstatus_to_exitcode(os.waitpid(order, 0)[1]))
             continue

@@ -307,19 +307,24 @@ atexit.register(close_pool)
 _scripts: dict[bool, ForkedScripts] = {}  # by whether they have imported zerorun
 
 
-def start_script(text: str, *arguments: str, **variables: str) -> RunningScript:
+def start_script(text: str, *arguments: str, modules: Sequence[str] = (), **variables: str) -> RunningScript:
     """A program on one rank, which may import zerorun. ``variables``: of its environment.
 
-    With variables that zerorun may look at when it is imported, the program imports it by itself.
+    With variables that zerorun may look at when it is imported, the program imports it by itself. ``modules``: what several
+    ranks, or programs, need not import each.
     """
     ours = not any(name.startswith("ZERORUN_") for name in variables)
     if ours not in _scripts:
         _scripts[ours] = ForkedScripts("torch", "torch._dynamo", *(["zerorun.engine.initialize"] if ours else []))
+    if modules:
+        _scripts[ours].load(*modules)
     return _scripts[ours].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
 
 
 @contextlib.contextmanager
-def start_ranks(world_size: int, text: str, *arguments: str, **variables: str) -> Iterator[list[RunningScript]]:
+def start_ranks(
+    world_size: int, text: str, *arguments: str, modules: Sequence[str] = (), **variables: str
+) -> Iterator[list[RunningScript]]:
     """The same program on each rank, without a launcher that would end one for the other. It ends with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -328,17 +333,20 @@ def start_ranks(world_size: int, text: str, *arguments: str, **variables: str) -
     scripts: list[RunningScript] = []
     try:
         for rank in range(world_size):
-            scripts.append(start_script(text, *arguments, **shared, RANK=str(rank), LOCAL_RANK=str(rank)))
+            more = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            scripts.append(start_script(text, *arguments, modules=modules, **more))
         yield scripts
     finally:
         for script in scripts:
             script.end()
 
 
-def fork_program(ranks: int, script: str, *arguments: str, folder: Path, **variables: str) -> str:
+def fork_program(
+    ranks: int, script: str, *arguments: str, folder: Path, modules: Sequence[str] = (), **variables: str
+) -> str:
     """What the first of ``ranks`` processes writes to stdout that are forked to run the file ``script`` in ``folder``.
 
-    Fails unless all end with 0 and without a traceback.
+    Fails unless all end with 0 and without a traceback. ``modules``: as for ``start_script``.
     """
     text = f"""
 import os, runpy, sys
@@ -346,7 +354,7 @@ os.chdir({str(folder)!r})
 sys.argv[0], sys.path[0] = {script!r}, {str(Path(script).parent)!r}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-    with start_ranks(ranks, text, *arguments, OMP_NUM_THREADS="1", **variables) as scripts:
+    with start_ranks(ranks, text, *arguments, modules=modules, OMP_NUM_THREADS="1", **variables) as scripts:
         ended = [started.finish(120 * patience()) for started in scripts]
     for code, out, errors in ended:
         assert code == 0, f"exit code {code}\n{out}\n{errors}"

@@ -19,6 +19,7 @@ CONFIGS = ROOT / "examples" / "configs"
 LAUNCHER = ("-m", "zerorun.launcher.cli", "--nproc-per-node", "2")
 TINY = ("--layers", "2", "--width", "32", "--heads", "2", "--context", "32")
 TIMEOUT_S = 120  # several times what a quiet machine needs
+PLOTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg", "tqdm", "psutil")  # what the examples import
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -64,8 +65,8 @@ def test_train_gpt(tmp_path: Path, config: str) -> None:
 
 def test_stage_and_world_size_change_nothing(tmp_path: Path) -> None:
     """One process at stage 0 and two at stage 3 see the same batches and get the same losses."""
-    fork_program(1, *train_gpt("zero0"), "--out", "one", folder=tmp_path)
-    fork_program(2, *train_gpt("zero3"), "--out", "two", folder=tmp_path)
+    fork_program(1, *train_gpt("zero0"), "--out", "one", folder=tmp_path, modules=PLOTS)
+    fork_program(2, *train_gpt("zero3"), "--out", "two", folder=tmp_path, modules=PLOTS)
     rows = {name: losses(tmp_path / name)[1:] for name in ("one", "two")}
     one, two = ([float(value) for row in found for value in row if value] for found in rows.values())
     assert two == pytest.approx(one, rel=1e-5)
@@ -102,7 +103,7 @@ def test_train_3d_on_eight_ranks_is_the_run_of_one(tmp_path: Path) -> None:
 def test_train_3d_takes_the_schedule_from_the_json(tmp_path: Path) -> None:
     """Interleaved: two parts of the four layers on each of two stages, and no tensor parallelism."""
     command = train_3d(tmp_path, 1, 2, schedule="interleaved", chunks=2, partition=[1, 1, 1, 1])
-    out = fork_program(2, *command, folder=tmp_path)
+    out = fork_program(2, *command, folder=tmp_path, modules=PLOTS)
     assert out.startswith("2 ranks = pipe 2 x replicate 1 x shard 1 x tensor 1;")
     assert out.splitlines()[-1].startswith("validation loss ")
 
@@ -138,7 +139,8 @@ def test_train_hf(tmp_path: Path, names: tuple[str, ...]) -> None:
             pytest.skip(f"{name} is not installed: pip install -e '.[test]'")
     script = str(ROOT / "examples" / "train_hf.py")
     common = ("--config", str(CONFIGS / "zero3.json"), "--architecture", architecture, *TINY)
-    out = fork_program(2, script, *common, "--steps", "3", *options, folder=tmp_path)
+    modules = ("transformers.models.llama.modeling_llama", *(["peft"] if options else []))
+    out = fork_program(2, script, *common, "--steps", "3", *options, folder=tmp_path, modules=modules)
     assert "step 3/3: loss " in out
     trained, total = (int(word.replace(",", "")) for word in out.splitlines()[0].split() if word[0].isdigit())
     assert (trained < total / 2) == bool(options)

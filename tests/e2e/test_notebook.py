@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import patience
+from harness import patience, start_script
 
 # The kernel of a notebook has used its threads before, has no file for its cells, and has seen errors.
 CELLS = """
@@ -43,26 +43,19 @@ def train(stage, out):
 """
 
 
-def run(tmp_path: Path, *cells: str) -> subprocess.CompletedProcess[str]:
-    text = CELLS.format(cells=[FIRST, *cells])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120 * patience(),
-    )
+def run(tmp_path: Path, *cells: str) -> tuple[str, str]:
+    """What the kernel wrote to stdout, and to stderr."""
+    text = f"import os; os.chdir({str(tmp_path)!r})\n" + CELLS.format(cells=[FIRST, *cells])
+    return start_script(text).finish(120 * patience())[1:]
 
 
 def test_a_cell_trains_on_two_ranks_as_often_as_wanted(tmp_path: Path) -> None:
     """Also after a cell that failed; the notebook itself stays no rank."""
     again = "zerorun.notebook_launcher(train, (3, 'second'), num_processes=2); print('RANK' in os.environ, 'ended')"
-    done = run(tmp_path, "1 / 0", "zerorun.notebook_launcher(train, (1, 'first'), 2)", again)
-    assert (tmp_path / "first").read_text() == (tmp_path / "second").read_text() == "2 1\n", done.stderr
-    assert done.stdout.split() == ["False", "ended"]
-    assert done.stderr.count("Error") == 1  # the division's
+    printed, said = run(tmp_path, "1 / 0", "zerorun.notebook_launcher(train, (1, 'first'), 2)", again)
+    assert (tmp_path / "first").read_text() == (tmp_path / "second").read_text() == "2 1\n", said
+    assert printed.split() == ["False", "ended"]
+    assert said.count("Error") == 1  # the division's
 
 
 ERRORS = """
@@ -82,7 +75,7 @@ for how in ("raise", "die", "leave"):
 
 
 def test_the_error_of_the_first_rank_is_shown_whole(tmp_path: Path) -> None:
-    raised, died, left, _ = run(tmp_path, ERRORS).stdout.split("--\n")
+    raised, died, left, _ = run(tmp_path, ERRORS)[0].split("--\n")
     assert raised.startswith("rank 1 of 2 failed first.") and "ValueError: invalid literal" in raised
     assert 'File "<cell>"' in raised and "in fail" in raised
     assert "rank 1" in died or "rank 0 of 2 failed first" in died  # the other one may tell what it has lost
@@ -106,7 +99,7 @@ attempt()
 
 
 def test_what_forks_cannot_do_is_refused(tmp_path: Path) -> None:
-    none, used, member = run(tmp_path, REFUSED).stdout.splitlines()
+    none, used, member = run(tmp_path, REFUSED)[0].splitlines()
     assert "start 0 ranks" in none
     assert "has used its GPU" in used and "Remedy: restart the notebook's kernel" in used
     assert "is a rank itself" in member
