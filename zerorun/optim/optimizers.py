@@ -354,7 +354,7 @@ def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
 
 
 @cache
-def _parameters(optimizer_class: type[torch.optim.Optimizer]) -> list[inspect.Parameter]:
+def _parameters(optimizer_class: Any) -> list[inspect.Parameter]:
     """Those of the constructor but for the first, the parameters to optimize."""
     return list(inspect.signature(optimizer_class).parameters.values())[1:]
 
