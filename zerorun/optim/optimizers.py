@@ -353,10 +353,12 @@ def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"optimizer.params.{key}", value, "'auto' was not resolved.", "Give a value.")
 
 
-@cache
+_signature = cache(inspect.signature)
+
+
 def _parameters(optimizer_class: Any) -> list[inspect.Parameter]:
     """Those of the constructor but for the first, the parameters to optimize."""
-    return list(inspect.signature(optimizer_class).parameters.values())[1:]
+    return list(_signature(optimizer_class).parameters.values())[1:]
 
 
 def _keywords(optimizer_class: type[torch.optim.Optimizer]) -> list[str]:
