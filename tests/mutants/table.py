@@ -48,6 +48,7 @@ class Mutant:
 # Every wait and event of what goes on beside the computation of a GPU: (name, file, line, bug, test).
 _SIMULATED = "tests/ranks/test_simulated_device.py::"
 _DEFERRED = "tests/ranks/test_deferred_decision.py::"
+_FAMILIES = "tests/ranks/test_expert_families.py::test_spread_experts_train_as_in_one_process"
 _WAITS = (
     (
         "copy-before-what-it-reads",
@@ -304,8 +305,8 @@ _WAITS = (
     (
         "values-on-request-not-awaited",
         "zerorun/zero/access.py",
-        '    model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()',
-        '    model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned)',
+        '    channels.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()',
+        '    channels.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned)',
         "tests/ranks/test_access.py::test_gradients_and_moments_by_name_are_the_same_at_every_stage",
     ),
     (
@@ -662,9 +663,9 @@ MUTANTS = (
     Mutant(
         "norm-of-replicas",
         "divisor",
-        "zerorun/zero/norm.py",
-        "        norm = math.sqrt(square_sum / self.copies) * float(unscale)",
-        "        norm = math.sqrt(square_sum) * float(unscale)",
+        "zerorun/plan/sharding_plan.py",
+        "        return self.replication.counted and self.copy == 0",
+        "        return self.replication.counted",
         ("tests/ranks/test_settings.py::test_shard_degree_changes_nothing",),
     ),
     Mutant(
@@ -825,8 +826,8 @@ MUTANTS = (
         "norms-of-divided-layers",
         "rank",
         "zerorun/zero/gradients.py",
-        "    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.shard_rank)]",
-        "    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.rank)]",
+        "    if flat_group.plan.counted and not (flat_group.plan.owns_everything and flat_group.plan.shard_rank):",
+        "    if not (flat_group.plan.owns_everything and flat_group.plan.shard_rank):",
         ("tests/ranks/test_gradients.py::test_gradients_of_divided_layers_are_whole",),
     ),
     Mutant(
@@ -1081,8 +1082,8 @@ MUTANTS = (
         "gathered-from-itself",
         "bytes",
         "zerorun/plan/step.py",
-        "        others = self._plan.topology.shard - 1",
-        "        others = self._plan.topology.shard",
+        "            rank, sent = group.shard_rank, group.gathered_bytes * (group.layout.degree - 1)",
+        "            rank, sent = group.shard_rank, group.gathered_bytes * group.layout.degree",
         ("tests/ranks/test_plan.py", "-k", "8-2"),
     ),
     Mutant(
@@ -1996,5 +1997,45 @@ MUTANTS = (
         '        targets = given.get("shift_labels")',
         "        targets = None",
         ("tests/unit/test_context_models.py", "-k", "counted"),
+    ),
+    Mutant(
+        "gradients-of-experts-go-to-all-ranks",
+        "rank",
+        "zerorun/zero/unit.py",
+        "            adds, channels = group.adds_to_reduced, comm.of(group.plan.family)",
+        "            adds, channels = group.adds_to_reduced, comm.dense",
+        (_FAMILIES + "[2-2-stage 2-plain]",),
+    ),
+    Mutant(
+        "first-experts-for-all",
+        "rank",
+        "zerorun/zero/builder.py",
+        '        self._comm.of(plan.family).broadcast(flat, "initial parameters")',
+        '        self._comm.dense.broadcast(flat, "initial parameters")',
+        (_FAMILIES + "[2-2-stage 2-plain]",),
+    ),
+    Mutant(
+        "experts-are-gathered-from-other-experts",
+        "rank",
+        "zerorun/zero/unit.py",
+        "    channels = comm.of(group.plan.family)",
+        "    channels = comm.dense",
+        (_FAMILIES + "[4-2-stage 3, hybrid-accumulated]",),
+    ),
+    Mutant(
+        "whole-experts-need-a-slot",
+        "bytes",
+        "zerorun/plan/sharding_plan.py",
+        "        if self.mapped or self.resident:",
+        "        if self.mapped:",
+        ("tests/ranks/test_expert_families.py::test_the_plan_says_what_is_held_and_sent[4-stage 3-wide]",),
+    ),
+    Mutant(
+        "copies-of-experts-by-dense-degrees",
+        "divisor",
+        "zerorun/plan/families.py",
+        "        return cls(len(shards), shards.index(topology.rank), len(copies), copies.index(topology.rank))",
+        "        return cls(len(shards), shards.index(topology.rank), topology.replicate, topology.replicate_rank)",
+        (_FAMILIES + "[4-2-stage 3, hybrid-accumulated]",),
     ),
 )

@@ -280,7 +280,7 @@ def write_to_parameters(stage: int, late: bool) -> tuple[list[torch.Tensor], lis
     """Halve all weights after every step, and a master's copy, as loops may. ``late``: rank 1 is slow to read rank 0."""
     torch.manual_seed(0)
     engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
-    memory = engine.comm._shard.memory
+    memory = engine.comm.dense.shard.memory
     assert memory is not None
     read = memory.read_tensor
 

@@ -39,7 +39,7 @@ def step(engine: zerorun.Engine) -> None:
 
 def exchanges(engine: zerorun.Engine) -> int:
     """How many the ranks that shard have made with one another so far."""
-    memory = engine.comm._shard.memory
+    memory = engine.comm.dense.shard.memory
     assert memory is not None
     return memory._number
 

@@ -32,7 +32,7 @@ LOSSES = Counter(["isnan.default", "logical_and_.default", "_to_copy.default"])
 LOSSES += Counter({"stack.default": 3, "sum.default": 2, "clone.default": 1})
 # The decision: the averaged norm; the limit over it, at most 1; the coefficient; whether they are of use; what is read.
 DECISION = Counter(["sqrt.default", "full_like.default", "add.Tensor", "clamp.default", "eq.Scalar", "stack.default"])
-DECISION += Counter({"div.Tensor": 2, "mul.Tensor": 2, "lt.Scalar": 2, "logical_and_.default": 2, "_to_copy.default": 3})
+DECISION += Counter({"div.Tensor": 1, "mul.Tensor": 2, "lt.Scalar": 2, "logical_and_.default": 2, "_to_copy.default": 3})
 DECISION += Counter(["where.self", "cat.default"])
 # An update by torch's kernels, which come with the check for races: unscaling takes two. Triton's kernel looks by itself
 # whether the coefficient is finite, and does not have to put back three tensors.

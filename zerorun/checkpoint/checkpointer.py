@@ -67,7 +67,7 @@ class Checkpointer:
                 self.subject.comm.control.barrier()  # detects a rank that has ended; creating a group would wait for it
             except ZerorunError as error:
                 raise CheckpointError(f"not all ranks came to save or load: {error}") from error
-            self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.peer_reader())
+            self._saver = Saver(Ranks(self.subject.topology), self.subject.comm.dense.peer_reader())
         return self._saver
 
     def _meet(self, what: str, look: Callable[[], T]) -> T:
@@ -230,7 +230,7 @@ class Checkpointer:
             "stage": run.config.zero_optimization.stage,
             "shard": topology.shard,
             "replicate": topology.replicate,
-            **{axis: topology.size(axis) for axis in ("pipe", "tensor") if topology.size(axis) > 1},
+            **{axis: topology.size(axis) for axis in ("pipe", "tensor", "expert") if topology.size(axis) > 1},
             "dtype": dtype,
         }
         if run.compute_dtype == torch.float16:
@@ -302,7 +302,7 @@ class Checkpointer:
         assert manifest is not None
         loader = ModelLoader.compared(self.inventory, reader, wanted, ranks)
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
-        loader.compare_base(ranks, self.subject.comm.peer_reader())
+        loader.compare_base(ranks, self.subject.comm.dense.peer_reader())
         tensors = reader.state_tensors(ranks)
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
         lines = []

@@ -310,7 +310,7 @@ def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) 
 def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
     """The elements of the weight that this rank holds: all of them if its unit is resident."""
     flat_group = home.flat_group
-    if home.unit.resident:
+    if flat_group.plan.resident:
         yield TensorPart(MODEL, name, 0, home.part_of_full(flat_group.full), home.shape, home.shard)
         return
     for piece in flat_group.plan.shard_pieces:

@@ -229,7 +229,7 @@ class ModelLoader:
                         self._conversions.append(partial(flat_group.keep_exact, out, run.offset))
                     yield Read(source, stored, run.start, out, shard)
         if not flat_group.trainable or flat_group.dtype == torch.float64:
-            if home.unit.resident:
+            if flat_group.plan.resident:
                 yield Read(MODEL, stored, 0, home.part_of_full(flat_group.full), shard)
                 return
             for piece in flat_group.plan.shard_pieces:

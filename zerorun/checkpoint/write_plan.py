@@ -7,9 +7,9 @@ that it has anyway.
 
 [Note: columns]
 The ranks at one place of the pipe and tensor axes are a *column* of a replica: what that place has of the model is divided
-among them. A tensor comes whole from one column, or in parts from several, each of which has a ``TensorShard`` of it. What
-several columns have in common, such as norms, or an embedding table that two pipeline stages use, comes from one of them:
-from the writer's own, otherwise from the first.
+among them. A tensor comes whole from one column, or in parts from several, each of which has a ``TensorShard`` of it; or
+from several ranks of a column that have different experts. What several columns have in common, such as norms, or an
+embedding table that two pipeline stages use, comes from one of them: from the writer's own, otherwise from the first.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class Row:
 
 
 _Rows = dict[int, list[Row]]  # the parts of one tensor of one set, by rank
+_Column = tuple[bool, int, int, int]  # whether it is of another replica than the writer's; its replica, stage, tensor rank
 
 
 @dataclass(frozen=True)
@@ -169,20 +170,27 @@ def _near(rows: _Rows, writer: int, places: list[Coordinate]) -> int:
 
 
 def _sources(rows: _Rows, tensor: Described, writer: int, places: list[Coordinate]) -> list[Source]:
-    """Where the writer gets the tensor: from itself if it has all of it, otherwise from ranks of its own replica."""
-    columns: dict[TensorShard | None, dict[tuple[int, int], _Rows]] = {}
-    own = places[writer].pipe, places[writer].tensor
-    for rank, found in rows.items():
+    """Where the writer gets the tensor: from itself if it has all of it, otherwise from ranks of its own replica.
+
+    What its replica does not have, as some experts, comes from the first one that does.
+    """
+    columns: dict[TensorShard | None, dict[_Column, _Rows]] = {}
+    home = places[writer].replicate
+
+    def column_of(rank: int) -> _Column:
         place = places[rank]
-        for row in found if place.replicate == places[writer].replicate else ():
-            column = columns.setdefault(row.shard, {}).setdefault((place.pipe, place.tensor), {})
-            column.setdefault(rank, []).append(row)
+        return place.replicate != home, place.replicate, place.pipe, place.tensor
+
+    for rank, found in rows.items():
+        for row in found:
+            columns.setdefault(row.shard, {}).setdefault(column_of(rank), {}).setdefault(rank, []).append(row)
+    own = column_of(writer)
     shards = [shard for shard in columns if shard is not None] if None not in columns else []
     if shards:
         _check_shards(shards, tensor)
     sources: list[Source] = []
     for shard in shards or (None,):
-        choice: dict[tuple[int, int], _Rows] = columns.get(shard) or {own: {}}
+        choice: dict[_Column, _Rows] = columns.get(shard) or {own: {}}
         sources += _of_column(choice[own if own in choice else min(choice)], tensor, writer)
     if all(source.shard is None for source in sources):
         sources.sort(key=lambda source: source.start)

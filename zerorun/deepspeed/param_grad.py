@@ -91,7 +91,7 @@ def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:
     group = home.flat_group
     if not isinstance(group, TrainedGroup) or not (group.reduced or group.used[home.entry] or home.entry in group.late):
         return None
-    if group.reduced and not (group.plan.owns_everything or engine.topology.shard == 1):
+    if group.reduced and not group.plan.owns_everything:
         return None
     cut = engine.topology.context > 1 and not group.reduced  # other ranks have gradients from other rows
     if home.entry in group.late or group.plan.replication.sums or engine.accumulation.is_weighted or cut:

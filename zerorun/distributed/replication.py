@@ -12,6 +12,16 @@ class Family(Enum):
     DENSE = "dense"  # those of the axis data
     EXPERT = "expert"  # those of the axis expert_data
 
+    @property
+    def shard_axis(self) -> str:
+        """The axis of the ranks that divide its states."""
+        return "shard" if self is Family.DENSE else "expert_shard"
+
+    @property
+    def replicate_axis(self) -> str:
+        """The axis of the ranks that have the same states."""
+        return "replicate" if self is Family.DENSE else "expert_replicate"
+
 
 @dataclass(frozen=True)
 class Replication:

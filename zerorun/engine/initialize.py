@@ -62,7 +62,7 @@ from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_l
 from ..startup.parallelized_model import ParallelizedModel
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.access import adopt_loaded_weights, guard_state_dict
-from ..zero.builder import build, mapped_sizes
+from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from ..zero.leaf_modules import mark_chosen
@@ -168,21 +168,21 @@ def initialize(
         planned_for = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
         planned_for = partial(planned_for, replication_of=parallelized.replication_of)
         plan = _agree(planned_for)
-        _check_memory(model, wanted, raw, plan, device, comm)
+        _check_memory(Fitting(model, wanted, raw, plan, device, replication_of=parallelized.replication_of), comm)
         observer = _agree(lambda: RunObserver.make(wanted, topology, device))
     except ZerorunError:
         parallelized.undo()
         if owns_topology:
             topology.close()
         raise
-    if topology.pipe * topology.tensor > 1:
+    if topology.pipe * topology.tensor * topology.expert > 1:
         settle(unsettled, model, parallelized.part)
     _move_buffers(model, device, comm, partial(buffer_dtype, wanted))
     if on_host(device):
         keep_freed()
     disk = open_disk(plan.disk, wanted, _agree)
-    mapping = comm.map_shards(sizes) if (sizes := mapped_sizes(plan)) else None
-    if sizes and mapping is None:
+    mapping = map_shards(plan, comm)
+    if mapping is None:
         plan = planned_for(maps_shards=False)
     pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
     made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=disk)
@@ -342,13 +342,10 @@ def _feedback(config: Config, accumulation: Accumulation, scaler: LossScaler) ->
     return Feedback(settings.err_beta, lambda: (accumulation.micro_steps // reset, scaler.scale))
 
 
-def _check_memory(
-    model: nn.Module, config: Config, raw: RawOptimizer, plan: ShardingPlan, device: torch.device, comm: Communicator
-) -> None:
+def _check_memory(fitting: Fitting, comm: Communicator) -> None:
     """Raise DoesNotFitError, on all ranks alike, if memory is certain to be too small."""
     if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
         return
-    fitting = Fitting(model, config, raw, plan, device)
     shared = comm.control.values(fitting.demand)
     _agree(lambda: fitting.require(shared))
 

@@ -255,7 +255,7 @@ def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device:
     parts = _all(held, whole)
     own = [sum(held(tensor).put_together for tensor in own_members(module)) for module in whole.modules()]
     built = _beside(parts, max(own))
-    if topology.pipe * topology.tensor == 1:
+    if topology.pipe * topology.tensor * topology.expert == 1:
         return _higher(start_up(plan, part.model, held), built)
     # All parameters are put together, one after the other, and this rank keeps its own part of the model in full.
     ordinary = partial(held_whole, device_type=device)

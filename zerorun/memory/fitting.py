@@ -8,7 +8,7 @@ the limit is on memory in use). Pinned memory does not count towards RLIMIT_MEML
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import free_bytes, name_of, on_host
+from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
 from ..distributed.transports import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
@@ -71,17 +72,22 @@ class Fitting:
         plan: ShardingPlan,
         device: torch.device,
         limits: list[Limit] | None = None,
+        replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE,
     ) -> None:
-        """``plan``: that of this rank, for ``config``. ``limits``: those of host memory; default, this process's."""
+        """``plan``: that of this rank, for ``config``. ``limits``: those of host memory; default, this process's.
+
+        ``replication_of``: as for ``make_plan``.
+        """
         self._model, self._config, self._raw, self._device = model, config, raw, device
-        self._topology = plan.topology
+        self._topology, self._replication_of = plan.topology, replication_of
         self._limits = host_limits() if limits is None else limits
         self._plan = self._with_states(plan)
 
     def _planned(self, config: Config, topology: Topology) -> ShardingPlan:
         between_nodes = topology.world_size > self._topology.world_size and self._plan.transport == PEER_MEMORY
         transport = GLOO if between_nodes else self._plan.transport
-        return self._with_states(make_plan(self._model, config, self._raw, topology, transport, self._device.type))
+        given = (self._model, config, self._raw, topology, transport, self._device.type)
+        return self._with_states(make_plan(*given, replication_of=self._replication_of))
 
     def _with_states(self, plan: ShardingPlan) -> ShardingPlan:
         on_host = any(unit.placement.optimizer for unit in plan.units)

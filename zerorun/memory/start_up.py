@@ -63,7 +63,7 @@ def start_up(plan: ShardingPlan, model: nn.Module, held: Held) -> Peak:
     for unit in plan.units:
         for group in unit.flat_groups:
             values = Bytes(group.layout.numel * group.given_dtype.itemsize)
-            adopted = unit.resident and group.given_dtype == group.dtype
+            adopted = group.resident and group.given_dtype == group.dtype
             for holding in (
                 held(params[entry.name]) for entry in group.layout.entries
             ):  # each parameter is freed as soon as it is copied

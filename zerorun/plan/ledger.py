@@ -65,13 +65,13 @@ def with_states(plan: ShardingPlan, states: OptimizerStates) -> ShardingPlan:
 
 
 def heaviest_rank(plan: ShardingPlan, states: OptimizerStates) -> int:
-    """Return the shard rank that holds the most.
+    """Return the shard rank that holds the most. Ranks with other experts have as many of them.
 
     Shards are equal but for rounding unless parameters are whole. Of equal ones it is that of the most states: an optimizer
     that is told of parts keeps more for some than for others, so does Muon, for what AdamW updates, and formats differ.
     """
-    layouts, ranks = [group.layout for group in plan.flat_groups if not group.layout.even], range(plan.topology.shard)
-    totals = [sum(layout.shard_numel(rank) for layout in layouts) for rank in ranks]
+    uneven, ranks = [group for group in plan.flat_groups if not group.layout.even], range(plan.topology.shard)
+    totals = [sum(_at(plan, group, rank).shard_numel for group in uneven) for rank in ranks]
     formats = {format for group in plan.trainable for format in group.state_formats}
     if plan.by_parts and plan.policy.shard_optimizer:
         totals = [0 for _ in ranks]
@@ -79,7 +79,7 @@ def heaviest_rank(plan: ShardingPlan, states: OptimizerStates) -> int:
             for rank, size in _states_of_parts(plan, group, states):
                 totals[rank] += size
     elif plan.policy.shard_optimizer and (plan.matrices is not None or not formats <= {StateFormat.FP32}):
-        totals = [sum(_states_of(plan, _at(group, rank), states) for group in plan.trainable) for rank in ranks]
+        totals = [sum(_states_of(plan, _at(plan, group, rank), states) for group in plan.trainable) for rank in ranks]
     return totals.index(max(totals))
 
 
@@ -88,13 +88,13 @@ def _states_of_parts(plan: ShardingPlan, group: FlatGroupPlan, states: Optimizer
     for number, entry in enumerate(group.layout.entries):
         bounds = group.layout.bounds
         for rank in range(bisect_right(bounds, entry.offset) - 1, bisect_left(bounds, entry.end)) if entry.numel else ():
-            yield rank, states.bytes_of_part(plan.part(_at(group, rank), number))
+            yield rank, states.bytes_of_part(plan.part(_at(plan, group, rank), number))
 
 
-def _at(group: FlatGroupPlan, rank: int) -> FlatGroupPlan:
-    """Return ``group`` with what rank ``rank`` of the shard axis updates."""
-    bounds = group.layout.bounds
-    return replace(group, shard_rank=rank, owned=(bounds[rank], bounds[rank + 1]))
+def _at(plan: ShardingPlan, group: FlatGroupPlan, rank: int) -> FlatGroupPlan:
+    """Return ``group`` with what rank ``rank`` of the shard axis updates. Neighbours may have the same part of experts."""
+    bounds, place = group.layout.bounds, rank * group.layout.degree // plan.topology.shard
+    return replace(group, shard_rank=place, owned=(bounds[place], bounds[place + 1]))
 
 
 def _states_of(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> int:

@@ -18,7 +18,7 @@ from ..config.parse import Config
 from ..distributed.block_codes import BLOCK
 from ..distributed.device import CPU
 from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_layout
-from ..distributed.replication import ALONE, Replication
+from ..distributed.replication import ALONE, Family, Replication
 from ..distributed.secondary import Secondary
 from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.topology import Topology, divisors
@@ -31,6 +31,7 @@ from ..optim.loss_scaler import DTYPES
 from ..optim.requested import RawOptimizer
 from ..zero.offload.nvme import buffer_bytes
 from .coded import Coded, CodedWire
+from .families import FamilyPlace, refuse_optimizer
 from .float8_layers import casts_of
 from .matrices import MatrixExchange, plan_exchange
 from .optimizer_states import state_count
@@ -68,7 +69,7 @@ def make_plan(
     ``transport``: NCCL, GLOO or PEER_MEMORY. ``device_type``: that of the ranks' devices, "cpu" or "cuda".
     ``replication_of``: which ranks besides the data-parallel ones also have a parameter. ``maps_shards``: False if ranks
     turned out to have no memory in common. Raises ConfigError for unknown classes in ``unit_policy``, and for an optimizer
-    whose states cannot be updated on a disk.
+    whose states cannot be updated on a disk; ModelError for one that needs experts whole.
     """
     return _Planner(model, config, raw, topology, transport, device_type, replication_of, maps_shards).plan()
 
@@ -107,14 +108,14 @@ def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank:
     return found
 
 
-def secondary_partition(config: Config, topology: Topology) -> Secondary | None:
-    """Return which ranks have a second copy of the weights (hpZ); None if there is none.
+def secondary_partition(config: Config, topology: Topology, family: Family = Family.DENSE) -> Secondary | None:
+    """Return which ranks have a second copy of the weights (hpZ); None if there is none, as of experts.
 
     Raises TopologyError if groups of that many ranks do not fill the shard group.
     """
     settings, shard = config.zero_optimization, topology.shard
     size = settings.zero_hpz_partition_size
-    if settings.stage < 3 or size == 1:
+    if settings.stage < 3 or size == 1 or family is not Family.DENSE:
         return None
     if size == shard or shard == 1:
         info_once(
@@ -260,12 +261,12 @@ class _Planner:
     def mapped(self) -> set[_Place]:
         """The flat groups whose buffer is made of the memory of all ranks. Empty if they need too many address ranges."""
         found = {
-            (index, number)
-            for index in (self.sharing if self.policy.share_param_slots and self._can_map else ())
+            (index, number): group.layout.degree
+            for index in (self.sharing if self.policy.share_param_slots else ())
             for number, group in enumerate(self.groups[index])
-            if _fills_pages(group) and not (self.placements[index].params or self.placements[index].optimizer)
+            if self._can_map(group) and not (self.placements[index].params or self.placements[index].optimizer)
         }
-        return found if len(found) * self.topology.shard <= MOST_RANGES else set()
+        return set(found) if sum(found.values()) <= MOST_RANGES else set()
 
     def plan(self) -> ShardingPlan:
         config, topology = self.config, self.topology
@@ -357,6 +358,8 @@ class _Planner:
         return CodedWire(self.config.zero_optimization, self.policy, self.topology, self.raw.whole, casts)
 
     def _coded(self, spec: UnitSpec, param: nn.Parameter) -> Coded:
+        if self.replication_of(param).family is not Family.DENSE:
+            return Coded()
         return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param))
 
     def _lay_out(self, spec: UnitSpec, members: _Members) -> FlatGroupPlan:
@@ -367,28 +370,35 @@ class _Planner:
         in_blocks = coded.gradients or (coded.gathers and coded.float8 is None)
         least = BLOCK if in_blocks else ALIGNMENT
         quanta = [max(least, self._format(param).quantum) for param in params]
-        layout = build_layout([n for n, _ in members], shapes, self.topology.shard, whole=whole, quantum=quanta)
+        replication = self.replication_of(params[0])
+        if trained and replication.family is Family.EXPERT:
+            matrices = [name for name, param in members if self.raw.matrix_dtype is not None and self._is_matrix(param)]
+            refuse_optimizer([name for name, _ in members], matrices, self.raw, self.topology)
+        place = FamilyPlace.of(replication.family, self.topology)
+        layout = build_layout([n for n, _ in members], shapes, place.degree, whole=whole, quantum=quanta)
         laid_out = by_layout(layout, members)
         return FlatGroupPlan(
             layout,
-            self.topology.shard_rank,
+            place.shard_rank,
+            copies=place.copies,
+            copy=place.copy,
             dtype=self._dtype(params[0]),
             given_dtype=params[0].dtype,
             packed=is_packed(params[0]),
             coded=coded.gathers,
             float8=coded.float8,
             codes_gradients=coded.gradients,
-            replication=self.replication_of(params[0]),
+            replication=replication,
             optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
             state_formats=tuple(self._format(param) for param in laid_out) if trained else (),
             tensor_shards=tuple(self.tensor_shards.get(id(param)) for param in laid_out) if self.tensor_shards else (),
         )
 
-    @cached_property
-    def _can_map(self) -> bool:
-        """True if ranks can share the memory of large shards."""
-        direct = self.device_type == CPU and reads_peers(self.transport, self.topology)
-        return self.maps_shards and direct and secondary_partition(self.config, self.topology) is None
+    def _can_map(self, group: FlatGroupPlan) -> bool:
+        """True if ranks can share the memory of its shards."""
+        direct = self.device_type == CPU and reads_peers(self.transport, self.topology, group.family)
+        copied = secondary_partition(self.config, self.topology, group.family) is not None
+        return self.maps_shards and direct and _fills_pages(group) and not copied
 
     # -- units ---------------------------------------------------------------------------------------------------
 
@@ -415,6 +425,7 @@ class _Planner:
 
     def _complete(self, unit: UnitPlan, number: int, group: FlatGroupPlan) -> FlatGroupPlan:
         trained, placement = group.trainable, unit.placement
+        resident = unit.resident or (group.layout.degree == 1 and not placement.params)
         large = group.layout.numel >= LARGE_NUMEL * len(group.layout.entries) and group.dtype == torch.float32
         alike = placement.optimizer == (placement.params and not unit.resident) and not placement.states_on_disk
         owned = (group.low, group.high) if self.policy.shard_optimizer else (0, group.layout.numel)
@@ -424,13 +435,13 @@ class _Planner:
             master_is_weight=trained and group.dtype == self.raw.master.dtype and alike,
             master_format=self.raw.master if trained else MasterFormat.FP32,
             gradient_dtype=DTYPES[self.config.gradient_dtype] if trained else torch.float32,
-            resident=unit.resident,
-            secondary=None if unit.resident else secondary_partition(self.config, self.topology),
+            resident=resident,
+            secondary=None if resident else secondary_partition(self.config, self.topology, group.family),
             mapped=(unit.index, number) in self.mapped,
             unpacked=trained
             and large
             and not group.codes_gradients
-            and reads_parts(self.transport, self.topology, self.device_type, wire_dtype(self.config)),
+            and reads_parts(self.transport, self.topology, self.device_type, wire_dtype(self.config), group.family),
         )
         return replace(found, buffers=tuple(self._buffers(unit, found)))
 
@@ -442,10 +453,10 @@ class _Planner:
         """
         policy, size = self.policy, group.dtype.itemsize
         whole, shard = group.layout.numel * size, group.shard_numel * size
-        if unit.resident and policy.share_param_slots:
+        if group.resident and policy.share_param_slots:
             yield Buffer("full", "parameters", shard)
             yield Buffer("full", "slots", whole - shard)
-        elif unit.resident:
+        elif group.resident:
             yield Buffer("full", "parameters", whole)
         else:
             yield Buffer("shard", "parameters", shard, unit.params_place)

@@ -30,23 +30,28 @@ def receive_buffer_bytes(plan: ShardingPlan) -> int:
 
 
 def _stretches(plan: ShardingPlan) -> int:
-    """Return the bytes of stretches: where ranks read each other's memory, one for each peer, on both axes."""
+    """Return the bytes of stretches: where ranks read each other's memory, one for each peer, on all axes."""
     if plan.transport != PEER_MEMORY:
         return 0
-    topology, over_shards, over_replicas = plan.topology, 0, 0
+    largest: dict[str, int] = {}  # axis -> bytes for all peers
     for group in plan.trainable:
         longest = max((piece.numel for piece in group.shard_pieces), default=0)
         dtype, numel = (torch.float32, longest) if group.unpacked else (plan.wire_dtype, group.shard_numel)
-        over_shards = max(over_shards, 0 if group.codes_gradients else stretch_bytes(numel, dtype))
-        low, high = _part_of_replica(plan, group.shard_numel)
-        over_replicas = max(over_replicas, stretch_bytes(high - low, plan.wire_dtype))
-    return (topology.shard - 1) * over_shards + (topology.replicate - 1) * over_replicas
+        over_shards = 0 if group.codes_gradients else stretch_bytes(numel, dtype)
+        low, high = _part_of_replica(group)
+        over_replicas = stretch_bytes(high - low, plan.wire_dtype)
+        for axis, size, peers in (
+            (group.family.shard_axis, over_shards, group.layout.degree - 1),
+            (group.family.replicate_axis, over_replicas, group.copies - 1),
+        ):
+            largest[axis] = max(largest.get(axis, 0), peers * size)
+    return sum(largest.values())
 
 
-def _part_of_replica(plan: ShardingPlan, numel: int) -> tuple[int, int]:
+def _part_of_replica(group: FlatGroupPlan) -> tuple[int, int]:
     """Return the range of a shard that this rank sums for all replicas."""
-    step, rank = -(-numel // plan.topology.replicate), plan.topology.replicate_rank
-    return min(step * rank, numel), min(step * (rank + 1), numel)
+    numel, step = group.shard_numel, -(-group.shard_numel // group.copies)
+    return min(step * group.copy, numel), min(step * (group.copy + 1), numel)
 
 
 class _Receiving:
@@ -87,11 +92,11 @@ class _Receiving:
                 self.pool.give(buffer)
             for hop in left if group.codes_gradients else ():
                 self._give(self._of_hop(hop, group))
-            if self._plan.topology.replicate > 1:
+            if group.copies > 1:
                 self._sum_over_replicas(group)
 
     def _receive(self, group: FlatGroupPlan) -> list[torch.Tensor]:
-        ranks = self._plan.topology.shard
+        ranks = group.layout.degree
         if group.unpacked or ranks == 1:
             return []
         if group.codes_gradients:
@@ -115,6 +120,6 @@ class _Receiving:
         return taken + [self.pool.take(owned * (ranks - 1) // peers, wire) for _ in range(peers)]
 
     def _sum_over_replicas(self, group: FlatGroupPlan) -> None:
-        low, high = _part_of_replica(self._plan, group.shard_numel)
-        for buffer in self._sum(group, group.shard_numel, high - low, self._plan.topology.replicate):
+        low, high = _part_of_replica(group)
+        for buffer in self._sum(group, group.shard_numel, high - low, group.copies):
             self.pool.give(buffer)

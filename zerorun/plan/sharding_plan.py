@@ -24,7 +24,7 @@ from ..distributed.block_codes import coded_bytes
 from ..distributed.coded_hops import CodedHop
 from ..distributed.float8_codes import Float8Cast
 from ..distributed.layout import Layout, Piece, aligned_bytes
-from ..distributed.replication import ALONE, Replication
+from ..distributed.replication import ALONE, Family, Replication
 from ..distributed.secondary import Secondary
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
@@ -103,11 +103,13 @@ class PiecePlan:
 class FlatGroupPlan:
     """Parameters of a unit that lie end to end in one flat buffer. They have one dtype, and either all or none are trained.
 
+    ``copies``: how many ranks have the same shard, and ``copy``: which of them this one is, along the axes of ``family``.
     ``dtype``: the dtype in which they are kept; ``given_dtype``: the one that the module has. ``packed``: memory that
     classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
     parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of elements
     whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
-    to this unit alone and is always whole, and the shard is a part of it. ``mapped``: the flat buffer is made of the memory
+    to this unit alone and is always whole, and the shard is a part of it; so it is where no rank shares these experts,
+    though the unit shares slots. ``mapped``: the flat buffer is made of the memory
     of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
     ``coded``: gathers of the shards send codes (block_codes.py), or with ``float8`` those of float8_codes.py;
     ``codes_gradients``: reductions send codes. ``secondary``: gathers are from a second copy of the weights.
@@ -120,6 +122,8 @@ class FlatGroupPlan:
     shard_rank: int
     dtype: DType
     given_dtype: DType
+    copies: int = 1
+    copy: int = 0
     packed: bool = False
     replication: Replication = ALONE
     optimizer_groups: tuple[int, ...] = ()
@@ -141,6 +145,16 @@ class FlatGroupPlan:
     @property
     def trainable(self) -> bool:
         return bool(self.optimizer_groups)
+
+    @cached_property  # cached, as the next one, because steps read it
+    def family(self) -> Family:
+        """Which channels its shards and gradients go through."""
+        return self.replication.family
+
+    @cached_property
+    def counted(self) -> bool:
+        """True if this rank's shard counts in the norm: each element counts once in the world."""
+        return self.replication.counted and self.copy == 0
 
     @property
     def low(self) -> int:
@@ -192,7 +206,7 @@ class FlatGroupPlan:
     @property
     def slot_bytes(self) -> tuple[int, ...]:
         """The bytes of what a shared slot has of it: the parameters, and the codes that they are made of."""
-        if self.mapped:
+        if self.mapped or self.resident:
             return ()
         whole = self.layout.numel * self.dtype.itemsize
         return (whole, self.code_bytes(self.layout.numel)) if self.coded else (whole,)

@@ -132,10 +132,8 @@ class _Step:
             self._copied.add(unit.name)
 
     def _all_gather(self, unit: str, groups: Sequence[FlatGroupPlan], phase: str) -> None:
-        rank = self._plan.topology.shard_rank
-        others = self._plan.topology.shard - 1
-        for group in groups if others else ():
-            sent = group.gathered_bytes * others
+        for group in (group for group in groups if group.layout.degree > 1):
+            rank, sent = group.shard_rank, group.gathered_bytes * (group.layout.degree - 1)
             if group.secondary is not None:
                 sent = group.second_bytes * (group.secondary.size - 1)
                 keepers = group.secondary.keepers(rank)
@@ -155,7 +153,7 @@ class _Step:
         for group in unit.trainable:
             if group.codes_gradients:
                 self._hop(label, group, self._plan.hops[:1])
-            elif self._plan.topology.shard > 1:
+            elif group.layout.degree > 1:
                 self._issued.append(Collective(label, self._bytes_to_shards(group)))
             if self._goes_on(group):
                 self._sum_over_replicas(unit, group)
@@ -180,25 +178,25 @@ class _Step:
         self._going_on.add(unit.index)
 
     def _finish_reduction(self, unit: UnitPlan) -> None:
-        topology = self._plan.topology
         left = [] if unit.index in self._going_on else self._plan.hops[1:]
         self._going_on.discard(unit.index)
         for group in unit.trainable:
             self._hop(f"{unit.name}: reduce-scatter gradients", group, left)
             if not self._goes_on(group):
                 self._sum_over_replicas(unit, group)
-        for group in unit.trainable if topology.shard > 1 and not self._plan.policy.shard_optimizer else ():
-            sent = group.shard_numel * (topology.shard - 1) * group.gradient_dtype.itemsize
+        reduced_everywhere = () if self._plan.policy.shard_optimizer else unit.trainable
+        for group in (group for group in reduced_everywhere if group.layout.degree > 1):
+            sent = group.shard_numel * (group.layout.degree - 1) * group.gradient_dtype.itemsize
             self._issued.append(Collective(f"{unit.name}: all-gather gradients", sent))
 
     def _sum_over_replicas(self, unit: UnitPlan, group: FlatGroupPlan) -> None:
-        for sent in self._bytes_over_replicas(group) if self._plan.topology.replicate > 1 else ():
+        for sent in self._bytes_over_replicas(group) if group.copies > 1 else ():
             self._issued.append(Collective(f"{unit.name}: reduce-scatter gradients over replicas", sent))
 
     def _bytes_over_replicas(self, group: FlatGroupPlan) -> list[int]:
         """Return the bytes of an all-reduce, by call: one call through NCCL, else a reduce-scatter and an all-gather."""
-        topology, wire, kept = self._plan.topology, self._plan.wire_dtype.itemsize, group.gradient_dtype.itemsize
-        return self._bytes_of_all_reduce(group.shard_numel, topology.replicate, topology.replicate_rank, wire, kept)
+        wire, kept = self._plan.wire_dtype.itemsize, group.gradient_dtype.itemsize
+        return self._bytes_of_all_reduce(group.shard_numel, group.copies, group.copy, wire, kept)
 
     def _bytes_of_all_reduce(self, numel: int, size: int, rank: int, wire: int, kept: int = _FP32) -> list[int]:
         """As ``_bytes_over_replicas``, over ``size`` ranks of which this is number ``rank``.

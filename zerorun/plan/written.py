@@ -6,6 +6,8 @@ from collections import Counter
 
 from pydantic import TypeAdapter
 
+from ..distributed.replication import Family
+from ..distributed.topology import Topology
 from ..log import in_bytes
 from .ledger import planned_bytes
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
@@ -29,8 +31,8 @@ def as_table(plan: ShardingPlan) -> str:
     topology = plan.topology
     lines = [
         f"rank {topology.rank} of {topology.world_size}: {topology.pipe} pipeline stages x {topology.replicate} replicas x "
-        f"{topology.shard} shards x {topology.tensor} tensor ranks; stage {plan.policy.stage}, {plan.transport}, "
-        f"{plan.device_type}",
+        f"{topology.shard} shards x {topology.tensor} tensor ranks{_views(topology)}; stage {plan.policy.stage}, "
+        f"{plan.transport}, {plan.device_type}",
         f"parameter slots {_slots(plan.param_slots.count, plan.param_slots.nbytes)}, "
         f"gradient slots {_slots(plan.grad_slots.count, plan.grad_slots.nbytes)}",
         "",
@@ -46,6 +48,11 @@ def as_table(plan: ShardingPlan) -> str:
     return "\n".join(lines + _collectives(step_collectives(plan)))
 
 
+def _views(topology: Topology) -> str:
+    degrees = {"in a sequence": topology.context, "with different experts": topology.expert}
+    return "".join(f", {degree} {what}" for what, degree in degrees.items() if degree > 1)
+
+
 def _slots(count: int, nbytes: int) -> str:
     return f"{count} of {in_bytes(nbytes)}" if nbytes else "none shared"
 
@@ -57,6 +64,7 @@ def _slot_of(unit: UnitPlan) -> str:
 
 def _described(unit: UnitPlan, group: FlatGroupPlan) -> str:
     words = [str(group.dtype).removeprefix("torch."), "trained" if group.trainable else "frozen"]
+    words += ["experts of this rank"] * (group.family is Family.EXPERT)
     words += ["packed"] * group.packed + ["mapped"] * group.mapped
     words += [f"second copy by {group.secondary.size}"] if group.secondary is not None else []
     words += ["gathered in fp8"] * (group.float8 is not None)

@@ -16,7 +16,7 @@ import torch
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.topology import Topology
 from zerorun.distributed.transport import world
-from zerorun.distributed.transport.communicator import Communicator
+from zerorun.distributed.transport.communicator import Channels, Communicator
 
 from .reporter import Reporter
 
@@ -195,10 +195,10 @@ def _without_peer_memory() -> Iterator[None]:
 def _check_communicator(reporter: Reporter, communicator: Communicator, transport: str) -> None:
     degree = communicator.topology.shard
     for dtype in WIRE_DTYPES:
-        communicator.wire_dtype = dtype
+        channels = Channels(communicator.dense.shard, communicator.dense.replicate, dtype)
         tail = f"{_short(dtype)} by {transport}, {degree} ranks"
-        _check(reporter, f"zerorun all_gather {tail}", partial(_gathered, communicator, dtype))
-        _check(reporter, f"zerorun reduce_scatter {tail}", partial(_scattered, communicator))
+        _check(reporter, f"zerorun all_gather {tail}", partial(_gathered, communicator, channels, dtype))
+        _check(reporter, f"zerorun reduce_scatter {tail}", partial(_scattered, communicator, channels))
 
 
 def _bounds(degree: int) -> list[Sequence[int]]:
@@ -208,7 +208,7 @@ def _bounds(degree: int) -> list[Sequence[int]]:
     return [build_layout(names, shapes, degree, whole=whole).bounds for whole in (False, True)]
 
 
-def _gathered(communicator: Communicator, dtype: torch.dtype) -> Iterator[Outcome]:
+def _gathered(communicator: Communicator, channels: Channels, dtype: torch.dtype) -> Iterator[Outcome]:
     topology, device = communicator.topology, communicator.device
     for bounds in _bounds(topology.shard):
         want = torch.cat(
@@ -220,17 +220,17 @@ def _gathered(communicator: Communicator, dtype: torch.dtype) -> Iterator[Outcom
         full = torch.zeros(bounds[-1], dtype=dtype, device=device)
         own = slice(bounds[topology.shard_rank], bounds[topology.shard_rank + 1])
         full[own] = want[own]
-        communicator.all_gather(full, bounds, "report").wait()
+        channels.all_gather(full, bounds, "report").wait()
         communicator.fence()
         yield full, want
 
 
-def _scattered(communicator: Communicator) -> Iterator[Outcome]:
+def _scattered(communicator: Communicator, channels: Channels) -> Iterator[Outcome]:
     topology, device = communicator.topology, communicator.device
     for bounds, accumulate in product(_bounds(topology.shard), (False, True)):
         full = pattern(topology.rank, bounds[-1], torch.float32, device)
         own = slice(bounds[topology.shard_rank], bounds[topology.shard_rank + 1])
         out = torch.full_like(full[own], 5.0)
-        communicator.reduce_scatter(full, bounds, out, "report", accumulate=accumulate).wait()
+        channels.reduce_scatter(full, bounds, out, "report", accumulate=accumulate).wait()
         communicator.fence()
         yield out, total(bounds[-1], torch.float32, device)[own] + (5.0 if accumulate else 0.0)

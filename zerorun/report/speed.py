@@ -211,12 +211,12 @@ def _operation(name: str, communicator: Communicator, wire: torch.device, numel:
     buffer = torch.zeros(numel, device=wire if name == "all_reduce" else communicator.device)
     if name == "all_reduce":
         return lambda: world.all_reduce(buffer, "report")
-    step = numel // size
+    channels, step = communicator.dense, numel // size
     bounds = [step * index for index in range(size + 1)]
     if name == "all_gather":
-        return lambda: communicator.all_gather(buffer, bounds, "report").wait()
+        return lambda: channels.all_gather(buffer, bounds, "report").wait()
     out = torch.zeros_like(buffer[bounds[rank] : bounds[rank + 1]])
-    return lambda: communicator.reduce_scatter(buffer, bounds, out, "report", accumulate=False).wait()
+    return lambda: channels.reduce_scatter(buffer, bounds, out, "report", accumulate=False).wait()
 
 
 def _time(operation: Callable[[], object], wire: torch.device) -> float:

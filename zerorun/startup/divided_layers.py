@@ -90,7 +90,7 @@ def divide_layers(
         _take_rank_zeros(model, axis)
     agree_on_random_numbers(axis)
     return ParallelizedModel(
-        {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), undo, axis
+        {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), undo, {"tensor": axis}
     )
 
 

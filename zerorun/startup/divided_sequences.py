@@ -36,4 +36,5 @@ def divide_sequences_in(
         divided.remove()
         made.undo()
 
-    return replace(made, undo=undo, context=axis, model_axes={**made.model_axes, "context": axis.transport})
+    axes, model_axes = {**made.axes, "context": axis}, {**made.model_axes, "context": axis.transport}
+    return replace(made, undo=undo, axes=axes, model_axes=model_axes)

@@ -7,13 +7,14 @@ importing everything else takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..config.parse import Config
-from ..distributed.replication import Replication
+from ..distributed.replication import Family, Replication
 from ..distributed.tensor_shard import shards_of
 from ..distributed.topology import Topology, subgroup
 from ..distributed.transport.connect import connect_axis
@@ -91,7 +92,7 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology) -> Paralle
     """
     if topology.tensor * topology.pipe > 1:
         refuse_partitioned(model.parameters() if is_part(model) else (), "a model that is cut or divided over ranks")
-    if topology.tensor == 1 or shards_of(model):
+    if topology.tensor == 1 or any(shard.axis == "tensor" for shard in shards_of(model).values()):
         return None
     from .divided_layers import plan_whole_layers
 
@@ -110,6 +111,11 @@ def divide(
         from .divided_layers import divide_layers
 
         made = divide_layers(model, plan, config, topology, device)
+    if topology.expert > 1:
+        from ..tensor_parallel.axis import make_axis
+
+        axes = {**made.axes, "expert": make_axis(topology, device, "expert")}
+        made = replace(made, axes=axes, shards=shards_of(model), replication_of=_with_experts(made.replication_of, model))
     if isinstance(model, Pipelined) and topology.pipe > 1:
         _refuse_dropped(model, topology)
         _tie(model, topology, made, device)
@@ -148,6 +154,8 @@ def divide_shapes(
         from .divided_layers import divide_shapes_of_layers
 
         replication_of = divide_shapes_of_layers(model, plan, config, topology)
+    if topology.expert > 1:
+        replication_of = _with_experts(replication_of, model)
     if not isinstance(model, Pipelined) or topology.pipe == 1:
         return replication_of
     copies: Copies = {}
@@ -155,6 +163,12 @@ def divide_shapes(
         for local in _names_here(tie, topology):
             copies[id(model.get_parameter(local))] = (_name_of(tie), stages[0] == topology.pipe_rank)
     return _with_copies(replication_of, copies)
+
+
+def _with_experts(inner: Callable[[nn.Parameter], Replication], model: nn.Module) -> Callable[[nn.Parameter], Replication]:
+    """Experts that are spread over ranks have channels of their own, and all of these ranks count in the norm."""
+    spread = {key for key, shard in shards_of(model).items() if shard.axis == "expert"}
+    return lambda param: Replication(family=Family.EXPERT) if id(param) in spread else inner(param)
 
 
 def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
@@ -210,6 +224,8 @@ def _name_of(tie: Tie) -> str:
 def _with_copies(inner: Callable[[nn.Parameter], Replication], copies: Copies) -> Callable[[nn.Parameter], Replication]:
     def replication_of(param: nn.Parameter) -> Replication:
         replication, copy = inner(param), copies.get(id(param))
-        return replication if copy is None else Replication((*replication.sums, copy[0]), replication.counted and copy[1])
+        if copy is None:
+            return replication
+        return replace(replication, sums=(*replication.sums, copy[0]), counted=replication.counted and copy[1])
 
     return replication_of

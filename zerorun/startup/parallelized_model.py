@@ -25,9 +25,8 @@ class ParallelizedModel:
     shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> the part of it that is here
     replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
-    axis: TransportAxis | None = None
+    axes: dict[str, TransportAxis] = field(default_factory=dict)  # between ranks with other parts, or rows, by name
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
-    context: TransportAxis | None = None  # the ranks that divide each sequence
 
     def undone_with(self, more: Callable[[], None]) -> ParallelizedModel:
         """Return a copy whose ``undo`` calls ``more`` at its end."""
@@ -39,13 +38,13 @@ class ParallelizedModel:
         return replace(self, undo=undo)
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the whole value, gradient or state of ``param``. All tensor ranks must call it, each with its ``part``."""
+        """Return the whole value, gradient or state of ``param``. All ranks with parts must call it, each with its own."""
         shard = self.shards.get(id(param))
-        if shard is None or self.axis is None:
+        if shard is None:
             return part
         from ..tensor_parallel.layers import whole_of  # already imported if any layer is divided
 
-        return whole_of(part.contiguous(), shard, self.axis)
+        return whole_of(part.contiguous(), shard, self.axes[shard.axis])
 
     def part(self, param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``whole``, a value, gradient or state of ``param``."""
@@ -56,14 +55,13 @@ class ParallelizedModel:
         """Return the ``number`` that each rank with the same batch passes: tensor ranks, for each context rank. All must
         call it."""
         found = [number]
-        for axis in (self.axis, self.context):
-            if axis is not None:
-                mine = torch.tensor(found, device=axis.transport.device)
-                bounds = range(0, len(found) * axis.size + 1, len(found))
-                found = axis.all_gather(mine, 0, bounds, "comparison of data").tolist()
+        for axis in (self.axes[name] for name in ("tensor", "context") if name in self.axes):
+            mine = torch.tensor(found, device=axis.transport.device)
+            bounds = range(0, len(found) * axis.size + 1, len(found))
+            found = axis.all_gather(mine, 0, bounds, "comparison of data").tolist()
         return found
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
         """Overwrite ``whole`` with the one that ``tensor_rank`` has. All tensor ranks must call it."""
-        if self.axis is not None:
-            self.axis.transport.broadcast(whole, "edited parameters", tensor_rank)
+        if "tensor" in self.axes:
+            self.axes["tensor"].transport.broadcast(whole, "edited parameters", tensor_rank)

@@ -51,7 +51,7 @@ def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology:
 
 
 def _parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:
-    if topology.pipe * topology.tensor == 1:
+    if topology.pipe * topology.tensor * topology.expert == 1:
         yield PlannedPart(model, raw, topology, lambda param: ALONE)
         return
     layers = plan_layers(model, config, topology)

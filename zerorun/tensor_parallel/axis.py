@@ -43,7 +43,7 @@ class Axis(Protocol):
 
 
 class TransportAxis:
-    """The axis whose ranks are processes."""
+    """An axis whose ranks are processes."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -96,15 +96,14 @@ def _joined(flat: torch.Tensor, parts: list[torch.Tensor], dim: int) -> torch.Te
 
 
 def make_axis(topology: Topology, device: torch.device, name: str = "tensor") -> TransportAxis:
-    """Return the axis ``name`` of ``topology``, tensor or context. All ranks must call this.
+    """Return the axis ``name`` of ``topology``. All ranks must call this.
 
     The axis is made once: layers and engines over one topology share it and its statistics.
     """
     axis: TransportAxis | None = topology.shared.get(f"{name} axis")
     if axis is None:
-        size = topology.size(name)
-        group = topology.group(name) if size > 1 else None
-        place = (getattr(topology, f"{name}_rank"), size)
-        transport = connect_axis(name, group, *place, device, CommunicationStatistics())
+        ranks = topology.ranks_along(name)
+        group = topology.group(name) if len(ranks) > 1 else None
+        transport = connect_axis(name, group, ranks.index(topology.rank), len(ranks), device, CommunicationStatistics())
         axis = topology.shared[f"{name} axis"] = TransportAxis(transport)
     return axis

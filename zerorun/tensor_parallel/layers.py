@@ -219,12 +219,12 @@ def _unfilled(param: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def whole_of(part: torch.Tensor, shard: TensorShard, axis: Axis) -> torch.Tensor:
-    """Return the whole tensor, of which each rank has a ``part``. All tensor ranks must call this."""
+    """Return the whole tensor, of which each rank of ``axis`` has a ``part``. All of them must call this."""
     summand = torch.zeros(shard.shape, dtype=part.dtype, device=part.device)
     if part.is_meta:
         return summand
     shard.put(part, summand)
-    return axis.all_reduce(summand, "tensor: whole weights")
+    return axis.all_reduce(summand, f"{shard.axis}: whole weights")
 
 
 def _convert(

@@ -70,7 +70,7 @@ def keep_reduced(recorder: Recorder, model: ShardedModel) -> Records:
     """Keep the gradients from which this rank will update its part of the weights. Return those that it is the first to
     have.
     """
-    names, topology, sent = named(model).names, model.comm.topology, Records()
+    names, sent = named(model).names, Records()
     for unit in model.units:
         for group in unit.trainable:
             gradient = owned_gradient(group)
@@ -79,7 +79,7 @@ def keep_reduced(recorder: Recorder, model: ShardedModel) -> Records:
                 part = gradient[run.offset : run.offset + run.numel]
                 place: dict[str, Any] = {"start": run.start, "shard": model.parts.shards.get(id(param))}
                 point = recorder.keep(Kind.REDUCED, names[id(param)], part, **place)
-                if topology.data_rank < (1 if group.plan.owns_everything else topology.shard):
+                if group.plan.copy == 0 and not (group.plan.owns_everything and group.plan.shard_rank):
                     sent[point] = recorder.records[point]
     return sent
 

@@ -36,7 +36,8 @@ def gathered(model: ShardedModel, flat_group: FlatGroup, owned: torch.Tensor, wh
     if owned.numel() == flat_group.layout.numel:
         return owned
     full = torch.empty(flat_group.layout.numel, dtype=owned.dtype, device=owned.device)
-    model.comm.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
+    channels = model.comm.of(flat_group.plan.family)
+    channels.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
     model.comm.fence()  # the script may write to parameters next, which other ranks may still be reading
     return full
 
@@ -50,7 +51,7 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
     """Return the flat compute-dtype parameters [numel] of a flat group. Collective for units that share slots."""
     unit.updated()
     runtime.made.states.bring_back(WEIGHTS)
-    if unit.resident:
+    if flat_group.plan.resident:
         return flat_group.full
     full = torch.empty(flat_group.layout.numel, dtype=flat_group.dtype, device=runtime.comm.device)
     unit.gather_into(runtime.comm, flat_group, full, "on request").wait()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..distributed.replication import Family
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
@@ -37,13 +38,13 @@ def build(
     comm: Communicator,
     *,
     pinned: bool = True,
-    mapping: MappedShards | None = None,
+    mapping: Mapping[Family, MappedShards] | None = None,
     disk: Disk | None = None,
 ) -> ShardedParameters:
     """Make the units of ``plan``. All data-parallel ranks must call it; rank 0's values win.
 
-    ``pinned``: host memory, for a GPU. ``mapping``: memory that ranks share, for flat groups that the plan maps, in their
-    order. ``disk``: room for what the plan puts there. Raises ModelError for parameters without values, before anything.
+    ``pinned``: host memory, for a GPU. ``mapping``: what ``map_shards`` has returned for the plan. ``disk``: room for what
+    the plan puts there. Raises ModelError for parameters without values, before anything.
     """
     for name, param in model.named_parameters():
         if param.is_meta:
@@ -51,12 +52,26 @@ def build(
                 f"parameter {name} is on the meta device and has no values. Remedy: build the model inside "
                 "`with zerorun.zero.Init():`, or call to_empty() and initialise it, before zerorun.initialize()."
             )
-    return _Builder(plan, model, comm, pinned, mapping, disk).build()
+    return _Builder(plan, model, comm, pinned, mapping or {}, disk).build()
 
 
-def mapped_sizes(plan: ShardingPlan) -> list[int]:
-    """Bytes of the shards that ranks are to map, in the order in which the builder takes them."""
-    return [group.shard_numel * group.dtype.itemsize for group in plan.flat_groups if group.mapped]
+def map_shards(plan: ShardingPlan, comm: Communicator) -> dict[Family, MappedShards] | None:
+    """Memory that ranks share, by family, for the flat groups that ``plan`` maps, in their order.
+
+    None where they cannot share it. All data-parallel ranks must call it.
+    """
+    sizes: dict[Family, list[int]] = {}
+    for group in plan.flat_groups:
+        if group.mapped:
+            sizes.setdefault(group.family, []).append(group.shard_numel * group.dtype.itemsize)
+    found = {family: comm.of(family).map_shards(sizes[family]) for family in Family if family in sizes}
+    made = {family: mapping for family, mapping in found.items() if mapping is not None}
+    alike = comm.topology.expert == 1 or all(comm.control.data_values(len(made) == len(sizes)))
+    if alike and len(made) == len(sizes):
+        return made
+    for mapping in made.values():
+        mapping.close()
+    return None
 
 
 class _Builder:
@@ -68,7 +83,7 @@ class _Builder:
         model: nn.Module,
         comm: Communicator,
         pinned: bool,
-        mapping: MappedShards | None,
+        mapping: Mapping[Family, MappedShards],
         disk: Disk | None,
     ) -> None:
         self._plan, self._comm, self._device = plan, comm, comm.device
@@ -82,8 +97,8 @@ class _Builder:
 
     def build(self) -> ShardedParameters:
         units = [self._unit(unit) for unit in self._plan.units]
-        if self._mapping is not None:
-            self._mapping.close()
+        for mapping in self._mapping.values():
+            mapping.close()
         states = States(units, self._param_slots, self._grad_slots, self._device)
         return ShardedParameters(units, self._param_slots, self._grad_slots, states)
 
@@ -100,7 +115,7 @@ class _Builder:
 
     def _in_param_slot(self, plan: UnitPlan) -> Iterator[torch.Tensor]:
         """Where the flat groups of the unit lie in the slot that it shares."""
-        needing = [group for group in plan.flat_groups if not group.mapped] if not plan.resident else []
+        needing = [group for group in plan.flat_groups if group.slot_bytes]
         dtypes = [dtype for group in needing for dtype in ((group.dtype, torch.uint8) if group.coded else (group.dtype,))]
         sizes = [size for group in needing for size in group.slot_bytes]
         numels = [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
@@ -131,26 +146,25 @@ class _Builder:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def _values(self, plan: FlatGroupPlan, params: list[nn.Parameter]) -> torch.Tensor:
-        """The flat buffer [numel] of rank 0's parameters, on this rank's device, in the dtype that the user gave."""
+        """The flat buffer [numel] on this rank's device, in the dtype that the user gave, with the first rank's values."""
         flat = torch.zeros(plan.layout.numel, dtype=plan.given_dtype, device=self._device)
         for entry, param in zip(plan.layout.entries, params, strict=True):
             flat[entry.offset : entry.end].copy_(_taken_value(param))
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # so that it does not lie there twice
             let_go_of_memory(param, param.data)
-        self._comm.control.data_broadcast(flat, 0, "initial parameters")
+        self._comm.of(plan.family).broadcast(flat, "initial parameters")
         return flat
 
     def _weights(
         self, unit: UnitPlan, plan: FlatGroupPlan, values: torch.Tensor, param_slot: Iterator[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(where the whole parameters lie [numel], this rank's shard) in compute dtype."""
-        if unit.resident:
+        if plan.resident:
             full = rounded(plan, values)
             return full, full[plan.low : plan.high]
         own = rounded(plan, values[plan.low : plan.high])
         if plan.mapped:
-            assert self._mapping is not None
-            full = self._mapping.take().view(plan.dtype)
+            full = self._mapping[plan.family].take().view(plan.dtype)
             return full, full[plan.low : plan.high].copy_(own)
         return next(param_slot), self._kept_shard(unit, own, plan.dtype)
 
@@ -183,7 +197,7 @@ class _Builder:
         self, unit: UnitPlan, plan: FlatGroupPlan, full: torch.Tensor, shard: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(master [owned] in the dtype of its format, what it leaves out of ``values`` [owned] or None)."""
-        whole = plan.owns_everything and unit.resident
+        whole = plan.owns_everything and plan.resident
         if plan.master_is_weight and plan.master_format.rest is None:
             return full if whole else shard, None
         owned, rest = plan.master_format.parts(values[plan.owned[0] : plan.owned[1]])

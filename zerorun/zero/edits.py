@@ -155,7 +155,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     if not home.unit.resident and model.runtime.gathers.holds(home.unit):
         model.runtime.gathers.evict(home.unit.param_slot)
     home.unit.let_go_of_others()
-    if home.unit.resident and not flat_group.plan.owns_everything and model.comm.topology.shard > 1:
+    if home.unit.resident and not flat_group.plan.owns_everything:
         home.unit.gather_into(model.comm, flat_group, flat_group.full, "of edited parameters").wait()
     model.comm.fence()
 

@@ -80,22 +80,22 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     """
     model = _managed(module)
     reduce_all(model, "gradient_norms")
-    comm, topology = model.comm, model.comm.topology
+    comm = model.comm
     flat_groups = [flat_group for unit in model.units for flat_group in unit.trainable if flat_group.reduced]
     names = [name for flat_group in flat_groups for name in flat_group.names]
-    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group, topology.shard_rank)]
+    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group)]
     total = comm.control.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
-    if topology.tensor > 1:
+    if comm.topology.tensor > 1:
         comm.sum_over_axis([total], "tensor")
-    factor = abs(model.gradient_factor()) / math.sqrt(topology.replicate)
+    factor = abs(model.gradient_factor())
     return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
 
 
-def _square_sums(model: ShardedModel, flat_group: TrainedGroup, shard_rank: int) -> list[torch.Tensor]:
+def _square_sums(model: ShardedModel, flat_group: TrainedGroup) -> list[torch.Tensor]:
     """By parameter, of the elements that this rank is to count: fp64 scalars."""
     gradient = _summed(model, flat_group)
     sums = [torch.zeros((), dtype=torch.float64, device=gradient.device)] * len(flat_group.names)
-    if flat_group.plan.replication.counted and not (flat_group.plan.owns_everything and shard_rank):
+    if flat_group.plan.counted and not (flat_group.plan.owns_everything and flat_group.plan.shard_rank):
         for run in flat_group.plan.owned_runs():
             sums[run.entry] = square_sum(gradient[run.offset : run.offset + run.numel])
     return sums

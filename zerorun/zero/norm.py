@@ -78,10 +78,10 @@ class OwnNumbers:
     def of(cls, units: Sequence[Unit], device: torch.device, told: Told, *, counts: bool) -> OwnNumbers:
         """From the reduced gradients of ``units``. Waits for nothing. ``counts``: False if another rank has these losses.
 
-        The shards of one shard group cover each element once; at stage 0 each rank sums its shard, too, so that all stages
-        add the same numbers in the same order.
+        The shards that count cover each element once; at stage 0 each rank sums its shard, too, so that all stages add the
+        same numbers in the same order.
         """
-        counted = [group for unit in units for group in unit.trainable if group.plan.replication.counted]
+        counted = [group for unit in units for group in unit.trainable if group.plan.counted]
         on_device = [group for group in counted if group.host_grad is None]
         pieces = [piece for group in on_device for piece in group.grad_pieces]
         names = [group.names[piece.entry] for group in on_device for piece in group.pieces]
@@ -105,7 +105,7 @@ class OwnNumbers:
 def square_sum_on_host(units: Sequence[Unit], *, offloaded_only: bool = False) -> float:
     """Of this rank's reduced gradients, which are in host memory, or as far as they are."""
     total = torch.zeros((), dtype=torch.float64)
-    for group in (group for unit in units for group in unit.trainable if group.plan.replication.counted):
+    for group in (group for unit in units for group in unit.trainable if group.plan.counted):
         if group.host_grad is not None or not offloaded_only:
             total = group.local_square_sum() + total
     return float(total)
@@ -143,7 +143,7 @@ class Norm:
         wishes = tuple(int(count) for count in more[: len(told.wishes)])
         apart = abs(others) / scale if scale else 0.0
         sums, here = self._by_device(told, found, bool(must_know)) if by_device else (found, None)
-        return Summary(sums, topology.replicate, here, unused_sum > 0, apart, wishes)
+        return Summary(sums, here, unused_sum > 0, apart, wishes)
 
     def _by_device(self, told: Told, known: list[float], must_know: bool) -> tuple[Sums, OwnNumbers | None]:
         """The sums of all ranks' own numbers, with what is ``known``: on the device, unless some rank ``must_know``."""
@@ -176,15 +176,14 @@ class Norm:
 class Summary:
     """What every rank knows before an update. Sums are over all data-parallel ranks.
 
-    ``sums`` [3 or 5]: of the squares of all gradient elements, ``copies`` times, before unscaling and averaging; of the
-    weights that losses came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
+    ``sums`` [3 or 5]: of the squares of all gradient elements, before unscaling and averaging; of the weights that losses
+    came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
     on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
     difference of losses that should be equal, those of ranks with the same batch. ``wishes``: for each of those that ranks
     told, how many ranks have it.
     """
 
     sums: Sums
-    copies: int
     own: OwnNumbers | None
     unused: bool
     apart: float = 0.0
@@ -210,7 +209,7 @@ class Summary:
         if isinstance(self.sums, torch.Tensor):
             return self._leave_to_device(self.sums, unscale, limit, stream)
         square_sum, weight, bad, *observed = self.sums
-        norm = math.sqrt(square_sum / self.copies) * float(unscale)
+        norm = math.sqrt(square_sum) * float(unscale)
         clip = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         return Decision(clip * float(unscale), Outcome(norm, math.isfinite(norm), weight, int(bad), tuple(observed)))
 
@@ -218,7 +217,7 @@ class Summary:
         self, sums: torch.Tensor, unscale: torch.Tensor | float, limit: float, stream: CopyStream
     ) -> Decision:
         """The same, by the device; NaN stands for no update, and for the norm that there is then."""
-        norm = (sums[0] / self.copies).sqrt() * unscale
+        norm = sums[0].sqrt() * unscale
         clip = (torch.full_like(norm, limit) / (norm + 1e-6)).clamp(max=1.0) if limit else torch.ones_like(norm)
         coefficient = (clip * unscale).float()
         applies = (sums[2] == 0).logical_and_(norm < math.inf).logical_and_(coefficient < math.inf)

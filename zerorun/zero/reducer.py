@@ -113,7 +113,8 @@ class Reducer:
         unit.finish_reduce()
         for flat_group in unit.trainable if self._gathers_reduced else ():
             label = f"{unit.name}: all-gather gradients"
-            self._gathering.append(self._comm.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
+            channels = self._comm.of(flat_group.plan.family)
+            self._gathering.append(channels.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
 
     def end(self, *, held: bool, in_slot: Callable[[Unit], bool]) -> None:
         """The backward is over; look for gradients that are late. ``held``: they are not complete yet.

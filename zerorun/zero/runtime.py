@@ -195,7 +195,9 @@ class Runtime:
         self._handles: list[Removable] = list(self._install_hooks())
         # Shards that are updated in host memory, in the background, are ready only when their rank says so.
         still = [unit for unit in made.units if not unit.resident and not unit.placement.optimizer]
-        comm.expose([flat_group.shard for unit in still for flat_group in unit.flat_groups])
+        exposed = [flat_group for unit in still for flat_group in unit.flat_groups if not flat_group.plan.resident]
+        for family in {flat_group.plan.family: None for flat_group in exposed}:
+            comm.of(family).expose([flat_group.shard for flat_group in exposed if flat_group.plan.family is family])
 
     @property
     def units(self) -> list[Unit]:

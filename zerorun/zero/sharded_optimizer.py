@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ..distributed.device import CPU
+from ..distributed.replication import Family
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
@@ -204,7 +205,7 @@ class ShardedOptimizer:
             members = [
                 part
                 for part, flat_group in zip(summed, self._flat_groups, strict=True)
-                if axis in flat_group.plan.replication.sums
+                if axis in flat_group.plan.replication.sums or (axis, flat_group.plan.family) == ("tensor", Family.EXPERT)
             ]
             if members:
                 self.comm.sum_over_axis(members, axis)

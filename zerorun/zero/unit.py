@@ -107,7 +107,7 @@ class Unit:
     def start_gather(self, comm: Communicator, phase: str) -> None:
         """Issue the all-gather of every flat group into its slot. ``finish_gather`` must follow before use."""
         self.updated()
-        for flat_group in self.flat_groups:
+        for flat_group in _gathered(self):
             self._gathering.append(_gather(self, comm, flat_group, flat_group.arrives_in, phase))
             if flat_group.arriving is not None:
                 self._decoding.append(flat_group)
@@ -131,7 +131,7 @@ class Unit:
     def gather_into(self, comm: Communicator, group: FlatGroup, full: torch.Tensor, phase: str) -> Pending:
         """Begin to gather ``group`` into ``full`` [numel], exactly as the shards are."""
         label = f"{self.name}: all-gather {phase}"
-        return _all_gather(self, comm, full, group.layout.bounds, None if self.resident else group.shard, label)
+        return _all_gather(self, comm, group, full, group.layout.bounds, None if self.resident else group.shard, label)
 
     def finish_gather(self) -> None:
         """Wait for the gather in flight, if any."""
@@ -223,13 +223,13 @@ class Unit:
         self._is_final = final
         label = f"{self.name}: reduce-scatter gradients"
         for group in self.trainable:
-            adds = group.adds_to_reduced
+            adds, channels = group.adds_to_reduced, comm.of(group.plan.family)
             if group.plan.unpacked:
-                pending = comm.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
+                pending = channels.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
             else:
                 full, shard, bounds = group.grad_full, group.grad_shard, group.layout.bounds
                 codes = coding.of(label, full.device, group.residual) if group.plan.codes_gradients else None
-                pending = comm.reduce_scatter(full, bounds, shard, label, accumulate=adds, codes=codes)
+                pending = channels.reduce_scatter(full, bounds, shard, label, accumulate=adds, codes=codes)
             self._reducing.append(pending)
             group.reduction_begins()
 
@@ -281,8 +281,13 @@ class Unit:
 def gather_for_others(unit: Unit, comm: Communicator, phase: str) -> None:
     """Take part in a gather of ``unit`` of which this rank needs nothing, and return when it is over."""
     unit.updated()
-    for flat_group in unit.flat_groups:
+    for flat_group in _gathered(unit):
         _gather(unit, comm, flat_group, torch.empty_like(flat_group.arrives_in), phase).wait()
+
+
+def _gathered(unit: Unit) -> list[FlatGroup]:
+    """The flat groups of a unit that shares slots, but for those that this rank has whole all the time."""
+    return [flat_group for flat_group in unit.flat_groups if not flat_group.plan.resident]
 
 
 def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor, phase: str) -> Pending:
@@ -295,17 +300,24 @@ def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor
     if group.second is not None and comm.second_copy is not None:
         copied_as = f"{unit.name}: second copy" if group.copies_anew(state) else None
         return comm.second_copy.all_gather(into, bounds, label, source, group.second, copied_as=copied_as)
-    return _all_gather(unit, comm, into, bounds, source, label)
+    return _all_gather(unit, comm, group, into, bounds, source, label)
 
 
 def _all_gather(
-    unit: Unit, comm: Communicator, full: torch.Tensor, bounds: Sequence[int], source: torch.Tensor | None, label: str
+    unit: Unit,
+    comm: Communicator,
+    group: FlatGroup,
+    full: torch.Tensor,
+    bounds: Sequence[int],
+    source: torch.Tensor | None,
+    label: str,
 ) -> Pending:
-    if source is not None and comm.takes_from_source and unit.placement.params and unit.link.apart:
-        rank = comm.topology.shard_rank
+    channels = comm.of(group.plan.family)
+    if source is not None and channels.shard.takes_from_source and unit.placement.params and unit.link.apart:
+        rank = group.plan.shard_rank
         full[bounds[rank] : bounds[rank + 1]].copy_(source)  # to the device, from where it can be sent
         source = None
-    return comm.all_gather(full, bounds, label, source)
+    return channels.all_gather(full, bounds, label, source)
 
 
 def links_of(units: Sequence[Unit]) -> list[HostLink]:

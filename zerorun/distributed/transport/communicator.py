@@ -1,4 +1,4 @@
-"""Communicator: the collectives of one engine, over the axes of its topology."""
+"""Communicator: the collectives of one engine, over the axes of its topology, and the channels of its parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from ...errors import OrderError
 from ..device import queues
 from ..layout import Piece
+from ..replication import Family
 from ..secondary import Secondary
 from ..topology import Topology, everyone
 from ..transports import PEER_MEMORY, reads_parts
@@ -29,13 +30,109 @@ from .world import uses_nccl
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
+class Channels:
+    """``shard``: between the ranks that divide the states of a family. ``replicate``: between those with the same shard.
+
+    What is sent of gradients has dtype ``wire_dtype``.
+    """
+
+    def __init__(self, shard: Transport, replicate: Transport, wire_dtype: torch.dtype) -> None:
+        self.shard, self.replicate, self._wire_dtype = shard, replicate, wire_dtype
+
+    def broadcast(self, tensor: torch.Tensor, label: str) -> None:
+        """Replace ``tensor``, in place, by that of the family's first rank. For set-up."""
+        self.replicate.broadcast(tensor, label)
+        self.shard.broadcast(tensor, label)
+
+    def all_gather(
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        label: str,
+        source: torch.Tensor | None = None,
+        *,
+        until_given: bool = False,
+    ) -> Pending:
+        """Fill ``full`` [bounds[-1]] from the shards. ``source``: this rank's, unless it is in place.
+
+        ``until_given``: return from ``wait`` only when all others have read this rank's part.
+        """
+        return self.shard.all_gather(full, bounds, label, source, until_given=until_given)
+
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        bounds: Sequence[int],
+        out: torch.Tensor,
+        label: str,
+        *,
+        accumulate: bool,
+        codes: Codes | None = None,
+    ) -> Pending:
+        """Sum ``full`` over all ranks of the family; this rank's shard goes into ``out``, or is added to it.
+
+        Reduce-scatter over the shard axis, then all-reduce over the replicate axis. ``full`` and ``out`` are fp32;
+        ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``; with
+        ``codes``, it is those over the shard axis. What is in ``full`` afterwards is of no use.
+        """
+        whole, statistics = self.replicate.size == 1, self.shard.statistics
+        own = out if whole else full[bounds[self.shard.rank] : bounds[self.shard.rank + 1]]
+        adds = accumulate and whole
+        if codes is not None:
+            inner = reduce_scatter_codes(self.shard, codes, full, own, label, accumulate=adds)
+        else:
+            inner = self.shard.reduce_scatter(full, bounds, own, label, accumulate=adds, wire_dtype=self._wire_dtype)
+        if whole:
+            return inner
+        over_replicas = f"{label} over replicas"
+        if codes is None:
+            total = self.replicate.sum_after(inner, own, over_replicas, self._wire_dtype)
+        else:  # which are added up by the program, when it waits
+            more = partial(self.replicate.all_reduce, own, over_replicas, self._wire_dtype)
+            total = Pending(statistics, over_replicas, [inner], more)
+        return Pending(statistics, label, [total], lambda: store(own, out, accumulate), inner.go_on)
+
+    def sum_parts(
+        self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
+    ) -> Pending:
+        """``reduce_scatter`` of fp32 tensors [numel] that are not in one buffer, and are not packed: see ``reads_parts``.
+
+        ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
+        """
+        return self.shard.sum_parts(parts, pieces, out, label, accumulate=accumulate)
+
+    # -- memory that ranks read of one another -------------------------------------------------------------------
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers into which sums receive, beside those that all transports of an engine share."""
+        return self.shard.buffer_bytes + self.replicate.buffer_bytes
+
+    def peer_reader(self) -> Callable[[int, int, torch.Tensor], None] | None:
+        """A function that fills a tensor from an address of a rank of the shard axis, by its number in the world; None if
+        there is none."""
+        memory = self.shard.memory
+        if memory is None:
+            return None
+        names = self.shard.names
+        return lambda rank, address, out: memory.read_tensor(names.index(rank), address, out)
+
+    def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
+        """Room for shards of ``sizes`` bytes in memory that ranks share; None where they cannot. All must call it."""
+        return self.shard.map_shards(sizes)
+
+    def expose(self, shards: Sequence[torch.Tensor]) -> None:
+        """``shards``, the sources of gathers, change only after a fence: others may read them without asking."""
+        self.shard.expose(shards)
+
+
 class Communicator:
     """The collectives of one engine, over its topology.
 
-    Data flows between *data-parallel ranks*, those that have the same part of the model: ``all_gather`` over the shard
-    axis, sums over the shard and the replicate axis. ``control`` is for decisions. ``traffic`` counts calls and bytes sent
-    by label. ``model_axes``: transports of other axes, by name: over them ranks sum gradients that are summands on each.
-    ``secondary``: which ranks have a second copy of the weights, if they keep one.
+    Shards and gradients flow through the channels of their family (``of``), between ranks that have the same part of the
+    model. ``control`` is for decisions. ``traffic`` counts calls and bytes sent by label. ``model_axes``: transports of
+    other axes, by name: over them ranks sum gradients that are summands on each. ``secondary``: which ranks have a second
+    copy of the weights, if they keep one.
     """
 
     def __init__(
@@ -51,9 +148,10 @@ class Communicator:
         self.traffic = self.statistics.traffic
         self.fences = 0  # so many: shards have not changed as long as this has not
         self.edits = 0  # and so many besides those of updates: nor have those that are not trained
-        self._shard = self._connect("shard", topology.shard_rank, topology.shard)
-        self._replicate = self._connect("replicate", topology.replicate_rank, topology.replicate)
-        self.second_copy = None if secondary is None else SecondCopy(secondary, self._shard, topology)
+        families = list(Family) if topology.expert > 1 else [Family.DENSE]
+        self._channels = {family: self._connect_family(family) for family in families}
+        self.dense = self.of(Family.DENSE)
+        self.second_copy = None if secondary is None else SecondCopy(secondary, self.dense.shard, topology)
         self.model_axes = model_axes or {}
         self._stage: Transport | None = None  # made when it is needed
         self._world = self._connect_world()
@@ -61,9 +159,14 @@ class Communicator:
         self.control = Control(topology, self.statistics, memory)
         _live.add(self)
 
-    def _connect(self, axis: str, rank: int, size: int) -> Transport:
-        group = self.topology.group(axis) if size > 1 else None
-        return connect_axis(axis, group, rank, size, self.device, self.statistics)
+    def _connect_family(self, family: Family) -> Channels:
+        shard, replicate = self._connect(family.shard_axis), self._connect(family.replicate_axis)
+        return Channels(shard, replicate, self.wire_dtype)
+
+    def _connect(self, axis: str) -> Transport:
+        ranks = self.topology.ranks_along(axis)
+        group = self.topology.group(axis) if len(ranks) > 1 else None
+        return connect_axis(axis, group, ranks.index(self.topology.rank), len(ranks), self.device, self.statistics)
 
     def _connect_world(self) -> Transport | None:
         """All ranks, if NCCL serves them: over the shard axis, if that is all of them."""
@@ -71,13 +174,14 @@ class Communicator:
         if topology.world_size == 1 or not uses_nccl(self.device, group):
             return None
         if topology.shard == topology.world_size:
-            return self._shard
+            return self.dense.shard
         return connect_axis("world", group, topology.rank, topology.world_size, self.device, self.statistics)
 
     def _axes(self) -> tuple[Transport, ...]:
-        stage = [] if self._stage is None or self._stage is self._shard else [self._stage]
+        stage = [] if self._stage is None or self._stage is self.dense.shard else [self._stage]
         near = [] if self.second_copy is None else [self.second_copy.near]
-        return (self._shard, *near, self._replicate, *self.model_axes.values(), *stage)
+        pairs = [axis for channels in self._channels.values() for axis in (channels.shard, channels.replicate)]
+        return (*pairs, *near, *self.model_axes.values(), *stage)
 
     def stage(self) -> Transport:
         """The ranks that have one copy of a pipeline stage's states between them, tensor ranks side by side.
@@ -86,82 +190,23 @@ class Communicator:
         """
         topology = self.topology
         if self._stage is None and topology.tensor == 1:
-            self._stage = self._shard
+            self._stage = self.dense.shard
         elif self._stage is None:
-            number = topology.shard_rank * topology.tensor + topology.tensor_rank
-            self._stage = self._connect("stage", number, topology.shard * topology.tensor)
+            self._stage = self._connect("stage")
         return self._stage
 
     # -- flat tensors --------------------------------------------------------------------------------------------
 
-    @property
-    def takes_from_source(self) -> bool:
-        """True if gathers send this rank's shard directly from ``source``, which must be on the device."""
-        return self._shard.takes_from_source
-
-    def all_gather(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        label: str,
-        source: torch.Tensor | None = None,
-        *,
-        until_given: bool = False,
-    ) -> Pending:
-        """Fill ``full`` [bounds[-1]] from the shards of the shard axis. ``source``: this rank's, unless it is in place.
-
-        ``until_given``: return from ``wait`` only when all others have read this rank's part.
-        """
-        return self._shard.all_gather(full, bounds, label, source, until_given=until_given)
-
-    def reduce_scatter(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        out: torch.Tensor,
-        label: str,
-        *,
-        accumulate: bool,
-        codes: Codes | None = None,
-    ) -> Pending:
-        """Sum ``full`` over all data-parallel ranks; this rank's shard goes into ``out``, or is added to it.
-
-        Reduce-scatter over the shard axis, then all-reduce over the replicate axis. ``full`` and ``out`` are fp32;
-        ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``; with
-        ``codes``, it is those over the shard axis. What is in ``full`` afterwards is of no use.
-        """
-        whole = self.topology.replicate == 1
-        own = out if whole else full[bounds[self._shard.rank] : bounds[self._shard.rank + 1]]
-        adds = accumulate and whole
-        if codes is not None:
-            inner = reduce_scatter_codes(self._shard, codes, full, own, label, accumulate=adds)
-        else:
-            inner = self._shard.reduce_scatter(full, bounds, own, label, accumulate=adds, wire_dtype=self.wire_dtype)
-        if whole:
-            return inner
-        over_replicas = f"{label} over replicas"
-        if codes is None:
-            total = self._replicate.sum_after(inner, own, over_replicas, self.wire_dtype)
-        else:  # which are added up by the program, when it waits
-            more = partial(self._replicate.all_reduce, own, over_replicas, self.wire_dtype)
-            total = Pending(self.statistics, over_replicas, [inner], more)
-        return Pending(self.statistics, label, [total], lambda: store(own, out, accumulate), inner.go_on)
-
-    def sum_parts(
-        self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
-    ) -> Pending:
-        """``reduce_scatter`` of fp32 tensors [numel] that are not in one buffer, and are not packed. Needs ``reads_parts``.
-
-        ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
-        """
-        return self._shard.sum_parts(parts, pieces, out, label, accumulate=accumulate)
+    def of(self, family: Family) -> Channels:
+        """The channels of a family of parameters."""
+        return self._channels[family]
 
     def sum_over_axis(self, parts: Sequence[torch.Tensor], axis: str, label: str = "") -> None:
         """Sum fp32 tensors [numel] over the ranks of ``axis``, in place and in one message.
 
         ``axis``: shard, replicate, or one of ``model_axes``. ``label``: default, that of gradients.
         """
-        transport = {"shard": self._shard, "replicate": self._replicate, **self.model_axes}[axis]
+        transport = {"shard": self.dense.shard, "replicate": self.dense.replicate, **self.model_axes}[axis]
         flat = torch.cat(list(parts))
         total = transport.sum_of(flat, label or f"gradients over {transport.axis}").split([part.numel() for part in parts])
         torch._foreach_copy_(list(parts), list(total))
@@ -191,7 +236,7 @@ class Communicator:
 
     def told_order(self) -> list[float]:
         """The numbers that this rank adds to the sum of a step, for ``refuse_other_order``. All ranks add equally many."""
-        if not self._shard.queues:
+        if not self.dense.shard.queues:
             return []
         parts, checksum = self.topology.pipe * self.topology.tensor, float(self.statistics.order.checksum)
         here = self.topology.pipe_rank * self.topology.tensor + self.topology.tensor_rank
@@ -231,38 +276,22 @@ class Communicator:
     @property
     def transport(self) -> str:
         """How gradients and parameters travel: NCCL, GLOO or PEER_MEMORY."""
-        return PEER_MEMORY if self._replicate.memory is not None else self._shard.name
+        return PEER_MEMORY if self.dense.replicate.memory is not None else self.dense.shard.name
 
     @property
     def reads_peers(self) -> bool:
         """True if ranks of the shard axis read one another's memory: then nothing moves while they compute."""
-        return self._shard.memory is not None
+        return self.dense.shard.memory is not None
 
     @property
     def reads_parts(self) -> bool:
         """True if ``sum_parts`` can replace ``reduce_scatter``."""
-        return reads_parts(self._shard.name, self.topology, self.device.type, self.wire_dtype)
+        return reads_parts(self.dense.shard.name, self.topology, self.device.type, self.wire_dtype)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the buffers into which reductions receive."""
-        return self.statistics.pool.bytes + self._shard.buffer_bytes + self._replicate.buffer_bytes
-
-    def peer_reader(self) -> Callable[[int, int, torch.Tensor], None] | None:
-        """A function that fills a tensor from an address of another rank of the shard axis; None if there is none."""
-        memory, ranks = self._shard.memory, self.topology.ranks_along("shard")
-        if memory is None:
-            return None
-        return lambda rank, address, out: memory.read_tensor(ranks.index(rank), address, out)
-
-    def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
-        """Room for shards of ``sizes`` bytes in memory that ranks share; None where they cannot. All data-parallel ranks
-        must call it."""
-        return self._shard.map_shards(sizes)
-
-    def expose(self, shards: Sequence[torch.Tensor]) -> None:
-        """``shards``, the sources of gathers, change only after ``fence``: others may read them without asking."""
-        self._shard.expose(shards)
+        return self.statistics.pool.bytes + sum(channels.buffer_bytes for channels in self._channels.values())
 
     def fence(self, *, update: bool = False) -> None:
         """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it.

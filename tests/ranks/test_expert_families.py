@@ -1,0 +1,267 @@
+"""Experts that are spread over ranks, at every stage: equal to one process, in losses, norms, gradients and weights.
+
+The wrong numbers of others that this would catch: expert gradients times the degree (DeepSpeed #5618, #6545, PyTorch
+#160285, Megatron-LM #5956) or times tensor ranks (DeepSpeed #8064); a norm that is a mean, or one of each group (DeepSpeed
+#8475, NeMo Automodel #3816, Megatron-LM #5916); experts without tokens that skip their weight decay (Automodel #2995).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import moe
+import pytest
+import torch
+import torch.distributed as dist
+from covering import by_day
+from harness import run_ranks
+from models import Place
+from reference import OPTIMIZERS, Result, differences, distance
+from torch import nn
+from training import PLACES, counted_collectives, make_config, merged, placed
+
+import zerorun
+from zerorun.errors import ModelError
+from zerorun.plan.ledger import planned_bytes
+from zerorun.plan.step import step_collectives
+from zerorun.plan.written import as_table, from_json, to_json
+from zerorun.zero import full_gradients, gradient_norms
+
+STEPS = 3
+WIDE = 4096  # hidden elements of an expert: then shards are mapped, and gradients summed where autograd leaves them
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``messages``: ranks do not read each other's memory. ``own``: the optimizer is torch's class."""
+
+    accumulation: int = 1
+    clip: float = 0.3  # active
+    optimizer: str = "AdamW"
+    few: bool = False  # all tokens go to the first experts
+    skips: bool = False  # in step 1 all expert groups but the first leave the experts of one block out
+    hidden: int = 10
+    messages: bool = False
+    own: bool = False
+
+    def ways(self, place: Place, expert: int) -> dict[str, bool]:
+        return {"few": self.few, "skip": self.skips and place.step == 1 and place.rank >= expert}
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "accumulated": Setting(accumulation=2, optimizer="SGD"),
+    "few": Setting(accumulation=2, clip=0.0, few=True, messages=True),
+    "skipped": Setting(optimizer="SGD", few=True, skips=True, own=True),
+    "own": Setting(skips=True, own=True),
+    "wide": Setting(hidden=WIDE, accumulation=2),
+}
+
+
+@dataclass
+class Run(Result):
+    """``gradients``: of the last step, by name."""
+
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def reference(setting: Setting, world: int, expert: int) -> Run:
+    model, found = moe.build(setting.hidden), Run()
+    kind, params = OPTIMIZERS[setting.optimizer]
+    optimizer = kind(model.parameters(), **params)
+    count = world * setting.accumulation
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(setting.accumulation):
+            for rank in range(world):
+                place = Place(rank, step, micro)
+                loss = moe.loss_of(model, place, **setting.ways(place, expert)) / count
+                loss.backward()
+                total += loss.item()
+        found.losses.append(total)
+        found.gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+        norm = torch.stack([gradient.double().norm() for gradient in found.gradients.values()]).norm()
+        found.norms.append(float(norm))
+        nn.utils.clip_grads_with_norm_(model.parameters(), setting.clip or float("inf"), norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: value.detach() for name, value in model.named_parameters()}
+    return found
+
+
+@contextlib.contextmanager
+def by_messages(wanted: bool) -> Iterator[None]:
+    """Engines made in the block do not read other ranks' memory, if that is ``wanted``."""
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted:
+            patch.setitem(os.environ, "ZERORUN_PEER_MEMORY", "0")
+        yield
+
+
+@contextlib.contextmanager
+def engine_of(config: dict[str, Any], setting: Setting, expert: int, tensor: int = 1) -> Iterator[zerorun.Engine]:
+    degrees = {"shard_degree": config["zero_optimization"].get("shard_degree"), "expert": expert, "tensor": tensor}
+    with by_messages(setting.messages):
+        topology = zerorun.Topology.create(dist.get_world_size(), dist.get_rank(), device_type="cpu", **degrees)
+        kind, params = OPTIMIZERS[setting.optimizer]
+        options = {"optimizer": partial(kind, **params)} if setting.own else {}
+        model = moe.spread(moe.build(setting.hidden), topology)
+        engine = zerorun.initialize(model, config, topology=topology, **options)
+    yield engine
+    engine.destroy()
+    topology.close()
+
+
+def train(config: dict[str, Any], setting: Setting, expert: int, tensor: int = 1) -> Run:
+    found = Run()
+    with engine_of(config, setting, expert, tensor) as engine:
+        for step in range(STEPS):
+            total = take_micro_batches(engine, setting, step)
+            if step + 1 == STEPS:
+                found.gradients = dict(full_gradients(engine.module))
+                norms = gradient_norms(engine.module)
+                assert norms == pytest.approx({n: float(g.double().norm()) for n, g in found.gradients.items()}, rel=1e-6)
+            engine.step()
+            dist.all_reduce(total)
+            found.losses.append(float(total) / dist.get_world_size())
+            found.norms.append(engine.get_global_grad_norm() or 0.0)
+        found.weights = engine.state_dict()
+    return found
+
+
+def take_micro_batches(engine: zerorun.Engine, setting: Setting, step: int) -> torch.Tensor:
+    """All backwards of a step. Returns the mean loss of this rank."""
+    total = torch.zeros(1)
+    for micro in range(setting.accumulation):
+        place = Place(engine.topology.data_parallel_rank, step, micro)
+        loss = moe.loss_of(engine, place, **setting.ways(place, engine.topology.expert))
+        engine.backward(loss)
+        total += loss.detach() / setting.accumulation
+        if micro + 1 < setting.accumulation:
+            engine.step()
+    return total
+
+
+def compare(runs: list[Run], expected: Run) -> None:
+    for run in runs:
+        assert not differences(run, expected)
+        assert run.gradients.keys() == expected.gradients.keys()
+        off = {name: distance(run.gradients[name], wanted) for name, wanted in expected.gradients.items()}
+        assert max(off.values()) < 1e-6, off
+
+
+def config_of(place: str, setting: Setting, folder: Path, **changes: Any) -> dict[str, Any]:
+    stage, keys = placed(place, folder)
+    config = make_config(
+        stage, accumulation=setting.accumulation, clip=setting.clip, optimizer=setting.optimizer, **changes
+    )
+    return merged(config, {"zero_optimization": keys})
+
+
+DEGREES = ((2, 2), (3, 3), (4, 1), (4, 2), (4, 4))  # ranks, and those with different experts
+ROWS = [
+    (*degrees, place, name)
+    for degrees in DEGREES
+    for place in PLACES
+    for name in SETTINGS
+    if not ("hybrid" in place and degrees[0] < 4) and not ("disk" in place and SETTINGS[name].own)
+]
+BY_DAY = (
+    (2, 2, "stage 0", "few"),
+    (2, 2, "stage 2", "plain"),
+    (2, 2, "stage 3", "accumulated"),
+    (2, 2, "stage 3, disk", "plain"),
+    (3, 3, "stage 1, offload", "skipped"),
+    (4, 2, "stage 1", "skipped"),
+    (4, 2, "stage 3", "wide"),
+    (4, 2, "stage 3, hybrid", "accumulated"),
+    (4, 4, "stage 3, hybrid", "own"),
+    (4, 2, "stage 3, offload all", "few"),
+)
+
+
+@pytest.mark.parametrize(("world", "expert", "place", "name"), by_day(ROWS, *BY_DAY))
+def test_spread_experts_train_as_in_one_process(tmp_path: Path, world: int, expert: int, place: str, name: str) -> None:
+    setting = SETTINGS[name]
+    config = config_of(place, setting, tmp_path)
+    compare(run_ranks(world, train, config, setting, expert), reference(setting, world, expert))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("world", "tensor", "expert"), ((2, 2, 2), (4, 2, 2), (4, 2, 4)))
+def test_tensor_ranks_have_experts_of_their_own(world: int, tensor: int, expert: int, place: str, tmp_path: Path) -> None:
+    """Each token is counted once, although tensor ranks have the same tokens."""
+    if "hybrid" in place and world // tensor == 1:
+        pytest.skip("there is one shard")
+    setting = Setting(skips=world > expert)
+    plan = {"blocks.*.mlp": "colwise_rep"}
+    config = config_of(place, setting, tmp_path, tensor_parallel={"size": tensor, "plan": plan})
+    if "hybrid" in place:
+        config["zero_optimization"]["shard_degree"] = 1
+    places = max(expert // tensor, 1)
+    compare(run_ranks(world, train, config, setting, expert, tensor), reference(setting, world // tensor, places))
+
+
+@pytest.mark.parametrize("precision", by_day(("bf16", "fp16"), "bf16"))
+@pytest.mark.parametrize("stage", by_day(range(4), 3))
+@pytest.mark.parametrize("expert", by_day((2, 4), 2))
+def test_in_16_bits(precision: str, stage: int, expert: int, tmp_path: Path) -> None:
+    setting, places = Setting(), ("stage 0", "stage 1", "stage 2", "stage 3")
+    config = config_of(places[stage], setting, tmp_path, precision=precision)
+    expected = reference(setting, 4, expert)
+    for run in run_ranks(4, train, config, setting, expert):
+        assert run.losses == pytest.approx(expected.losses, rel=0.02)
+        assert run.norms == pytest.approx(expected.norms, rel=0.05)
+
+
+# -- what the plan says ------------------------------------------------------------------------------------------
+
+
+def account(config: dict[str, Any], setting: Setting, expert: int) -> str:
+    """What is held and sent in a step, where that is not what the plan says."""
+    with engine_of(config, setting, expert) as engine:
+        for step in range(3):
+            with counted_collectives() as calls:
+                take_micro_batches(engine, setting, step)
+                engine.step()
+        engine.comm.fence()
+        plan = engine.runtime.plan
+        sent = [call for call in calls if not call.label.startswith("experts:")]
+        assert sent == step_collectives(plan)
+        assert _without_moments(engine.memory_report()) == _without_moments(planned_bytes(plan))
+        assert from_json(to_json(plan)) == plan
+        return as_table(plan)
+
+
+def _without_moments(ledger: dict[str, int]) -> dict[str, int]:
+    """The plan of an engine does not know them."""
+    return {kind: size for kind, size in ledger.items() if not kind.endswith("moments")}
+
+
+@pytest.mark.parametrize("name", by_day(SETTINGS, "wide"))
+@pytest.mark.parametrize("place", by_day(PLACES, "stage 3"))
+@pytest.mark.parametrize("expert", by_day((2, 4), 2, 4))
+def test_the_plan_says_what_is_held_and_sent(expert: int, place: str, name: str, tmp_path: Path) -> None:
+    setting = SETTINGS[name]
+    tables = run_ranks(4, account, config_of(place, setting, tmp_path), setting, expert)
+    assert all(f"{expert} with different experts" in table and "experts of this rank" in table for table in tables)
+
+
+def refusal(kind: str) -> str:
+    config = make_config(1, optimizer="AdamW") | {"optimizer": {"type": kind, "params": {"lr": 1e-3}}}
+    with pytest.raises(ModelError) as caught, engine_of(config, Setting(), 2):
+        pass
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ("Lamb", "Adafactor", "Muon"))
+def test_optimizers_that_look_at_more_than_elements_are_refused(kind: str) -> None:
+    for text in run_ranks(2, refusal, kind):
+        assert text.startswith(kind) and "blocks.0.experts." in text and "Remedy: " in text
