@@ -162,7 +162,9 @@ def main() -> None:
     found |= {"parameters": parameters(), "ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
         found["logged"] = logged(folder)
-    found["trainer"] = run_cell("by day", None, train) | run_cell("by day", 3, train)
+    found["trainer"] = {}
+    for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):
+        found["trainer"] |= run_cell(cell, stage, train)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 

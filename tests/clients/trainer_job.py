@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from cells import begin_anew, run_cells
 from client_models import Sentences, llama
 from transformers import Trainer, TrainingArguments
@@ -31,6 +32,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "optimizer in the file": {},
     "offloaded optimizer": {},
     "offloaded parameters": {},
+    "sequences": {"gradient_accumulation_steps": 2},  # as many samples as DDP in "plain"
+    "sequences by day": {"gradient_accumulation_steps": 4},
 }  # fmt: skip
 
 
@@ -60,11 +63,17 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     """Train in one cell, at ``stage`` or, with None, as DDP; losses, norms and what is asked for besides."""
     config = None if stage is None else configuration(cell, stage)
 
+    more: dict[str, Any] = {}
+    if cell.startswith("sequences"):
+        more["parallelism_config"] = ParallelismConfig(sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        ))  # fmt: skip
+
     def trainer() -> Trainer:
         args = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1, report_to=[], learning_rate=1e-2,
             use_cpu=True, disable_tqdm=True, deepspeed=config, ddp_backend="gloo", seed=5,
-            **{"save_strategy": "no", **CELLS[cell]},
+            **{"save_strategy": "no", **CELLS[cell], **more},
         )  # fmt: skip
         model = llama()
         if cell == "lora":
@@ -112,7 +121,7 @@ def generate(trainer: Trainer) -> list[list[int]]:
 def skip(cell: str, stage: int | None) -> bool:
     """DDP has fp16 on GPUs only; what is not divided cannot be offloaded."""
     if stage is None:
-        return cell == "fp16"
+        return cell == "fp16" or cell.startswith("sequences")
     return (cell == "offloaded parameters" and stage != 3) or (cell == "offloaded optimizer" and stage == 0)
 
 

@@ -282,7 +282,7 @@ def _tensor_notes(config: Config) -> Iterator[ConfigNote]:
         for key in written_in_vain(config, "tensor_parallel", ("sequence_parallel", "vocab_parallel_loss")):
             yield ConfigNote(key, "tensor_parallel.size is 1.")
     if max(context_sizes(config).values()) == 1:
-        for key in written_in_vain(config, "context_parallel", ("method",)):
+        for key in written_in_vain(config, "context_parallel", ("method", "in_evaluation")):
             yield ConfigNote(key, "sequence_parallel_size is 1.")
 
 

@@ -481,6 +481,8 @@ class ContextParallel(Section):
     method: Annotated[Literal["ulysses", "gather"] | None, LowerCase] = None
     """How attention sees the whole sequence: "ulysses", by whole sequences of some heads on each rank, or "gather", by the
     keys and values of all rows. Not given, or "auto": whichever sends fewer bytes."""
+    in_evaluation: Flag = True
+    """Whether sequences are divided in evaluation, too. If not, each rank has data of its own there: so does Trainer."""
 
 
 class ParallelWrite(Section):

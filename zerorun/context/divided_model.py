@@ -37,13 +37,19 @@ class Way:
     """How the sequences of a model are divided. ``path``: of its list of blocks.
 
     ``joins_early``: what runs after the last block needs whole sequences. ``divides_loss``: the loss is the common one of
-    causal models. ``tiles``: nothing comes between head and loss, so that logits need not exist.
+    causal models. ``tiles``: nothing comes between head and loss, so that logits need not exist. ``in_evaluation``: unless
+    it is true, ranks have data of their own in evaluation, and sequences are not divided.
     """
 
     path: str
     joins_early: bool = False
     divides_loss: bool = True
     tiles: bool = True
+    in_evaluation: bool = True
+
+    def divides(self, module: nn.Module) -> bool:
+        """True if sequences are divided in the mode in which ``module`` is."""
+        return self.in_evaluation or module.training
 
 
 class OwnForward:
@@ -256,7 +262,7 @@ class InDecoder(OwnForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self.inner).bind_partial(*args, **kwargs).arguments
-        if given.get("past_key_values") is not None:
+        if given.get("past_key_values") is not None or not self.division.way.divides(self.module):
             self.division.forget()
             return self.inner(*args, **kwargs)
         with self.division.decoding():

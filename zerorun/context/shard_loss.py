@@ -47,7 +47,7 @@ class InModel(OwnForward):
         given = {**given, **given.pop("kwargs", {})}
         labels, kept = given.get("labels"), given.get("logits_to_keep")
         whole = isinstance(kept, torch.Tensor) or kept or given.get("past_key_values") is not None
-        if labels is None or whole:
+        if labels is None or whole or not self.division.way.divides(self.module):
             return self.inner(*args, **kwargs)
         ignored = given.get("ignore_index", -100)
         targets = given.get("shift_labels")

@@ -20,7 +20,7 @@ from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders
-from .tensor_ranks import with_tensor_ranks
+from .tensor_ranks import with_script_ranks
 
 _engines: list[weakref.ref[Engine]] = []
 
@@ -43,20 +43,18 @@ def initialize(
     """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them.
 
     ``config_params`` is another name of ``config``. ``distributed_port`` has no effect: the launcher says where ranks meet.
-    Raises what ``zerorun.initialize`` raises; ConfigError for ``mesh_param`` and what tp_model_init() was told otherwise;
-    and TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the configuration names,
-    or if ``dist_init_required`` is False and ranks have not met.
+    ``mesh_param``: the numbers of data-parallel ranks and of those that divide sequences. Raises what
+    ``zerorun.initialize`` raises; ConfigError for what tp_model_init(), ``mpu`` or ``mesh_param`` say otherwise than the
+    configuration; and TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the
+    configuration names, or if ``dist_init_required`` is False and ranks have not met.
     """
     _refuse_strangers(dist_init_required)
-    if mesh_param is not None:
-        reason = "zerorun has no axis along the sequence."
-        raise ConfigError([ConfigProblem("mesh_param", mesh_param, reason, "Leave it out.")], "initialize()")
     source = config_of(config if config is not None else config_params, args)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
     engine = make_engine(
         model,
-        with_tensor_ranks(as_deepspeed_reads(source), model, mpu),
+        with_script_ranks(as_deepspeed_reads(source), model, mpu, mesh_param),
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ..distributed.topology import Topology
+from . import sequence_ranks
 from .entry import newest_engine
 from .mpu import Grid
 
@@ -16,7 +17,7 @@ def _topology() -> Topology | None:
 
 
 def _ranks() -> Topology:
-    return _topology() or Topology(1, dist.get_world_size(), dist.get_rank())
+    return _topology() or sequence_ranks.chosen() or Topology(1, dist.get_world_size(), dist.get_rank())
 
 
 def _grid() -> Grid:
@@ -61,6 +62,8 @@ get_model_parallel_world_size = get_tensor_model_parallel_world_size
 def get_sequence_parallel_group() -> dist.ProcessGroup | None:
     """The process group of the ranks that divide each sequence. The first call must come from all ranks."""
     topology = _topology()
+    if topology is None and sequence_ranks.chosen() is not None:
+        return sequence_ranks.get_sequence_parallel_group()
     return dist.group.WORLD if topology is None else topology.group("context")
 
 

@@ -80,6 +80,10 @@ _SCHEDULES = _names(
     "DECAY_STEP_SIZE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_SIZE "
     "LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STAIRCASE"
 )
+_SEQUENCES = _names(
+    deepspeed__sequence_ranks="initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_rank "
+    "get_sequence_parallel_world_size get_data_parallel_rank get_data_parallel_world_size"
+)
 _HELPERS = _names(deepspeed__helpers="see_memory_usage set_random_seed move_to_device")
 _TO_FP32 = _names(
     deepspeed__merged="get_fp32_state_dict_from_zero_checkpoint convert_zero_checkpoint_to_fp32_state_dict "
@@ -151,6 +155,11 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.pipe.engine": _names(engine__pipeline_engine="PipelineEngine"),
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": _SEQUENCES,
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": _names(
+        deepspeed__sequence_ranks="UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
+    ),
     "deepspeed.runtime.utils": _HELPERS,
     "deepspeed.runtime.zero": {**_INIT, **_STATUS, **_EXTERNAL},
     "deepspeed.runtime.zero.offload_config": _names(
@@ -195,10 +204,10 @@ MISSING: dict[str, str] = {
     "deepspeed.runtime.data_pipeline": "data efficiency is not built. Remedy: sample in the dataset or its sampler.",
     "deepspeed.runtime.domino": 'zerorun overlaps tensor parallelism by itself. Remedy: "tensor_parallel" in the file.',
     "deepspeed.runtime.fp16": 'loss scaling is the engine\'s. Remedy: "fp16" in the file, and engine.loss_scale.',
-    "deepspeed.runtime.sequence_parallel": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
-    '"tensor_parallel": {"sequence_parallel": true} divides activations along the sequence.',
-    "deepspeed.sequence": "sequence parallelism over attention heads (Ulysses) is not built. Remedy: "
-    '"tensor_parallel": {"sequence_parallel": true} divides activations along the sequence.',
+    "deepspeed.runtime.sequence_parallel": "the model divides sequences itself, with its own attention, and computes the "
+    'loss in tiles. Remedy: "sequence_parallel_size" in the file; zerorun.linear_cross_entropy for a loss of your own.',
+    "deepspeed.sequence": "the model divides sequences itself, with its own attention layers. Remedy: "
+    '"sequence_parallel_size" in the file.',
     "deepspeed.zero.MiCS_Init": 'Remedy: zero.Init(), and "zero_optimization": {"shard_degree": 8} in the file.',
 }
 

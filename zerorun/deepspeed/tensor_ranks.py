@@ -1,7 +1,9 @@
-"""What scripts made for DeepSpeed say about ranks that divide layers: ``tp_model_init``, and an ``mpu``.
+"""What scripts made for DeepSpeed say about ranks that divide layers or sequences.
 
-zerorun divides layers itself, from the whole model, over neighbouring ranks: that is how it knows which part is where. What
-a script says is merged into the configuration if it agrees with that, and is an error if not.
+It is said to ``tp_model_init``, and by the arguments ``mpu`` and ``mesh_param`` of ``initialize``.
+
+zerorun divides them itself, from the whole model and the whole batch, over neighbouring ranks: that is how it knows which
+part is where. What a script says is merged into the configuration if it agrees with that, and is an error if not.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.parse import Config, load_config
-from ..config.rules import tensor_sizes
+from ..config.rules import context_sizes, tensor_sizes
 from ..config.source import read_source
 from ..errors import ConfigError, ConfigProblem, TopologyError
+from .sequence_ranks import divides_in_evaluation
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,49 @@ def tp_model_init(
     return model
 
 
-def with_tensor_ranks(source: Any, model: nn.Module, mpu: Any) -> Any:
-    """Return the configuration ``source`` with what tp_model_init() was told about ``model``, or ``source`` itself.
+def with_script_ranks(source: Any, model: nn.Module, mpu: Any, mesh_param: Any = None) -> Any:
+    """Return the configuration ``source`` with what the script says of ranks besides, or ``source`` itself.
 
-    Raises ConfigError where the two differ, and TopologyError for an ``mpu`` of ranks that have parts of the model, unless
-    they are those over which zerorun divides it.
+    That is what tp_model_init() was told about ``model``, and how many ranks divide sequences: by ``mpu``, or by
+    ``mesh_param``, the numbers of data-parallel and of sequence ranks. Raises ConfigError where they differ from
+    ``source``, and TopologyError for an ``mpu`` of ranks that have parts of the model, unless they are those over which
+    zerorun divides it.
     """
     wish = _wishes.get(model)
     if wish is not None and wish.size > 1:
         source = _merged(source, wish)
+    sequence = getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()
+    for size, whence in ((sequence, "mpu"), (_sequence_ranks_in(mesh_param), "mesh_param")):
+        source = source if size == 1 else _with_context(source, size, whence)
     if mpu is not None:
         config = load_config(source, optimizer_given=True, scheduler_given=True)
         _check_parts(mpu, model, max(tensor_sizes(config).values()))
     return source
+
+
+def _sequence_ranks_in(mesh_param: Any) -> int:
+    """Raises ConfigError unless ``mesh_param`` is None or two numbers."""
+    if mesh_param is None:
+        return 1
+    numbers = tuple(mesh_param) if isinstance(mesh_param, (list, tuple)) else ()
+    if len(numbers) == 2 and all(isinstance(number, int) and number > 0 for number in numbers):
+        return int(numbers[1])
+    reason = "it is not the numbers of data-parallel and of sequence ranks."
+    raise ConfigError([ConfigProblem("mesh_param", mesh_param, reason, "Pass (4, 2), or leave it out.")], "initialize()")
+
+
+def _with_context(source: Any, size: int, whence: str) -> Any:
+    config = load_config(source, optimizer_given=True, scheduler_given=True)
+    own = max(context_sizes(config).values())
+    if own not in (1, size):
+        reason = f"the {whence} given to initialize() has {size} ranks that divide sequences."
+        problem = ConfigProblem("sequence_parallel_size", own, reason, "Name one size in both places.")
+        raise ConfigError([problem], config.provenance.file)
+    if isinstance(source, Config):
+        return source
+    raw, _ = read_source(source)
+    section = {"in_evaluation": divides_in_evaluation(), **raw.get("context_parallel", {})}
+    return {**raw, "sequence_parallel_size": size, "context_parallel": section}
 
 
 def _merged(source: Any, wish: _Wish) -> Any:
@@ -83,20 +116,19 @@ def _merged(source: Any, wish: _Wish) -> Any:
 
 
 def _check_parts(mpu: Any, model: nn.Module, size: int) -> None:
-    """Raise TopologyError if ranks have parts of the model, or of sequences, in another way than zerorun divides it."""
+    """Raise TopologyError if ranks have parts of the model in another way than zerorun divides it."""
     kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
-    sizes = [getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)() for what in (kind, "sequence")]
+    found = getattr(mpu, f"get_{kind}_parallel_world_size", lambda: 1)()
     marked = any(
         getattr(param, mark, False) for param in model.parameters() for mark in ("model_parallel", "tensor_model_parallel")
     )
-    if sizes == [1, 1] and not marked:
+    if found == 1 and not marked:
         return
-    if sizes != [size, 1] or marked:
+    if found != size or marked:
         raise TopologyError(
-            "the mpu given to initialize() says that ranks have parts of each layer, or of each sequence, in a way of its "
-            "own. zerorun has to divide layers itself: parts do not tell what whole layers a checkpoint has to have, nor "
-            'which gradients count once. Remedy: pass the whole model, and set "tensor_parallel": '
-            '{"autotp_size": N} in the configuration.'
+            "the mpu given to initialize() says that ranks have parts of each layer in a way of its own. zerorun has to "
+            "divide layers itself: parts do not tell what whole layers a checkpoint has to have, nor which gradients count "
+            'once. Remedy: pass the whole model, and set "tensor_parallel": {"autotp_size": N} in the configuration.'
         )
     _require_neighbours(getattr(mpu, f"get_{kind}_parallel_group")(), size, "the mpu given to initialize()")
 

@@ -106,7 +106,8 @@ class Engine(CurvatureTaking):
     forward = __call__
 
     def _compare_data(self, given: Any) -> None:
-        if self.topology.same_batch == 1 or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
+        own = self.topology.context > 1 and not (self.module.training or self.config.context_parallel.in_evaluation)
+        if self.topology.same_batch == 1 or own or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
             return
         found = self.sharded_model.parts.of_same_batch(checksum(given) or 0)
         if len(set(found)) > 1:

@@ -21,7 +21,8 @@ def plan_divided_sequences(model: nn.Module, config: Config, topology: Topology)
     """Plan how to divide the sequences of ``model``, which is still whole. Raises ModelError or ConfigError."""
     if config.context_parallel.method == ULYSSES:
         refuse_heads(model, topology.tensor, topology.context)
-    return way_of(model, config.context_parallel.method or AUTO)
+    section = config.context_parallel
+    return replace(way_of(model, section.method or AUTO), in_evaluation=section.in_evaluation)
 
 
 def divide_sequences_in(
