@@ -41,6 +41,10 @@ class Axis(Protocol):
         """Overwrite ``tensor`` with that of rank 0, in place."""
         ...
 
+    def all_to_all(self, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> torch.Tensor:
+        """Send ``rows`` [sum(sends), ...], those for each rank one after the other; return [sum(receives), ...]."""
+        ...
+
 
 class TransportAxis:
     """An axis whose ranks are processes."""
@@ -82,6 +86,13 @@ class TransportAxis:
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self.transport.broadcast(tensor, label)
+
+    def all_to_all(self, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> torch.Tensor:
+        sent = rows.detach().contiguous()
+        came = sent.new_empty(sum(receives), *sent.shape[1:])
+        parts = [[part.view(-1) for part in flat.split(list(by))] for flat, by in ((sent, sends), (came, receives))]
+        self.transport.all_to_all(parts[0], parts[1], label).wait()
+        return came
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,16 @@ def gather_sequence(x: torch.Tensor, axis: Axis, length: int) -> torch.Tensor:
     return _Gather.apply(x, axis, SEQUENCE, even_bounds(length, axis.size), False)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def split_rows(x: torch.Tensor, axis: Axis, bounds: Sequence[int]) -> torch.Tensor:
+    """Whole [bounds[-1], ...] -> this rank's rows."""
+    return _Scatter.apply(x, axis, 0, bounds, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_rows(x: torch.Tensor, axis: Axis, bounds: Sequence[int]) -> torch.Tensor:
+    """This rank's rows -> whole [bounds[-1], ...], which all ranks must use in the same way."""
+    return _Gather.apply(x, axis, 0, bounds, False)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def make_region(topology: Topology, device: torch.device) -> Region:
     """Return the region of the tensor axis of ``topology``, which is made once. All ranks must call this."""
     region: Region | None = topology.shared.get("region")

@@ -200,6 +200,11 @@ def join(module: nn.Module, axis: Axis) -> None:
         _put(param, whole_of(param.data, shard, axis) if part_of(param) is None else _unfilled(param, shard.shape))
 
 
+def take_part(param: nn.Parameter, shard: TensorShard) -> None:
+    """Reduce a whole ``param`` to what ``shard`` says is this rank's."""
+    _put(param, shard.cut(param.data) if part_of(param) is None else _unfilled(param, shard.local_shape))
+
+
 def _put(param: nn.Parameter, value: torch.Tensor) -> None:
     """Give ``param`` a value of another shape, and no gradient.
 
@@ -262,7 +267,7 @@ def divide(param: nn.Parameter, dim: int, own: Ranges, region: Region) -> Tensor
     refuse_partitioned((), "a layer that is divided over tensor-parallel ranks")
     if known is None:
         known = region.divided[param] = TensorShard(tuple(param.shape), dim, own)
-        _put(param, known.cut(param.data) if part_of(param) is None else _unfilled(param, known.local_shape))
+        take_part(param, known)
     elif (known.dim, known.ranges) != (dim, own):
         raise ModelError(
             f"two layers share a parameter of shape {known.shape}, and the plan divides it in two ways. Remedy: let the "

@@ -31,8 +31,8 @@ class ThreadAxis:
     def __deepcopy__(self, memo: dict[int, Any]) -> ThreadAxis:
         return self
 
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._meeting.left[self.rank] = tensor.detach()
+    def _exchange(self, given: T) -> list[T]:
+        self._meeting.left[self.rank] = given
         self._meeting.barrier.wait()
         found = list(self._meeting.left)
         self._meeting.barrier.wait()
@@ -43,17 +43,17 @@ class ThreadAxis:
 
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         self._count(label, 2 * tensor.numel() * (self.size - 1) // self.size, tensor)
-        total = torch.stack(self._exchange(tensor)).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
+        total = torch.stack(self._exchange(tensor.detach())).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
         return total.to(tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         self._count(label, tensor.numel() * (self.size - 1), tensor)
-        return torch.cat(self._exchange(tensor), dim)
+        return torch.cat(self._exchange(tensor.detach()), dim)
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         low, high = list(pairwise(bounds))[self.rank]
         self._count(label, tensor.numel() * (bounds[-1] - high + low) // max(bounds[-1], 1), tensor)
-        total = torch.stack(self._exchange(tensor)).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
+        total = torch.stack(self._exchange(tensor.detach())).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
         return total.to(tensor.dtype).narrow(dim, low, high - low).contiguous()
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> None:
@@ -66,8 +66,16 @@ class ThreadAxis:
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self._count(label, tensor.numel() * (self.size - 1) if self.rank == 0 else 0, tensor)
-        tensor.detach().copy_(self._exchange(tensor)[0])
+        tensor.detach().copy_(self._exchange(tensor.detach())[0])
         self._meeting.barrier.wait()
+
+    def all_to_all(self, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> torch.Tensor:
+        sent = rows.detach()
+        self._count(label, sent.numel() - sent.split(list(sends))[self.rank].numel(), sent)
+        found = [parts[self.rank] for parts in self._exchange(sent.split(list(sends)))]
+        if [len(part) for part in found] != list(receives):
+            raise ValueError(f"{label}: {[len(part) for part in found]} rows came in place of {list(receives)}")
+        return torch.cat(found)
 
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:

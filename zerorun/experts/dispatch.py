@@ -1,0 +1,123 @@
+"""Dispatch: in place of a module of experts, rows go to the ranks that have their experts, and what these make comes back.
+
+[Note: what is computed where]
+The model's own forward runs on the experts of this rank, with one expert for each row, and with weight 1. The sender
+multiplies by the weights and adds up, in the order in which the model's own forward does. A rank to which no row comes
+runs its forward on a row of zeros and drops the result: so its experts get gradients of zero, and backward makes the
+exchanges that the others wait for (Shazeer et al. 2017, arXiv:1701.06538; Lepikhin et al. 2020, arXiv:2006.16668).
+
+[Note: folded]
+Tensor ranks all have the same rows, and different experts. Each sends a part of the rows, and then all are gathered. The
+gradient of a part becomes whole in the same way, so the router gets a whole gradient on every tensor rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..distributed.tensor_shard import even_bounds
+from ..errors import ModelError
+from ..tensor_parallel.axis import Axis
+from ..tensor_parallel.collectives import gather_rows, split_rows
+from .exchange import exchange
+from .find import Experts, arguments, is_eager
+from .replay import Replay, Route, next_node
+
+
+class Dispatch:
+    """Replaces ``module.forward``. ``axis``: the ranks that have the experts between them, as many each.
+
+    ``tensor``: the tensor ranks, if there are several. ``loads`` [experts]: rows that this rank has sent to each expert in
+    training, since somebody set it to zero.
+    """
+
+    def __init__(self, experts: Experts, axis: Axis, tensor: Axis | None) -> None:
+        self.name, self.count, self.axis, self.tensor = experts.name, experts.count, axis, tensor
+        self.loads: torch.Tensor | None = None
+        self._module, self._own = experts.module, experts.module.forward
+        self._arguments, self._replay = arguments(experts.module), Replay()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
+        hidden, index, weights = (given[name] for name in self._arguments)
+        self._check(hidden, index, weights)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self.tensor is None:
+            return self._spread(rows, index, weights).view_as(hidden)
+        axis, bounds = self.tensor, even_bounds(len(rows), self.tensor.size)
+        rows, weights = split_rows(rows, axis, bounds), split_rows(weights, axis, bounds)
+        made = self._spread(rows, index[bounds[axis.rank] : bounds[axis.rank + 1]], weights)
+        return gather_rows(made, axis, bounds).view_as(hidden)
+
+    def _check(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        rows = hidden.numel() // hidden.shape[-1]
+        if index.dim() != 2 or index.shape != weights.shape or len(index) != rows or index.is_floating_point():
+            raise ModelError(
+                f"{self.name} was called with {rows} rows, indices of shape {tuple(index.shape)} ({index.dtype}) and weights "
+                f"of shape {tuple(weights.shape)}, and needs an expert and a weight for each row and choice. Remedy: remove "
+                "the section expert_parallel."
+            )
+
+    def _spread(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, H], [T, K], [T, K] -> [T, H]"""
+        begun, route = next_node(), self._replay.recall()
+        if route is not None and route.index.shape == index.shape:
+            index, weights = route.index, route.weights.requires_grad_(weights.requires_grad)
+        else:
+            route = self._route(index, weights)
+        sent = rows[route.order // index.shape[1]]
+        came = exchange(sent, self.axis, route.sends, route.receives, "experts: dispatch forward")
+        made = self._run(came, route.experts)
+        back = exchange(made, self.axis, route.receives, route.sends, "experts: combine forward")
+        slots = back[route.order.argsort()].view(*index.shape, -1)
+        output = self._combine(slots, index, weights)
+        self._replay.keep(route, begun, output)
+        return output
+
+    def _route(self, index: torch.Tensor, weights: torch.Tensor) -> Route:
+        """Tell the ranks how many rows come for each of their experts, and learn how many come here."""
+        size, chosen = self.axis.size, index.reshape(-1)
+        counts = torch.bincount(chosen, minlength=self.count)
+        if len(counts) != self.count:
+            raise ModelError(f"{self.name} was called with an expert number above {self.count - 1}, the last.")
+        if self._module.training and torch.is_grad_enabled():
+            self.loads = counts if self.loads is None else self.loads + counts
+        local = self.count // size
+        theirs = self.axis.all_to_all(counts, (local,) * size, (local,) * size, "experts: counts").view(size, local)
+        sends, receives = torch.stack([counts.view(size, local).sum(1), theirs.sum(1)]).tolist()
+        numbers = torch.arange(local, device=index.device).repeat(size)
+        experts = numbers.repeat_interleave(theirs.reshape(-1), output_size=sum(receives))
+        return Route(index, weights.detach(), chosen.argsort(stable=True), tuple(sends), tuple(receives), experts)
+
+    def _run(self, came: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The model's own forward, with one of the experts here for each row."""
+        count = len(came)
+        if not count:
+            came, experts = torch.cat([came, came.new_zeros(1, came.shape[1])]), experts.new_zeros(1)
+        made: torch.Tensor = self._own(came, experts.unsqueeze(1), came.new_ones(len(came), 1))
+        return made[:count]
+
+    def _combine(self, slots: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, K, H], [T, K], [T, K] -> [T, H], added up as the model does."""
+        if not is_eager(self._module):
+            return (slots * weights.unsqueeze(-1)).sum(1).to(slots.dtype)
+        order = index.argsort(dim=1, stable=True)
+        rows = torch.arange(len(index), device=index.device).unsqueeze(1)
+        weighed = (slots[rows, order] * weights[rows, order].unsqueeze(-1)).to(slots.dtype)
+        return _added_up(weighed.unbind(1))
+
+
+def _added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum, from the first to the last."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def dispatches(modules: Any) -> list[Dispatch]:
+    """The dispatches of a model's modules, in its order."""
+    return [forward for module in modules if isinstance(forward := vars(module).get("forward"), Dispatch)]

@@ -1,0 +1,54 @@
+"""Spreads the experts of a model over ranks, in place, and joins them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from ..distributed.tensor_shard import TensorShard
+from ..tensor_parallel.axis import Axis
+from ..tensor_parallel.layers import join, take_part
+from ..zero.init import part_of
+from .dispatch import Dispatch
+from .find import COUNTS, Experts
+
+
+def spread(found: Sequence[Experts], axis: Axis, tensor: Axis | None = None) -> list[Callable[[], None]]:
+    """Leave each rank of ``axis`` as many of the experts ``found``, and let them send one another rows.
+
+    All take the values of rank 0 first; parameters on the meta device are divided in shape only. ``tensor``: the tensor
+    ranks, if there are several, which are among those of ``axis``. Return the functions that undo this, to be called from
+    the last to the first, on all ranks.
+    """
+    return [_spread(experts, axis, tensor) for experts in found]
+
+
+def _spread(experts: Experts, axis: Axis, tensor: Axis | None) -> Callable[[], None]:
+    module: Any = experts.module
+    local = experts.count // axis.size
+    ranges = ((axis.rank * local, (axis.rank + 1) * local),)
+    before = vars(module).get("forward")
+    module.forward = Dispatch(experts, axis, tensor)
+    module.tensor_shards = {}
+    for name in experts.own:
+        param = module._parameters[name]
+        shard = module.tensor_shards[name] = TensorShard(tuple(param.shape), 0, ranges, "expert")
+        if not param.is_meta and part_of(param) is None:
+            axis.broadcast(param.data, "experts: whole weights")
+        take_part(param, shard)
+    counts = [name for name in COUNTS if vars(module).get(name) == experts.count]
+    for name in counts:
+        setattr(module, name, local)
+    return partial(_join, module, axis, dict.fromkeys(counts, experts.count), before)
+
+
+def _join(module: nn.Module, axis: Axis, counts: dict[str, int], forward: Callable[..., Any] | None) -> None:
+    join(module, axis)
+    for name, count in counts.items():
+        setattr(module, name, count)
+    del module.tensor_shards, module.forward
+    if forward is not None:
+        module.forward = forward  # type: ignore[method-assign]
