@@ -22,7 +22,7 @@ from ..distributed.tensor_shard import even_bounds
 from ..errors import ModelError
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.collectives import gather_rows, split_rows
-from .exchange import exchange
+from .exchange import exchange, moved
 from .find import Experts, arguments, is_eager
 from .replay import Replay, Route, next_node
 
@@ -86,7 +86,7 @@ class Dispatch:
         if self._module.training and torch.is_grad_enabled():
             self.loads = counts if self.loads is None else self.loads + counts
         local = self.count // size
-        theirs = self.axis.all_to_all(counts, (local,) * size, (local,) * size, "experts: counts").view(size, local)
+        theirs = moved(counts, self.axis, (local,) * size, (local,) * size, "experts: counts").view(size, local)
         sends, receives = torch.stack([counts.view(size, local).sum(1), theirs.sum(1)]).tolist()
         numbers = torch.arange(local, device=index.device).repeat(size)
         experts = numbers.repeat_interleave(theirs.reshape(-1), output_size=sum(receives))

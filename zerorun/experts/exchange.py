@@ -17,7 +17,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label: str
     ) -> torch.Tensor:
         ctx.axis, ctx.sends, ctx.receives, ctx.label = axis, sends, receives, label
-        return axis.all_to_all(rows, sends, receives, label)
+        return moved(rows, axis, sends, receives, label)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -31,3 +31,12 @@ def exchange(rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label:
     All ranks of the axis must call it, in forward and in backward.
     """
     return _Exchange.apply(rows, axis, sends, receives, label)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def moved(rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label: str) -> torch.Tensor:
+    """Do as ``exchange``, with rows of any shape [...], and without gradients."""
+    sent = rows.detach().contiguous()
+    came = sent.new_empty(sum(receives), *sent.shape[1:])
+    parts = [[part.view(-1) for part in flat.split(by)] for flat, by in ((sent, sends), (came, receives))]
+    axis.all_to_all(*parts, label)
+    return came

@@ -1,4 +1,4 @@
-"""Axis: collectives of activations between tensor or context ranks. They block, and give every rank the same bits."""
+"""Axis: collectives of activations between the ranks of one axis. They block, and give every rank the same bits."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ class Axis(Protocol):
         """Overwrite ``tensor`` with that of rank 0, in place."""
         ...
 
-    def all_to_all(self, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> torch.Tensor:
-        """Send ``rows`` [sum(sends), ...], those for each rank one after the other; return [sum(receives), ...]."""
-        ...
 
 
 class TransportAxis:
@@ -86,13 +83,6 @@ class TransportAxis:
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self.transport.broadcast(tensor, label)
-
-    def all_to_all(self, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> torch.Tensor:
-        sent = rows.detach().contiguous()
-        came = sent.new_empty(sum(receives), *sent.shape[1:])
-        parts = [[part.view(-1) for part in flat.split(list(by))] for flat, by in ((sent, sends), (came, receives))]
-        self.transport.all_to_all(parts[0], parts[1], label).wait()
-        return came
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,14 +69,6 @@ class ThreadAxis:
         tensor.detach().copy_(self._exchange(tensor.detach())[0])
         self._meeting.barrier.wait()
 
-    def all_to_all(self, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str) -> torch.Tensor:
-        sent = rows.detach()
-        self._count(label, sent.numel() - sent.split(list(sends))[self.rank].numel(), sent)
-        found = [parts[self.rank] for parts in self._exchange(sent.split(list(sends)))]
-        if [len(part) for part in found] != list(receives):
-            raise ValueError(f"{label}: {[len(part) for part in found]} rows came in place of {list(receives)}")
-        return torch.cat(found)
-
 
 def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
     """Run ``work(axis)`` on ``size`` threads, the ranks of one axis. Return the results by rank.
