@@ -50,6 +50,7 @@ READ_BY_THE_ENGINE = {
     "pipeline.": "stages schedule chunks partition activation_checkpoint_interval",
     "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
     "context_parallel.": "method in_evaluation",
+    "expert_parallel.": "enabled autoep_size",
     "dataloader.": "shuffle",
     "data_types.": "buffer_dtype",
     "tensorboard.": "enabled output_path job_name",

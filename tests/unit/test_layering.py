@@ -23,7 +23,7 @@ FLOORS = (
     ("plan",),
     ("zero", "activations"),
     ("pipeline", "tensor_parallel"),
-    ("context",),
+    ("context", "experts"),
     ("startup",),
     ("checkpoint", "memory", "monitors"),
     ("verify",),

@@ -39,6 +39,7 @@ from zerorun.config.sections import (
     CsvMonitor,
     Dataloader,
     DataTypes,
+    ExpertParallel,
     FlopsProfiler,
     Fp8,
     Fp16,
@@ -140,6 +141,7 @@ class Config(Section):
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     pipeline: Pipeline = Pipeline()
     tensor_parallel: TensorParallel = TensorParallel()
+    expert_parallel: ExpertParallel = ExpertParallel()
     sequence_parallel_size: Annotated[Int, Field(ge=0)] = 1
     """The number of neighbouring ranks that get the same batch, and divide each sequence between them."""
     context_parallel: ContextParallel = ContextParallel()
@@ -149,7 +151,7 @@ class Config(Section):
         Dtype, Inert("what ranks send of a sequence has the dtype of its activations.")
     ] = "fp32"
     use_data_before_expert_parallelism: Annotated[
-        Flag, Inert("there is no expert parallelism to be ordered.", unless=False)
+        Flag, Inert("ranks with different experts are neighbours.", unless=False)
     ] = False
     checkpoint: Checkpoint = Checkpoint()
     aio: Aio = Aio()
@@ -216,10 +218,6 @@ class Config(Section):
         "hybrid_engine": _keys(
             "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size",
             "the hybrid engine is not built.",
-        ),
-        "expert_parallel": _keys(
-            "autoep_size expert_parallel_size ep_size top_k patterns preset_model",
-            "expert parallelism is not built; experts are sharded like any other parameter.",
         ),
         "nebula": _keys(
             "persistent_storage_path persistent_time_interval num_of_version_in_retention enable_nebula_load load_path",

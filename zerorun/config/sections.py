@@ -485,6 +485,68 @@ class ContextParallel(Section):
     """Whether sequences are divided in evaluation, too. If not, each rank has data of its own there: so does Trainer."""
 
 
+_ROUTED = Refused("the model's own router and experts run, and nothing about them is changed.", None, "Remove the key.")
+_FOUND = Inert("experts are known by their parameters and by how they are called.")
+_OWN_FORWARD = Inert("the model's own forward runs on a rank's experts.")
+_OWN_EXCHANGE = Inert("rows go by the collectives that everything else goes by.")
+_BY_MODEL = Inert("it is read from the model.")
+
+
+class ExpertParallel(Section):
+    """Expert parallelism: the experts of each layer are spread over neighbouring ranks, which send one another rows."""
+
+    enabled: Flag = False
+    """Spread the experts of a Hugging Face model over ranks."""
+    autoep_size: Count = 1
+    """The number of neighbouring ranks that have the experts of each layer between them. With tensor ranks, they are among
+    these, and their number must divide it."""
+    expert_tensor_parallel_size: Annotated[Int, Refused("a rank has whole experts.", allowed=1)] = 1
+    preset_model: Annotated[Text, _FOUND] = ""
+    moe_layer_pattern: Annotated[Text, _FOUND] = ""
+    expert_pattern: Annotated[Text, _FOUND] = ""
+    router_pattern: Annotated[Text, _FOUND] = ""
+    expert_w1: Annotated[Text, _FOUND] = ""
+    expert_w2: Annotated[Text, _FOUND] = ""
+    expert_w3: Annotated[Text, _FOUND] = ""
+    has_shared_experts: Annotated[Flag, _FOUND] = False
+    shared_experts_pattern: Annotated[Text, _FOUND] = ""
+    shared_experts_gate_pattern: Annotated[Text, _FOUND] = ""
+    num_experts_attr: Annotated[Text, _BY_MODEL] = ""
+    top_k_attr: Annotated[Text, _BY_MODEL] = ""
+    use_grouped_mm: Annotated[Flag, _OWN_FORWARD] = True
+    disable_triton_grouped_mm: Annotated[Flag, _OWN_FORWARD] = False
+    gate_up_impl: Annotated[Text, _OWN_FORWARD] = "separate"
+    combine_impl: Annotated[Text, _OWN_FORWARD] = "weighted_sum"
+    row_weighting_impl: Annotated[Text, _OWN_FORWARD] = "eager"
+    comm_backend: Annotated[Text, _OWN_EXCHANGE] = "comm"
+    comm_num_sm: Annotated[Int, _OWN_EXCHANGE] = 12
+    comm_qp_margin: Annotated[Int, _OWN_EXCHANGE] = 4
+    comm_max_tokens_per_rank: Annotated[Int, _OWN_EXCHANGE] = 0
+    async_split_plan: Annotated[Flag, _OWN_EXCHANGE] = False
+    validate_folding_routing: Annotated[Flag, Inert("each row's experts are counted on one tensor rank.", unless=False)] = (
+        False
+    )
+    score_apply: Annotated[
+        Text, Refused("weights multiply what experts give, as the model has it.", "post", "Remove the key.")
+    ] = "post"
+    top_k: Annotated[Any, _ROUTED] = None
+    score_func: Annotated[Any, _ROUTED] = None
+    route_norm: Annotated[Any, _ROUTED] = None
+    route_scale: Annotated[Any, Refused(_ROUTED.reason, (None, 1), "Remove the key.")] = None
+    routed_scaling_factor: Annotated[Any, _ROUTED] = None
+    num_expert_groups: Annotated[Any, _ROUTED] = None
+    num_limited_groups: Annotated[Any, _ROUTED] = None
+    load_balance_coeff: Annotated[Any, _ROUTED] = None
+    expert_activation: Annotated[Any, _ROUTED] = None
+
+    other_names: ClassVar[dict[str, str]] = {"ep_size": "autoep_size", "expert_parallel_size": "autoep_size"}
+
+    @property
+    def size(self) -> int:
+        """The number of ranks with different experts; 1 if the section is off."""
+        return self.autoep_size if self.enabled else 1
+
+
 class ParallelWrite(Section):
     """``checkpoint.parallel_write``."""
 

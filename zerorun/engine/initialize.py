@@ -58,7 +58,7 @@ from ..plan.weights import (
 )
 from ..startup.float8 import Float8Layers, described, float8_layers
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
-from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_layers, plan_sequences
+from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.access import adopt_loaded_weights, guard_state_dict
@@ -147,7 +147,8 @@ def initialize(
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
-    layers = _agree(lambda: plan_layers(model, wanted, planned))
+    experts = _agree(lambda: plan_experts(model, planned))
+    layers = _agree(lambda: plan_layers(model, wanted, planned, experts))
     way = _agree(lambda: plan_sequences(model, wanted, planned))
     model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
@@ -175,8 +176,8 @@ def initialize(
         if owns_topology:
             topology.close()
         raise
-    if topology.pipe * topology.tensor * topology.expert > 1:
-        settle(unsettled, model, parallelized.part)
+    divided = unsettled if topology.size("model") > 1 else [p for p in unsettled if id(p) in parallelized.shards]
+    settle(divided, model, parallelized.part)
     _move_buffers(model, device, comm, partial(buffer_dtype, wanted))
     if on_host(device):
         keep_freed()

@@ -56,9 +56,9 @@ class Dispatch:
         rows = hidden.numel() // hidden.shape[-1]
         if index.dim() != 2 or index.shape != weights.shape or len(index) != rows or index.is_floating_point():
             raise ModelError(
-                f"{self.name} was called with {rows} rows, indices of shape {tuple(index.shape)} ({index.dtype}) and weights "
-                f"of shape {tuple(weights.shape)}, and needs an expert and a weight for each row and choice. Remedy: remove "
-                "the section expert_parallel."
+                f"{self.name} was called with {rows} rows, indices {tuple(index.shape)} of {index.dtype} and weights "
+                f"{tuple(weights.shape)}, and needs the number of an expert and a weight for each row and choice. Remedy: "
+                "remove the section expert_parallel."
             )
 
     def _spread(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Dispatch:
         came = exchange(sent, self.axis, route.sends, route.receives, "experts: dispatch forward")
         made = self._run(came, route.experts)
         back = exchange(made, self.axis, route.receives, route.sends, "experts: combine forward")
-        slots = back[route.order.argsort()].view(*index.shape, -1)
+        slots = back[route.order.argsort()].view(*index.shape, rows.shape[1])
         output = self._combine(slots, index, weights)
         self._replay.keep(route, begun, output)
         return output

@@ -11,11 +11,9 @@ from ..tensor_parallel.axis import Axis
 Rows = tuple[int, ...]  # numbers of rows, by rank of the axis
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label: str
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label: str) -> torch.Tensor:
         ctx.axis, ctx.sends, ctx.receives, ctx.label = axis, sends, receives, label
         return moved(rows, axis, sends, receives, label)
 
@@ -30,13 +28,16 @@ def exchange(rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label:
 
     All ranks of the axis must call it, in forward and in backward.
     """
-    return _Exchange.apply(rows, axis, sends, receives, label)  # type: ignore[no-any-return, no-untyped-call]
+    return _RowExchange.apply(rows, axis, sends, receives, label)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def moved(rows: torch.Tensor, axis: Axis, sends: Rows, receives: Rows, label: str) -> torch.Tensor:
     """Do as ``exchange``, with rows of any shape [...], and without gradients."""
     sent = rows.detach().contiguous()
     came = sent.new_empty(sum(receives), *sent.shape[1:])
-    parts = [[part.view(-1) for part in flat.split(by)] for flat, by in ((sent, sends), (came, receives))]
-    axis.all_to_all(*parts, label)
+    axis.all_to_all(_parts(sent, sends), _parts(came, receives), label)
     return came
+
+
+def _parts(rows: torch.Tensor, counts: Rows) -> list[torch.Tensor]:
+    return [part.view(-1) for part in rows.split(list(counts))]

@@ -41,7 +41,7 @@ class Route:
 
 
 @dataclass(eq=False)
-class _Kept:
+class _KeptRoute:
     """``begun``: the number of the first node after the forward had begun. ``region``: what saves tensors around it."""
 
     route: Route
@@ -54,7 +54,7 @@ class _Kept:
 class Replay:
     """The routes of one layer's forwards whose graphs live."""
 
-    _kept: list[weakref.ref[_Kept]] = field(default_factory=list)
+    _kept: list[weakref.ref[_KeptRoute]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: Any) -> Replay:
         return Replay()  # a copy of the layer has run no forward
@@ -73,15 +73,16 @@ class Replay:
         if output.grad_fn is None or _current_node() is not None:
             return
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        kept = _Kept(route, begun, None if hooks is None else weakref.ref(hooks[0]))
+        kept = _KeptRoute(route, begun, None if hooks is None else weakref.ref(hooks[0]))
         for other in self._living():
             if hooks is not None and other.region is not None and other.region() is hooks[0]:
                 other.alone = kept.alone = False  # which of them a second run repeats cannot be told
-        output.grad_fn.metadata["zerorun: route"] = kept
+        metadata: Any = output.grad_fn.metadata
+        metadata["zerorun: route"] = kept
         self._kept = [entry for entry in self._kept if entry() is not None]
         self._kept.append(weakref.ref(kept))
 
-    def _living(self) -> list[_Kept]:
+    def _living(self) -> list[_KeptRoute]:
         return [kept for entry in self._kept if (kept := entry()) is not None]
 
 

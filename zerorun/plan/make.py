@@ -102,7 +102,7 @@ def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank:
     """
     pipe, tensor, context = config.pipeline.stages, config.tensor_parallel.size, config.sequence_parallel_size or 1
     degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
-    degrees = {"pipe": pipe, "tensor": tensor, "context": context}
+    degrees = {"pipe": pipe, "tensor": tensor, "context": context, "expert": config.expert_parallel.size}
     found = Topology.plan(world_size, rank, shard_degree=degree, **degrees, ranks_per_host=ranks_per_node)
     secondary_partition(config, found)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -30,10 +30,13 @@ from ..tensor_parallel.styles import HOOKED, ParallelPlan
 from .parallelized_model import ParallelizedModel
 
 
-def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int) -> ParallelPlan:
-    """Plan how to divide the layers of ``model``, which are still whole, over ``size`` ranks. Raises ModelError."""
+def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int, spared: Collection[str] = ()) -> ParallelPlan:
+    """Plan how to divide the layers of ``model``, which are still whole, over ``size`` ranks, but for modules ``spared``.
+
+    Raises ModelError.
+    """
     if not isinstance(model, Pipelined):
-        made = plan_of(model, section.plan or None, size, vocab_parallel_loss=section.vocab_parallel_loss)
+        made = plan_of(model, section.plan or None, size, spared, vocab_parallel_loss=section.vocab_parallel_loss)
         if section.sequence_parallel:
             blocks_of(model, made)
         return made
@@ -47,7 +50,7 @@ def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int) -> P
         )
     _refuse_unmatched(model, section.plan)
     here = {pattern: style for pattern, style in section.plan.items() if matches(model, pattern)}
-    return make_plan(model, here, size) if here else ParallelPlan(size, ())
+    return make_plan(model, here, size, spared) if here else ParallelPlan(size, ())
 
 
 def _refuse_whole_model_keys(section: TensorParallel) -> None:

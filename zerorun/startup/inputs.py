@@ -69,7 +69,8 @@ def take_in(
     )
     if topology is not None:
         degrees = {"tensor_parallel.size": topology.tensor, "pipeline.stages": topology.pipe}
-        loaded = _with_degrees(loaded, {**degrees, "sequence_parallel_size": topology.context})
+        views = {"sequence_parallel_size": topology.context, "expert_parallel.autoep_size": topology.expert}
+        loaded = _with_degrees(loaded, degrees | views)
     if isinstance(model, Pipelined):
         loaded = _with_degrees(loaded, {"pipeline.stages": model.num_pipeline_stages(), "pipeline.chunks": model.chunks})
     client = _client_optimizer(model, optimizer, model_parameters)
@@ -97,6 +98,7 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
         "pipeline.stages": config.pipeline.stages,
         "pipeline.chunks": config.pipeline.chunks,
         "sequence_parallel_size": config.sequence_parallel_size or 1,
+        "expert_parallel.autoep_size": config.expert_parallel.size,
     }
     for key, degree in degrees.items():
         if written[key] not in (1, degree):
@@ -105,7 +107,8 @@ def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
             if key == "pipeline.chunks":
                 remedy = f"Remove the key, or give PipelineModule(..., chunks={written[key]})."
             raise ConfigError([ConfigProblem(key, written[key], reason, remedy)])
-    return with_values(config, degrees)
+    switch = {"expert_parallel.enabled": True} if degrees.get("expert_parallel.autoep_size", 1) > 1 else {}
+    return with_values(config, {**degrees, **switch})
 
 
 def _stand_in(raw: RawOptimizer) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ importing everything else takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
-from ..distributed.replication import Family, Replication
+from ..distributed.replication import Replication
 from ..distributed.tensor_shard import shards_of
 from ..distributed.topology import Topology, subgroup
 from ..distributed.transport.connect import connect_axis
@@ -85,26 +85,38 @@ def _check_stage(model: Pipelined, topology: Topology, chunks: int) -> None:
         )
 
 
-def plan_layers(model: nn.Module, config: Config, topology: Topology) -> ParallelPlan | None:
+def plan_experts(model: nn.Module, topology: Topology) -> tuple[str, ...]:
+    """Return the names of the modules whose experts are to be spread. Must be called before ``cut``.
+
+    Raises ConfigError, with nothing changed.
+    """
+    if topology.expert == 1 or any(shard.axis == "expert" for shard in shards_of(model).values()):
+        return ()
+    from .divided_experts import names_of_experts
+
+    return names_of_experts(model, topology.expert)
+
+
+def plan_layers(model: nn.Module, config: Config, topology: Topology, experts: Collection[str] = ()) -> ParallelPlan | None:
     """Plan how to divide the layers of ``model``; None if they need not be divided. Must be called before ``cut``.
 
-    Raises ModelError, with nothing changed.
+    ``experts``: modules that stay as they are, because they are spread. Raises ModelError, with nothing changed.
     """
-    if topology.tensor * topology.pipe > 1:
+    if topology.tensor * topology.pipe * topology.expert > 1:
         refuse_partitioned(model.parameters() if is_part(model) else (), "a model that is cut or divided over ranks")
     if topology.tensor == 1 or any(shard.axis == "tensor" for shard in shards_of(model).values()):
         return None
     from .divided_layers import plan_whole_layers
 
-    return plan_whole_layers(model, config.tensor_parallel, topology.tensor)
+    return plan_whole_layers(model, config.tensor_parallel, topology.tensor, experts)
 
 
 def divide(
     model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology, device: torch.device
 ) -> ParallelizedModel:
-    """Divide the layers of ``model`` in place by ``plan``, unless it is made of divided layers. All ranks must call it.
+    """Divide the layers of ``model`` in place by ``plan``, unless it is made of divided layers, and spread its experts.
 
-    Raises ModelError, on all ranks alike, and leaves the model as it was.
+    All ranks must call it. Raises ModelError, on all ranks alike, and leaves the model as it was.
     """
     made = ParallelizedModel()
     if topology.tensor > 1:
@@ -112,10 +124,9 @@ def divide(
 
         made = divide_layers(model, plan, config, topology, device)
     if topology.expert > 1:
-        from ..tensor_parallel.axis import make_axis
+        from .divided_experts import divide_experts
 
-        axes = {**made.axes, "expert": make_axis(topology, device, "expert")}
-        made = replace(made, axes=axes, shards=shards_of(model), replication_of=_with_experts(made.replication_of, model))
+        made = divide_experts(model, topology, device, made)
     if isinstance(model, Pipelined) and topology.pipe > 1:
         _refuse_dropped(model, topology)
         _tie(model, topology, made, device)
@@ -155,7 +166,9 @@ def divide_shapes(
 
         replication_of = divide_shapes_of_layers(model, plan, config, topology)
     if topology.expert > 1:
-        replication_of = _with_experts(replication_of, model)
+        from .divided_experts import divide_shapes_of_experts
+
+        replication_of = divide_shapes_of_experts(model, topology, replication_of)
     if not isinstance(model, Pipelined) or topology.pipe == 1:
         return replication_of
     copies: Copies = {}
@@ -163,12 +176,6 @@ def divide_shapes(
         for local in _names_here(tie, topology):
             copies[id(model.get_parameter(local))] = (_name_of(tie), stages[0] == topology.pipe_rank)
     return _with_copies(replication_of, copies)
-
-
-def _with_experts(inner: Callable[[nn.Parameter], Replication], model: nn.Module) -> Callable[[nn.Parameter], Replication]:
-    """Experts that are spread over ranks have channels of their own, and all of these ranks count in the norm."""
-    spread = {key for key, shard in shards_of(model).items() if shard.axis == "expert"}
-    return lambda param: Replication(family=Family.EXPERT) if id(param) in spread else inner(param)
 
 
 def _refuse_dropped(model: Pipelined, topology: Topology) -> None:

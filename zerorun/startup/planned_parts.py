@@ -20,7 +20,7 @@ from ..plan.make import make_plan
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.weights import rebuilt
 from .float8 import Float8Layers, float8_layers
-from .parallelize import cut, divide_shapes, plan_layers
+from .parallelize import cut, divide_shapes, plan_experts, plan_layers
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def _parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topolo
     if topology.pipe * topology.tensor * topology.expert == 1:
         yield PlannedPart(model, raw, topology, lambda param: ALONE)
         return
-    layers = plan_layers(model, config, topology)
+    layers = plan_layers(model, config, topology, plan_experts(model, topology))
     stages = [model.stage] if isinstance(model, Pipelined) else range(topology.pipe)
     for stage in stages:
         here = replace(topology, rank=topology.rank_at(pipe=stage))

@@ -42,7 +42,6 @@ class Axis(Protocol):
         ...
 
 
-
 class TransportAxis:
     """An axis whose ranks are processes."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import nn
@@ -71,13 +71,21 @@ def parallelize(
 
 
 def plan_of(
-    model: nn.Module, plan: Mapping[str, Style] | None, size: int, *, vocab_parallel_loss: bool = False
+    model: nn.Module,
+    plan: Mapping[str, Style] | None,
+    size: int,
+    spared: Collection[str] = (),
+    *,
+    vocab_parallel_loss: bool = False,
 ) -> ParallelPlan:
-    """Return the plan that ``parallelize`` carries out, proven unless it is the model's own. Raises ModelError."""
+    """Return the plan that ``parallelize`` carries out, proven unless it is the model's own. Raises ModelError.
+
+    ``spared``: modules that stay as they are, whatever the plan says.
+    """
     if plan is None and not own_plan(model):
-        made = make_plan(model, infer_plan(model, size), size)
+        made = make_plan(model, infer_plan(model, size), size, spared)
     else:
-        made = make_plan(model, plan, size)
+        made = make_plan(model, plan, size, spared)
         if plan is not None:
             prove_given(model, made)
     return with_divided_head(model, made) if vocab_parallel_loss else made

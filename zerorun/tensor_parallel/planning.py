@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import nn
@@ -42,13 +42,14 @@ def own_plan(model: nn.Module) -> dict[str, Style]:
     return {f"{prefix}.{pattern}" if inside else pattern: style for pattern, style in base.items()}
 
 
-def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> ParallelPlan:
+def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int, spared: Collection[str] = ()) -> ParallelPlan:
     """Plan what becomes of each layer of ``model`` on ``size`` ranks. Nothing is changed.
 
     ``plan``: name pattern -> style, see styles.py; None: the model's own plan, whose patterns that match nothing are
-    ignored. Raises ModelError, which lists all problems: patterns that match nothing, unknown styles, layers of another
-    kind than the style is for, heads that ``size`` does not divide, column- and row-parallel layers that do not belong
-    together, a model that is divided already or has LoRA adapters.
+    ignored. ``spared``: modules that stay as they are, with what is in them. Raises ModelError, which lists all problems:
+    patterns that match nothing, unknown styles, layers of another kind than the style is for, heads that ``size`` does not
+    divide, column- and row-parallel layers that do not belong together, a model that is divided already or has LoRA
+    adapters.
     """
     patterns = own_plan(model) if plan is None else dict(plan)
     if size < 1 or not patterns:
@@ -59,7 +60,8 @@ def make_plan(model: nn.Module, plan: Mapping[str, Style] | None, size: int) -> 
     _refuse_changed(model)
     made = _Maker(model, size, shipped=plan is None)
     for name, pattern, style in made.matches(patterns, given=plan is not None):
-        made.enter(name, pattern, style)
+        if not any(name == other or name.startswith(f"{other}.") for other in spared):
+            made.enter(name, pattern, style)
     made.follow_ties()
     entries = made.in_order()
     attributes = made.attributes(entries)

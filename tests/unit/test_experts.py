@@ -1,0 +1,403 @@
+"""Experts on threads that stand for ranks: losses and gradients within 1e-6 of those of one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from covering import by_day
+from mixtures import FAMILIES, choosing, ids_of, make, routers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from zerorun.errors import ConfigError, ModelError
+from zerorun.experts.dispatch import Dispatch, dispatches
+from zerorun.experts.find import check_experts, find_experts
+from zerorun.experts.spread import spread
+from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
+
+Loss = Callable[[Any, int], torch.Tensor]  # of a model and a rank
+EXCHANGES = ("dispatch forward", "combine forward", "combine backward", "dispatch backward")
+
+
+def own_loss(model: Any, rank: int) -> torch.Tensor:
+    ids = ids_of(rank)
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+class Outcome:
+    """The loss and the gradients of one rank. ``sent``: bytes by label."""
+
+    def __init__(self, model: nn.Module, loss: torch.Tensor, sent: dict[str, int]) -> None:
+        self.loss, self.sent = loss.detach(), sent
+        self.gradients = {name: param.grad for name, param in model.named_parameters() if param.requires_grad}
+        self.shards = {
+            f"{path}.{name}": shard
+            for path, module in model.named_modules()
+            for name, shard in getattr(module, "tensor_shards", {}).items()
+        }
+        self.loads = [forward.loads for forward in dispatches(model.modules())]
+
+
+def on_ranks(model: nn.Module, size: int, loss_of: Loss = own_loss) -> list[Outcome]:
+    """What ``size`` ranks make, each with some of the experts of a copy of ``model``."""
+
+    def work(axis: ThreadAxis) -> Outcome:
+        own = copy.deepcopy(model)
+        spread(find_experts(own), axis)
+        loss = loss_of(own, axis.rank)
+        if loss.requires_grad:
+            loss.backward()
+        return Outcome(own, loss, axis.sent)
+
+    return on_threads(size, work)
+
+
+def compare(model: nn.Module, outcomes: list[Outcome], loss_of: Loss = own_loss) -> None:
+    """Losses are those of ``model``, and gradients, summed over ranks or put together, within 1e-6."""
+    model.zero_grad()
+    losses = [loss_of(model, rank) for rank in range(len(outcomes))]
+    torch.stack(losses).sum().backward()
+    for loss, outcome in zip(losses, outcomes, strict=True):
+        torch.testing.assert_close(outcome.loss, loss.detach(), rtol=1e-6, atol=1e-6)
+    for name, param in model.named_parameters():
+        parts = [outcome.gradients.get(name) for outcome in outcomes]
+        if param.grad is None:
+            assert not any(part is not None and part.count_nonzero() for part in parts), name
+            continue
+        found = [part for part in parts if part is not None]
+        assert len(found) == len(parts), f"a rank has no gradient of {name}"
+        shards = [outcome.shards.get(name) for outcome in outcomes]
+        assert all((shard is not None) == (".mlp.experts." in name) for shard in shards)
+        whole = sum(found) if shards[0] is None else torch.cat(found)
+        torch.testing.assert_close(whole, param.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", by_day(sorted(FAMILIES), "mixtral", "deepseek-v3", "gpt-oss", "qwen2-moe"))
+def test_equals_one_process(family: str, size: int, implementation: str) -> None:
+    model = make(family, implementation)
+    compare(model, on_ranks(model, size))
+
+
+# -- who gets rows ------------------------------------------------------------------------------------------------
+
+CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    # A rank without rows took part in no backward, and the others waited: Megatron #4851.
+    "all rows to one rank": lambda numbers: torch.arange(2).expand_as(numbers),
+    # Its gradient was None, and it was not decayed: Automodel #2995.
+    "an expert without rows": lambda numbers: numbers.where(numbers != 3, (numbers.sum(1, keepdim=True) - numbers + 1) % 3),
+    "one expert": torch.zeros_like,
+    "twice the same": lambda numbers: numbers[:, :1].expand_as(numbers),
+}
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_all_choices(choice: str, implementation: str) -> None:
+    model = make("mixtral", implementation)
+    choosing(model, CHOICES[choice])
+    outcomes = on_ranks(model, 4)
+    compare(model, outcomes)
+    assert all(gradient is not None for outcome in outcomes for gradient in outcome.gradients.values())
+
+
+def test_ties() -> None:
+    model = make("qwen3-moe")
+    for router in routers(model):
+        nn.init.zeros_(router.weight)  # type: ignore[arg-type]
+    compare(model, on_ranks(model, 2))
+
+
+def test_a_rank_has_no_rows_of_its_own() -> None:
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        hidden = model.model.embed_tokens(ids_of(rank, 0 if rank else 5))
+        loss: torch.Tensor = model.model.layers[0].mlp(hidden).square().sum()
+        return loss
+
+    model = make("mixtral")
+    compare(model, on_ranks(model, 2, loss_of), loss_of)
+
+
+@pytest.mark.parametrize("frozen", ["experts.", "gate.weight", "embed_tokens", "gate.weight experts. embed_tokens"])
+def test_frozen(frozen: str) -> None:
+    model = make("mixtral")
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(part in name for part in frozen.split()))
+    compare(model, on_ranks(model, 2))
+
+
+# -- more than one forward ----------------------------------------------------------------------------------------
+
+
+def kept(model: nn.Module) -> int:
+    """How many routes the layers of a model keep."""
+    return sum(len(forward._replay._living()) for forward in dispatches(model.modules()))
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_several_forwards_before_a_backward(recomputes: bool) -> None:
+    """The first backward is not that of the last forward."""
+
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        with torch.no_grad():
+            own_loss(model, rank + 5)
+        first, second, third = (own_loss(model, rank + salt) for salt in (0, 7, 3))
+        layers = len(dispatches(model.modules()))
+        assert kept(model) == 3 * layers
+        second.backward()
+        assert kept(model) == 3 * layers  # its graph lives as long as the loss
+        del second
+        assert kept(model) == 2 * layers
+        return first + third
+
+    def reference(model: Any, rank: int) -> torch.Tensor:
+        return own_loss(model, rank) + own_loss(model, rank + 7) + own_loss(model, rank + 3)
+
+    model = make("deepseek-v3")
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    outcomes = on_ranks(model, 2, loss_of)
+    for rank, outcome in enumerate(outcomes):
+        outcome.loss += own_loss(model, rank + 7).detach()
+    compare(model, outcomes, reference)
+
+
+def test_evaluation_counts_and_keeps_nothing() -> None:
+    model = make("mixtral")
+
+    def loss_of(own: Any, rank: int) -> torch.Tensor:
+        with torch.no_grad():
+            loss = own_loss(own.eval(), rank)
+        assert kept(own) == 0
+        return loss
+
+    outcomes = on_ranks(model, 2, loss_of)
+    assert [outcome.loads for outcome in outcomes] == [[None, None]] * 2
+    assert [outcome.loss.item() for outcome in outcomes] == [loss_of(model, rank).item() for rank in range(2)]
+
+
+def test_loads() -> None:
+    seen: list[torch.Tensor] = []
+    model = make("mixtral")
+    outcomes = on_ranks(model, 2)
+    for router in routers(model):
+        router.register_forward_hook(lambda module, args, out: seen.append(out[2]))
+    own_loss(model, 1)
+    assert [load.tolist() for load in outcomes[1].loads] == [
+        torch.bincount(n.flatten(), minlength=4).tolist() for n in seen
+    ]
+
+
+# -- recomputation ------------------------------------------------------------------------------------------------
+
+
+def flipped_when_recomputed(numbers: torch.Tensor) -> torch.Tensor:
+    """What near-ties do that fall otherwise the second time."""
+    if torch._C._current_graph_task_id() == -1:
+        return numbers
+    return (numbers + 1) % 4
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
+def test_recomputation_sends_rows_where_they_went(implementation: str) -> None:
+    """Automodel #2635, #3325: another choice in the second run gave wrong gradients, or shapes that autograd refuses."""
+    model = make("mixtral", implementation)
+    choosing(model, flipped_when_recomputed)
+    plain = on_ranks(model, 2)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again = on_ranks(model, 2)
+    for one, other in zip(plain, again, strict=True):
+        assert one.gradients.keys() == other.gradients.keys()
+        for name, gradient in one.gradients.items():
+            assert gradient is not None
+            assert torch.equal(gradient, other.gradients[name]), name
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])  # without shared experts, and with them
+def test_reentrant_recomputation(family: str) -> None:
+    model = make(family)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    compare(model, on_ranks(model, 2))
+
+
+def test_one_region_with_two_calls_of_a_layer() -> None:
+    """Which call is repeated cannot be told, so routes are found again."""
+
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        experts, router = model.model.layers[0].mlp.experts, model.model.layers[0].mlp.gate
+
+        def twice(hidden: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                _, weights, numbers = router(hidden)
+                hidden = hidden + experts(hidden, numbers, weights)
+            return hidden
+
+        hidden = model.model.embed_tokens(ids_of(rank)).flatten(0, 1)
+        return checkpoint(twice, hidden, use_reentrant=False).square().mean()
+
+    model = make("mixtral")
+    compare(model, on_ranks(model, 2, loss_of), loss_of)
+
+
+# -- bytes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes(size: int, recomputes: bool) -> None:
+    """r rows away and v rows here: r H b to the experts, v H b back, and as much again for gradients."""
+    model = make("qwen3-moe")
+    seen: list[tuple[int, torch.Tensor]] = []  # rank, the rank of the expert of each row
+
+    for rank in range(size):
+        handles = [
+            router.register_forward_hook(lambda module, args, out, rank=rank: seen.append((rank, out[2] // (8 // size))))
+            for router in routers(model)
+        ]
+        own_loss(model, rank)
+        for handle in handles:
+            handle.remove()
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for rank, outcome in enumerate(on_ranks(model, size)):
+        away = sum(int((theirs != rank).sum()) for source, theirs in seen if source == rank)
+        here = sum(int((theirs == rank).sum()) for source, theirs in seen if source != rank)
+        row, times = 32 * 4, 2 if recomputes else 1
+        expected = dict(zip(EXCHANGES, (times * away, times * here, away, here), strict=True))
+        assert {name: outcome.sent[f"experts: {name}"] for name in EXCHANGES} == {
+            name: rows * row for name, rows in expected.items()
+        }
+        assert outcome.sent["experts: counts"] == 2 * 8 * (size - 1) * 8 // size
+
+
+# -- the loss of routers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
+def test_the_auxiliary_loss_is_that_of_the_ranks_rows(family: str) -> None:
+    """It changed with the number of ranks: Megatron #5047, #3768, #5996."""
+    model = make(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    compare(model, on_ranks(model, 2))
+    plain = make(family)
+    assert own_loss(model, 0).item() != own_loss(plain, 0).item()
+
+
+# -- spreading ----------------------------------------------------------------------------------------------------
+
+
+def test_undone() -> None:
+    model = make("gpt-oss")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def work(axis: ThreadAxis) -> nn.Module:
+        own = copy.deepcopy(model)
+        undo = spread(find_experts(own), axis)
+        experts: Any = own.model.layers[0].mlp.experts
+        assert experts.num_experts == 2
+        assert experts.gate_up_proj.shape == (2, 32, 48)
+        for step in reversed(undo):
+            step()
+        return own
+
+    for own in on_threads(2, work):
+        experts: Any = own.model.layers[0].mlp.experts  # type: ignore[union-attr, index]
+        assert experts.num_experts == 4
+        assert not {"forward", "tensor_shards"} & vars(experts).keys()
+        assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+def test_rank_zeros_values_count() -> None:
+    model = make("mixtral")
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        own = copy.deepcopy(model)
+        for param in own.parameters():
+            param.data += axis.rank
+        spread(find_experts(own), axis)
+        return own.model.layers[1].mlp.experts.down_proj.detach()  # type: ignore[no-any-return]
+
+    assert torch.equal(torch.cat(on_threads(4, work)), model.model.layers[1].mlp.experts.down_proj)
+
+
+def test_copies_of_a_model_send_rows_of_their_own() -> None:
+    model = make("mixtral")
+
+    def work(axis: ThreadAxis) -> bool:
+        own = copy.deepcopy(model)
+        spread(find_experts(own), axis)
+        loss = own_loss(own, axis.rank)
+        other = copy.deepcopy(own)
+        assert kept(other) == 0
+        assert all(one._module is not two._module for one, two in zip(*map(layers, (own, other)), strict=True))
+        return own_loss(other, axis.rank).item() == loss.item()
+
+    assert all(on_threads(2, work))
+
+
+def layers(model: nn.Module) -> list[Dispatch]:
+    return dispatches(model.modules())
+
+
+# -- what is refused ----------------------------------------------------------------------------------------------
+
+
+def test_numbers_that_do_not_divide() -> None:
+    model = make("mixtral", num_local_experts=6)
+    with pytest.raises(ConfigError, match=r"autoep_size.*4.*has 6 experts.*Use one of 1, 2, 3, 6\."):
+        check_experts(model, find_experts(model), 4)
+
+
+def test_a_model_without_experts() -> None:
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="Sequential has no module of experts"):
+        check_experts(model, find_experts(model), 2)
+
+
+def test_llama4_has_nothing_to_send() -> None:
+    import transformers
+
+    config = transformers.Llama4TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, intermediate_size_mlp=24, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, pad_token_id=0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Llama4ForCausalLM(config)
+    with pytest.raises(ConfigError, match=r"Llama4TextExperts.*nothing to send.*tensor_parallel divides"):
+        check_experts(model, find_experts(model), 2)
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    model = peft.get_peft_model(make("mixtral"), config)
+    with pytest.raises(ConfigError, match=r"has an adapter \(ParamWrapper\)"):
+        check_experts(model, find_experts(model), 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "weights", "message"),
+    [
+        (torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 4), r"weights \(4, 4\)"),
+        (torch.zeros(3, 2, dtype=torch.long), torch.ones(3, 2), "4 rows"),
+        (torch.full((4, 2), 4), torch.ones(4, 2), "above 3, the last"),
+    ],
+)
+def test_calls_of_another_kind(numbers: torch.Tensor, weights: torch.Tensor, message: str) -> None:
+    model = make("mixtral")
+
+    def work(axis: ThreadAxis) -> None:
+        own = copy.deepcopy(model)
+        spread(find_experts(own), axis)
+        own.model.layers[0].mlp.experts(torch.ones(4, 32), numbers, weights)
+
+    with pytest.raises(ModelError, match=message):
+        on_threads(2, work)
