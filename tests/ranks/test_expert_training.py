@@ -1,0 +1,89 @@
+"""Hugging Face's mixtures of experts through initialize(): losses, norms and weights as in one process, within 1e-6."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import by_day
+from harness import run_ranks
+from mixtures import ids_of, make
+from reference import OPTIMIZERS, Result, differences
+from training import make_config, merged
+
+import zerorun
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
+
+STEPS = 2
+
+
+def loss_of(model: Any, rank: int, step: int, micro: int) -> torch.Tensor:
+    """Of micro-batches of different lengths."""
+    ids = ids_of(rank + 7 * micro + 31 * step, 4 + rank % 3)
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def reference(family: str, batches: int, config: dict[str, Any], changes: dict[str, Any]) -> Result:
+    """One process. ``batches``: of how many ranks."""
+    model, found = make(family, **changes), Result()
+    kind, params = OPTIMIZERS[config["optimizer"]["type"]]
+    optimizer = kind(model.parameters(), **params)
+    accumulation = config["gradient_accumulation_steps"]
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(accumulation):
+            for rank in range(batches):
+                loss = loss_of(model, rank, step, micro) / (batches * accumulation)
+                loss.backward()
+                total += loss.item()
+        found.losses.append(total)
+        limit = config["gradient_clipping"] or float("inf")
+        found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found.weights = {name: value.detach() for name, value in model.state_dict().items()}
+    return found
+
+
+def _train(family: str, config: dict[str, Any], changes: dict[str, Any]) -> Result:
+    model, found = make(family, **changes), Result()
+    engine = zerorun.initialize(model, config)
+    for step in range(STEPS):
+        total = torch.zeros(1)
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = loss_of(engine, engine.topology.data_parallel_rank, step, micro)
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach() / engine.gradient_accumulation_steps()
+        dist.all_reduce(total)
+        found.losses.append(total.item() / dist.get_world_size())
+        found.norms.append(engine.get_global_grad_norm() or 0.0)
+    found.weights = engine.state_dict()
+    engine.destroy()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, found.weights[name]), name
+    return found
+
+
+def config_of(stage: int, size: int, *, clip: float = 0.3, **changes: Any) -> dict[str, Any]:
+    section = {"enabled": True, "autoep_size": size}
+    return merged(make_config(stage, clip=clip), {"expert_parallel": section, **changes})
+
+
+def check(family: str, ranks: int, config: dict[str, Any], **changes: Any) -> None:
+    tensor = config.get("tensor_parallel", {}).get("size", 1)
+    wanted = reference(family, ranks // tensor, config, changes)
+    for found in run_ranks(ranks, _train, family, config, changes):
+        assert not differences(found, wanted)
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3", "gpt-oss", "olmoe"], "mixtral", "gpt-oss"))
+def test_stages(family: str, ranks: int, size: int, stage: int) -> None:
+    check(family, ranks, config_of(stage, size))
