@@ -87,3 +87,40 @@ def check(family: str, ranks: int, config: dict[str, Any], **changes: Any) -> No
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3", "gpt-oss", "olmoe"], "mixtral", "gpt-oss"))
 def test_stages(family: str, ranks: int, size: int, stage: int) -> None:
     check(family, ranks, config_of(stage, size))
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3", "qwen2-moe"], "mixtral", "deepseek-v3"))
+def test_folded_over_tensor_ranks(family: str, ranks: int, size: int, stage: int) -> None:
+    check(family, ranks, config_of(stage, size, tensor_parallel={"size": 2}))
+
+
+KEYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "recompute": (3, {"activation_checkpointing": {"policy": "full"}}),
+    "every second": (1, {"activation_checkpointing": {"policy": "every_n"}, "gradient_accumulation_steps": 2}),
+    "selective": (2, {"activation_checkpointing": {"policy": "selective"}}),
+    "recompute, inputs on the host": (3, {"activation_checkpointing": {"policy": "full", "cpu_checkpointing": True}}),
+    "offload": (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    "offload all": (
+        3,
+        {
+            "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            "gradient_accumulation_steps": 2,
+        },
+    ),
+    "hybrid": (3, {"zero_optimization": {"shard_degree": 2}}),
+}
+
+
+@pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3"], "deepseek-v3"))
+@pytest.mark.parametrize("keys", KEYS)
+def test_keys(keys: str, family: str) -> None:
+    stage, changes = KEYS[keys]
+    check(family, 4 if keys == "hybrid" else 2, config_of(stage, 2, **changes))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_stages_of_a_pipeline(stage: int) -> None:
+    check("mixtral", 4, config_of(stage, 2, pipeline={"stages": 2}, gradient_accumulation_steps=2))
