@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerorun.errors import ConfigError, ModelError
 from zerorun.experts.dispatch import Dispatch, dispatches
-from zerorun.experts.find import check_experts, find_experts
+from zerorun.experts.known_experts import check_experts, find_experts
 from zerorun.experts.spread import spread
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 

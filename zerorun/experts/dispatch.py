@@ -22,9 +22,9 @@ from ..distributed.tensor_shard import even_bounds
 from ..errors import ModelError
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.collectives import gather_rows, split_rows
-from .exchange import exchange, moved
-from .find import Experts, arguments, is_eager
+from .known_experts import Experts, arguments, is_eager
 from .replay import Replay, Route, next_node
+from .rows import exchange, moved
 
 
 class Dispatch:

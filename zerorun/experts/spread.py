@@ -13,7 +13,7 @@ from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.layers import join, take_part
 from ..zero.init import part_of
 from .dispatch import Dispatch
-from .find import COUNTS, Experts
+from .known_experts import COUNTS, Experts
 
 
 def spread(found: Sequence[Experts], axis: Axis, tensor: Axis | None = None) -> list[Callable[[], None]]:

@@ -16,7 +16,7 @@ from ..distributed.transport.gloo import Gloo
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem
-from ..experts.find import KEY, check_experts, find_experts
+from ..experts.known_experts import KEY, check_experts, find_experts
 from ..experts.spread import spread
 from ..pipeline.module import PipelineModule
 from ..tensor_parallel.axis import TransportAxis, make_axis
