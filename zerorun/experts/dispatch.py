@@ -24,7 +24,7 @@ from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.collectives import gather_rows, split_rows
 from .known_experts import Experts, arguments, is_eager
 from .replay import Replay, Route, next_node
-from .rows import exchange, moved
+from .row_exchange import exchange, moved
 
 
 class Dispatch:

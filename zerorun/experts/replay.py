@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .rows import Rows
+from .row_exchange import Rows
 
 _REENTRANT = "CheckpointFunctionBackward"  # the node of torch.utils.checkpoint that runs a forward with a graph of its own
 
