@@ -27,6 +27,8 @@ from zerorun.report import software
 
 triton = pytest.importorskip("triton")
 
+from triton.runtime import interpreter  # noqa: E402
+
 from zerorun.ops import triton_kernels  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every overflow and NaN
@@ -47,7 +49,7 @@ STATES_OF = (
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> Any:
+def interpreted() -> Iterator[Any]:
     """A copy of the module with kernels for the interpreter: when one is defined, this is decided for good."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -55,7 +57,26 @@ def interpreted() -> Any:
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return module.Kernels()
+        patch.setattr(interpreter, "_patch_lang", once_in_a_launch(interpreter._patch_lang))
+        yield module.Kernels()
+
+
+def once_in_a_launch(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The interpreter gives the language its own functions for a launch, and again for each function that the kernel calls.
+
+    There is nothing left to give then, and looking for it takes three quarters of the time.
+    """
+    given = []
+
+    def patched(function: Any) -> Any:
+        if given:
+            return None
+        scope = patch_lang(function)
+        given.append(restore := scope.restore)
+        scope.restore = lambda: (given.clear(), restore())
+        return scope
+
+    return patched
 
 
 @pytest.fixture
