@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..distributed.coded_hops import CodedHop
-from ..distributed.transport.sums import BufferPool, stretch_bytes
+from ..distributed.transport.sums import PoolSizes, stretch_bytes
 from ..distributed.transports import NCCL, PEER_MEMORY
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
@@ -55,14 +55,14 @@ def _part_of_replica(group: FlatGroupPlan) -> tuple[int, int]:
 
 
 class _Receiving:
-    """The buffer pool of one rank, and which of its buffers are in use."""
+    """The sizes of the buffers of one rank's pool, and which of them are in use."""
 
     def __init__(self, plan: ShardingPlan) -> None:
         self._plan = plan
-        self.pool = BufferPool(torch.device("meta"))
+        self.pool = PoolSizes()
         self._reductions = Reductions(self._start, self._finish, go_on=self._go_on, overlap=plan.overlap)
         self._going_on: set[int] = set()  # units in their second hop
-        self._received: dict[int, list[list[torch.Tensor]]] = {}  # index of a unit -> the buffers of each flat group
+        self._received: dict[int, list[list[int]]] = {}  # index of a unit -> the buffers of each flat group
 
     def step(self) -> None:
         """Run the reductions of one step. Those of a micro-batch may still be in flight when the next one begins."""
@@ -95,7 +95,7 @@ class _Receiving:
             if group.copies > 1:
                 self._sum_over_replicas(group)
 
-    def _receive(self, group: FlatGroupPlan) -> list[torch.Tensor]:
+    def _receive(self, group: FlatGroupPlan) -> list[int]:
         ranks = group.layout.degree
         if group.unpacked or ranks == 1:
             return []
@@ -103,15 +103,15 @@ class _Receiving:
             return self._of_hop(self._plan.hops[0], group)
         return self._sum(group, group.layout.numel, group.shard_numel, ranks)
 
-    def _of_hop(self, hop: CodedHop, group: FlatGroupPlan) -> list[torch.Tensor]:
+    def _of_hop(self, hop: CodedHop, group: FlatGroupPlan) -> list[int]:
         """What an exchange of codes sends, and receives into."""
         return [self.pool.take(hop.sent_bytes(group.shard_numel), torch.uint8) for _ in range(2)]
 
-    def _give(self, buffers: list[torch.Tensor]) -> None:
+    def _give(self, buffers: list[int]) -> None:
         for buffer in buffers:
             self.pool.give(buffer)
 
-    def _sum(self, group: FlatGroupPlan, sent: int, owned: int, ranks: int) -> list[torch.Tensor]:
+    def _sum(self, group: FlatGroupPlan, sent: int, owned: int, ranks: int) -> list[int]:
         wire = self._plan.wire_dtype
         taken = [self.pool.take(sent, wire)] if wire != group.gradient_dtype else []
         if self._plan.transport == PEER_MEMORY:

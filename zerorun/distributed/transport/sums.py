@@ -26,11 +26,8 @@ class BufferPool:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of ``numel`` elements; contents undefined. Give it back with ``give``."""
         size = numel * dtype.itemsize
-        best = -1
-        for index, buffer in enumerate(self._free):
-            if buffer.numel() >= size and (best < 0 or buffer.numel() < self._free[best].numel()):
-                best = index
-        if best >= 0:
+        best = best_fit([buffer.numel() for buffer in self._free], size)
+        if best is not None:
             return self._free.pop(best)[:size].view(dtype)
         buffer = torch.empty(aligned_bytes(size), dtype=torch.uint8, device=self._device)
         self.bytes += buffer.numel()
@@ -40,6 +37,34 @@ class BufferPool:
         """Return a buffer taken before."""
         storage = view.untyped_storage()
         self._free.append(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+
+
+class PoolSizes:
+    """What a BufferPool on which this is tried would have, with the bytes of a buffer in its place."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self.bytes = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> int:
+        """The bytes of the buffer that would be taken. Give it back with ``give``."""
+        size = numel * dtype.itemsize
+        best = best_fit(self._free, size)
+        if best is not None:
+            return self._free.pop(best)
+        made = aligned_bytes(size)
+        self.bytes += made
+        return made
+
+    def give(self, made: int) -> None:
+        """Return a buffer taken before."""
+        self._free.append(made)
+
+
+def best_fit(free: list[int], size: int) -> int | None:
+    """Return the index of the smallest of ``free`` that has ``size`` bytes, the first of several; None if none has."""
+    fitting = [(bytes, index) for index, bytes in enumerate(free) if bytes >= size]
+    return min(fitting)[1] if fitting else None
 
 
 class Stretches:
