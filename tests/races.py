@@ -19,11 +19,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from zerorun.distributed import simulated
 from zerorun.distributed.simulated import COMPUTATION, SimulatedStream
@@ -31,6 +31,7 @@ from zerorun.ops import single_pass
 
 Agent = Any  # a SimulatedStream, or the number of a thread
 Clock = dict[Agent, int]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass
@@ -108,17 +109,16 @@ class Races:
 
     def operate(self, func: Any, args: Sequence[Any], result: Any, made_on_device: bool) -> None:
         """An operation of torch that is not put into a stream of copies."""
-        arguments = list(zip(func._schema.arguments, args, strict=False))
-        if any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns):
-            return  # a view
-        if func is torch.ops.aten._unsafe_view.default:  # one, too, though it does not say so
+        if _makes_views(func):
             return
-        if any(map(is_traceable_wrapper_subclass, _tensors([*args, result]))):
-            return  # of tensors that have no memory of their own
-        written = [tensor for arg, value in arguments if _is_written(arg) for tensor in _tensors(value)]
-        read = [tensor for arg, value in arguments if not _is_written(arg) for tensor in _tensors(value)]
+        written: list[torch.Tensor] = []
+        read: list[torch.Tensor] = []
+        for writes, value in zip(_writes_to(func), args, strict=False):
+            (written if writes else read).extend(_tensors(value))
         ids = {id(tensor) for tensor in written}
         made = [tensor for tensor in _tensors(result) if id(tensor) not in ids]
+        if any(type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor) for tensor in (*read, *written, *made)):
+            return  # of tensors that have no memory of their own
         with self._lock:
             touched = [self._memory_of(tensor) for tensor in (*read, *written, *made)]
             device = made_on_device or any(memory.maker is not None for memory in touched)
@@ -233,10 +233,15 @@ class _Look(TorchDispatchMode):
         super().__init__()
         self._races = races
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: torch need not see to that in every operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         result = func(*args, **given)
-        named = [given.get(argument.name) for argument in func._schema.arguments[len(args) :]]
+        named = [given.get(name) for name in _names(func)[len(args) :]] if given else []
         self._races.operate(func, [*args, *named], result, given.get("device") == simulated.DEVICE)
         return result
 
@@ -295,12 +300,27 @@ def _waits(func: Any, args: Sequence[Any], in_host_memory: Sequence[bool]) -> bo
     return func is torch.ops.aten._local_scalar_dense.default or (across and not any(args[2:]))
 
 
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+@cache
+def _makes_views(func: Any) -> bool:
+    aliases = any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
+    return aliases or func is torch.ops.aten._unsafe_view.default  # which does not say so
+
+
+@cache
+def _writes_to(func: Any) -> list[bool]:
+    """For each argument."""
+    return [arg.alias_info is not None and arg.alias_info.is_write for arg in func._schema.arguments]
+
+
+@cache
+def _names(func: Any) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -318,8 +338,12 @@ def _place() -> str:
     """The innermost line of zerorun's that does not belong to the simulation."""
     frame = inspect.currentframe()
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "/zerorun/" in name and "simulated" not in name:
-            return f"{name.rpartition('/zerorun/')[2]}:{frame.f_lineno}"
+        if name := _of_zerorun(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "the script"
+
+
+@cache
+def _of_zerorun(file: str) -> str:
+    return file.rpartition("/zerorun/")[2] if "/zerorun/" in file and "simulated" not in file else ""
