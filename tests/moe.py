@@ -16,6 +16,8 @@ from torch import nn
 from zerorun.distributed.tensor_shard import TensorShard, even_range
 from zerorun.distributed.topology import Topology
 from zerorun.tensor_parallel.axis import TransportAxis, make_axis
+from zerorun.tensor_parallel.collectives import make_region
+from zerorun.tensor_parallel.layers import make_column_parallel
 
 EXPERTS, CHOSEN = 12, 2
 
@@ -139,12 +141,14 @@ def build(hidden: int = 10) -> nn.Module:
 
 
 def spread(model: nn.Module, topology: Topology) -> nn.Module:
-    """Let each rank of the expert axis keep its experts."""
-    if topology.expert > 1:
-        axis = make_axis(topology, torch.device("cpu"), "expert")
-        for module in model.modules():
-            if isinstance(module, Experts):
-                module.spread(topology, axis)
+    """Let each rank of the expert axis keep its experts, and each tensor rank its columns of the other layers."""
+    cpu = torch.device("cpu")
+    blocks = [module for module in model.modules() if isinstance(module, MoeBlock)]
+    for block in blocks if topology.expert > 1 else ():
+        block.experts.spread(topology, make_axis(topology, cpu, "expert"))
+    for block in blocks if topology.tensor > 1 else ():
+        own = even_range(WIDTH, topology.tensor_rank, topology.tensor)
+        make_column_parallel(block.mlp, make_region(topology, cpu), (own,), gather_output=True)
     return model
 
 

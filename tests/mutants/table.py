@@ -2086,4 +2086,12 @@ MUTANTS = (
         "        return cls(len(shards), shards.index(topology.rank), topology.replicate, topology.replicate_rank)",
         (_FAMILIES + "[4-2-stage 3, hybrid-accumulated]",),
     ),
+    Mutant(
+        "experts-of-other-replicas-are-lost",
+        "rank",
+        "zerorun/checkpoint/write_plan.py",
+        "        sources += _of_column(choice[own if own in choice else min(choice)], tensor, writer)",
+        "        sources += _of_column(choice.get(own, {}), tensor, writer)",
+        ("tests/ranks/test_expert_families.py::test_checkpoints_cross_degrees_bit_for_bit",),
+    ),
 )

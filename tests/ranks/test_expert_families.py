@@ -23,15 +23,25 @@ from covering import by_day
 from harness import run_ranks
 from models import Place
 from reference import OPTIMIZERS, Result, differences, distance
+from safetensors.torch import load_file
 from torch import nn
 from training import PLACES, counted_collectives, make_config, merged, placed
 
 import zerorun
-from zerorun.errors import ModelError
+from zerorun.errors import ModelError, ReleasedParameterError
 from zerorun.plan.ledger import planned_bytes
 from zerorun.plan.step import step_collectives
 from zerorun.plan.written import as_table, from_json, to_json
-from zerorun.zero import full_gradients, gradient_norms
+from zerorun.zero import (
+    GatheredParameters,
+    full_gradients,
+    gradient_norms,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 
 STEPS = 3
 WIDE = 4096  # hidden elements of an expert: then shards are mapped, and gradients summed where autograd leaves them
@@ -50,14 +60,15 @@ class Setting:
     messages: bool = False
     own: bool = False
 
-    def ways(self, place: Place, expert: int) -> dict[str, bool]:
-        return {"few": self.few, "skip": self.skips and place.step == 1 and place.rank >= expert}
+    def ways(self, place: Place, places: int) -> dict[str, bool]:
+        """``places``: of an expert group on the data axis."""
+        return {"few": self.few, "skip": self.skips and place.step == 1 and place.rank >= places}
 
 
 SETTINGS = {
     "plain": Setting(),
-    "accumulated": Setting(accumulation=2, optimizer="SGD"),
-    "few": Setting(accumulation=2, clip=0.0, few=True, messages=True),
+    "accumulated": Setting(accumulation=2, optimizer="SGD", messages=True),
+    "few": Setting(accumulation=2, clip=0.0, few=True),
     "skipped": Setting(optimizer="SGD", few=True, skips=True, own=True),
     "own": Setting(skips=True, own=True),
     "wide": Setting(hidden=WIDE, accumulation=2),
@@ -71,7 +82,7 @@ class Run(Result):
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def reference(setting: Setting, world: int, expert: int) -> Run:
+def reference(setting: Setting, world: int, places: int) -> Run:
     model, found = moe.build(setting.hidden), Run()
     kind, params = OPTIMIZERS[setting.optimizer]
     optimizer = kind(model.parameters(), **params)
@@ -81,7 +92,7 @@ def reference(setting: Setting, world: int, expert: int) -> Run:
         for micro in range(setting.accumulation):
             for rank in range(world):
                 place = Place(rank, step, micro)
-                loss = moe.loss_of(model, place, **setting.ways(place, expert)) / count
+                loss = moe.loss_of(model, place, **setting.ways(place, places)) / count
                 loss.backward()
                 total += loss.item()
         found.losses.append(total)
@@ -126,7 +137,8 @@ def train(config: dict[str, Any], setting: Setting, expert: int, tensor: int = 1
             if step + 1 == STEPS:
                 found.gradients = dict(full_gradients(engine.module))
                 norms = gradient_norms(engine.module)
-                assert norms == pytest.approx({n: float(g.double().norm()) for n, g in found.gradients.items()}, rel=1e-6)
+                wanted = {n: float(g.double().norm()) for n, g in found.gradients.items()}
+                assert norms == pytest.approx(wanted, rel=1e-6), {n: (norms[n], wanted[n]) for n in norms}
             engine.step()
             dist.all_reduce(total)
             found.losses.append(float(total) / dist.get_world_size())
@@ -140,7 +152,8 @@ def take_micro_batches(engine: zerorun.Engine, setting: Setting, step: int) -> t
     total = torch.zeros(1)
     for micro in range(setting.accumulation):
         place = Place(engine.topology.data_parallel_rank, step, micro)
-        loss = moe.loss_of(engine, place, **setting.ways(place, engine.topology.expert))
+        places = max(engine.topology.expert // engine.topology.tensor, 1)
+        loss = moe.loss_of(engine, place, **setting.ways(place, places))
         engine.backward(loss)
         total += loss.detach() / setting.accumulation
         if micro + 1 < setting.accumulation:
@@ -201,8 +214,7 @@ def test_tensor_ranks_have_experts_of_their_own(world: int, tensor: int, expert:
     if "hybrid" in place and world // tensor == 1:
         pytest.skip("there is one shard")
     setting = Setting(skips=world > expert)
-    plan = {"blocks.*.mlp": "colwise_rep"}
-    config = config_of(place, setting, tmp_path, tensor_parallel={"size": tensor, "plan": plan})
+    config = config_of(place, setting, tmp_path)
     if "hybrid" in place:
         config["zero_optimization"]["shard_degree"] = 1
     places = max(expert // tensor, 1)
@@ -245,7 +257,7 @@ def _without_moments(ledger: dict[str, int]) -> dict[str, int]:
     return {kind: size for kind, size in ledger.items() if not kind.endswith("moments")}
 
 
-@pytest.mark.parametrize("name", by_day(SETTINGS, "wide"))
+@pytest.mark.parametrize("name", by_day(("plain", "accumulated", "wide"), "wide"))
 @pytest.mark.parametrize("place", by_day(PLACES, "stage 3"))
 @pytest.mark.parametrize("expert", by_day((2, 4), 2, 4))
 def test_the_plan_says_what_is_held_and_sent(expert: int, place: str, name: str, tmp_path: Path) -> None:
@@ -265,3 +277,127 @@ def refusal(kind: str) -> str:
 def test_optimizers_that_look_at_more_than_elements_are_refused(kind: str) -> None:
     for text in run_ranks(2, refusal, kind):
         assert text.startswith(kind) and "blocks.0.experts." in text and "Remedy: " in text
+
+
+# -- access ------------------------------------------------------------------------------------------------------
+
+
+def edit(config: dict[str, Any], expert: int) -> None:
+    """What the functions by parameter give of spread experts is whole, and what they take reaches the rank that has it."""
+    with engine_of(config, Setting(), expert) as engine:
+        take_micro_batches(engine, Setting(), 0)
+        experts = engine.module.blocks[1].experts
+        gradient = safe_get_full_grad(experts.up)
+        assert gradient is not None and gradient.shape == (moe.EXPERTS, 10, 16)
+        safe_set_full_grad(experts.up, torch.zeros_like(gradient))
+        before = engine.state_dict()["blocks.1.experts.up"]
+        engine.step()
+        with pytest.raises(ReleasedParameterError, match=r"engine\.state_dict\(\)"):
+            engine.module.state_dict()
+        decayed = engine.state_dict()["blocks.1.experts.up"]
+        torch.testing.assert_close(decayed, before * (1 - 3e-3 * 0.1))  # without a gradient only the decay is left
+        assert float(safe_get_full_optimizer_state(experts.up, "exp_avg").abs().max()) == 0.0
+        with GatheredParameters([experts.down, engine.module.head.weight], modifier_rank=1):
+            if dist.get_rank() == 1:
+                experts.down.data[-1] = 7.0
+        safe_set_full_fp32_param(experts.bias, torch.full((moe.EXPERTS, 10), 3.0))
+        found = engine.state_dict()
+        assert bool((found["blocks.1.experts.down"][-1] == 7.0).all()) and not bool((found["head.weight"] == 7.0).any())
+        assert bool((found["blocks.1.experts.bias"] == 3.0).all())
+        assert torch.equal(safe_get_full_fp32_param(experts.down), found["blocks.1.experts.down"])
+
+
+@pytest.mark.parametrize("place", by_day(PLACES, "stage 3, hybrid"))
+@pytest.mark.parametrize("expert", by_day((2, 4), 2))
+def test_spread_experts_are_whole_by_name(expert: int, place: str, tmp_path: Path) -> None:
+    run_ranks(4, edit, config_of(place, Setting(), tmp_path), expert)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def everything(engine: zerorun.Engine) -> dict[str, torch.Tensor]:
+    """Whole masters and Adam states, by name."""
+    found = engine.state_dict()
+    for name, param in engine.module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state = safe_get_full_optimizer_state(param, key)
+            assert state is not None
+            found[f"{name}/{key}"] = state
+        master = safe_get_full_fp32_param(param)
+        assert master is not None
+        found[f"{name}/master"] = master
+    return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    world: int
+    expert: int
+    place: str
+    tensor: int = 1
+    precision: str = "fp32"
+
+    def config(self, folder: Path) -> dict[str, Any]:
+        setting = Setting(accumulation=4 * self.tensor // self.world)
+        return config_of(self.place, setting, folder, precision=self.precision)
+
+
+def four_micro_batches(engine: zerorun.Engine, step: int) -> float:
+    """A step of the same data on any number of ranks. Returns the mean loss."""
+    count, rank, total = engine.gradient_accumulation_steps(), engine.topology.data_parallel_rank, torch.zeros(1)
+    for micro in range(count):
+        loss = moe.loss_of(engine, Place(rank * count + micro, step))
+        engine.backward(loss)
+        engine.step()
+        total += loss.detach() / count
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def save(config: dict[str, Any], cell: Cell, folder: str) -> tuple[dict[str, torch.Tensor], float]:
+    with engine_of(config, Setting(), cell.expert, cell.tensor) as engine:
+        for step in range(2):
+            four_micro_batches(engine, step)
+        engine.save_checkpoint(folder, "here")
+        return everything(engine), four_micro_batches(engine, 2)
+
+
+def load(config: dict[str, Any], cell: Cell, folder: str) -> tuple[dict[str, torch.Tensor], float]:
+    with engine_of(config, Setting(), cell.expert, cell.tensor) as engine:
+        four_micro_batches(engine, 5)  # so that there is something to overwrite
+        assert engine.load_checkpoint(folder, "here")[0] is not None
+        found = everything(engine), four_micro_batches(engine, 2)
+        dist.barrier()
+        return found
+
+
+CELLS = (
+    Cell(2, 2, "stage 3"),
+    Cell(4, 4, "stage 3, hybrid"),  # the ranks of a shard group have not all experts
+    Cell(4, 2, "stage 2"),
+    Cell(1, 1, "stage 0"),
+    Cell(4, 2, "stage 3, hybrid"),
+    Cell(4, 2, "stage 1", tensor=2),
+    Cell(2, 2, "stage 3, disk"),
+    Cell(4, 4, "stage 0"),
+    Cell(4, 4, "stage 3, offload all"),
+    Cell(4, 4, "stage 3", tensor=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    by_day([(a, b) for a in CELLS for b in CELLS if a is not b], (CELLS[1], CELLS[0]), (CELLS[5], CELLS[4])),
+)
+def test_checkpoints_cross_degrees_bit_for_bit(source: Cell, target: Cell, tmp_path: Path) -> None:
+    """Weights, masters and the Adam states of each expert (DeepSpeed #8147), at another degree and number of ranks."""
+    (saved, loss), *_ = run_ranks(source.world, save, source.config(tmp_path), source, str(tmp_path))
+    for found, again in run_ranks(target.world, load, target.config(tmp_path), target, str(tmp_path)):
+        torch.testing.assert_close(found, saved, rtol=0, atol=0)
+        assert again == pytest.approx(loss, rel=1e-6)
+    stored: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "here").glob("model-*.safetensors"):
+        stored |= load_file(file)
+    torch.testing.assert_close(stored, {name: saved[name] for name in stored}, rtol=0, atol=0)
+    assert {name for name in saved if "/" not in name} == set(stored)

@@ -329,7 +329,8 @@ class _Planner:
                 self._coded(spec, param),
             )
             kinds[kind].append((name, param))
-        for (_, trained, *_), members in kinds.items():
+        # Experts come last, because other kinds are not the same ones on all tensor ranks.
+        for (_, trained, *_), members in sorted(kinds.items(), key=lambda kind: kind[0][2].family is Family.EXPERT):
             if trained:  # neighbouring parameters of one optimizer group and state format form one piece
                 members.sort(key=lambda member: (self.raw.group_of[id(member[1])], self._format(member[1])))
             yield members

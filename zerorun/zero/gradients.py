@@ -82,13 +82,14 @@ def gradient_norms(module: nn.Module) -> dict[str, float]:
     reduce_all(model, "gradient_norms")
     comm = model.comm
     flat_groups = [flat_group for unit in model.units for flat_group in unit.trainable if flat_group.reduced]
-    names = [name for flat_group in flat_groups for name in flat_group.names]
-    squares = [value for flat_group in flat_groups for value in _square_sums(model, flat_group)]
+    own = {n: v for group in flat_groups for n, v in zip(group.names, _square_sums(model, group), strict=True)}
+    names = sorted(own)  # tensor ranks may have them in other flat groups
+    squares = [own[name] for name in names]
     total = comm.control.data_sum(torch.stack(squares).cpu() if squares else torch.zeros(0, dtype=torch.float64))
     if comm.topology.tensor > 1:
         comm.sum_over_axis([total], "tensor")
-    factor = abs(model.gradient_factor())
-    return dict(zip(names, (math.sqrt(value) * factor for value in total.tolist()), strict=True))
+    factor, totals = abs(model.gradient_factor()), dict(zip(names, total.tolist(), strict=True))
+    return {name: math.sqrt(totals[name]) * factor for name in own}
 
 
 def _square_sums(model: ShardedModel, flat_group: TrainedGroup) -> list[torch.Tensor]:
