@@ -78,10 +78,13 @@ class OwnForward:
 
 
 class Division:
-    """The division of one model's sequences over the ranks of ``axis``, and what of it a running forward must know."""
+    """The division of one model's sequences over the ranks of ``axis``, and what of it a running forward must know.
 
-    def __init__(self, axis: Axis, method: str, way: Way) -> None:
-        self.axis, self.method, self.way = axis, method, way
+    ``in_stages``: the model is cut into pipeline stages, which send each other rows.
+    """
+
+    def __init__(self, axis: Axis, method: str, way: Way, *, in_stages: bool) -> None:
+        self.axis, self.method, self.way, self.in_stages = axis, method, way, in_stages
         self.streams = Streams(axis.rank)
         self.rows: Rows | None = None  # of the latest sequence
         self.targets: torch.Tensor | None = None  # of the whole sequence, if the loss is to be divided
@@ -133,18 +136,21 @@ class Division:
 
     def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
         """What ``block`` gets instead: rows of the hidden states, if they are whole, and the length."""
-        cuts = self._decoding and self.rows is None
-        if cuts:
-            self.rows = Rows(_hidden(block, args, kwargs).shape[SEQUENCE], self.axis)
-        if self.rows is None:
+        if self.rows is None and not self._decoding:
             return None
-        rows = self.rows
-        if not self._decoding:  # the model recomputes a block by itself
-            cuts, rows = first, Rows(_length_in(kwargs) or rows.length, self.axis)
-        if cuts:
-            hidden = _hidden(block, args, kwargs)
-            if block.training:
-                self.streams.enter(hidden.device)
+        hidden, length = _hidden(block, args, kwargs), _length_in(kwargs)
+        if self.rows is None:
+            if length is None and self.in_stages:
+                raise ModelError(
+                    f"{type(block).__name__} is given neither positions nor a mask, so that a pipeline stage cannot tell "
+                    "how long the sequence is. Remedy: remove sequence_parallel_size, or pipeline."
+                )
+            self.rows = Rows(length or hidden.shape[SEQUENCE], self.axis)
+        # A block that the model recomputes by itself may belong to an earlier forward.
+        rows = self.rows if length is None else Rows(length, self.axis)
+        if first and block.training:
+            self.streams.enter(hidden.device)
+        if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
             args, kwargs = _with_hidden(rows.cut(hidden), args, kwargs)
         return args, {**kwargs, LENGTH: rows.length}
 
@@ -152,13 +158,17 @@ class Division:
         """What the last block returns if what follows needs whole sequences."""
         if self.rows is None:
             return output
-        recut = self.targets is not None
+        recut = self.targets is not None or self.in_stages  # where a loss always follows
         if isinstance(output, tuple):
             return (self.rows.join(output[0], recut=recut), *output[1:])
         return self.rows.join(output, recut=recut)
 
     def leave_decoder(self, output: Any) -> Any:
         """What the model that holds the blocks returns: with whole sequences, or with rows if the loss follows."""
+        if self.in_stages and self.targets is None:  # other stages have what follows
+            return output
+        if self.rows is None and self.in_stages and self.targets is not None:  # this one has no blocks
+            self.rows = Rows(self.targets.shape[SEQUENCE], self.axis)
         rows = self.rows
         if rows is None:
             raise ModelError("no block was run, so nothing was divided. Remedy: remove sequence_parallel_size.")
@@ -273,7 +283,9 @@ class InDecoder(OwnForward):
 class DividedBlocks:
     """The blocks of one model, and the model that holds them, with other forwards; ``remove`` puts theirs back."""
 
-    def __init__(self, decoder: nn.Module, blocks: list[nn.Module], division: Division) -> None:
+    def __init__(self, decoder: nn.Module, all_blocks: list[nn.Module], division: Division) -> None:
+        """``all_blocks``: of which other pipeline stages have some."""
+        blocks = [block for block in all_blocks if not getattr(block, "is_elsewhere", False)]
         self._seam = AttentionSeam()
         self._forwards: list[OwnForward] = [InBlock(block, division) for block in blocks]
         self._forwards.append(InDecoder(decoder, division))
@@ -281,7 +293,7 @@ class DividedBlocks:
         for block in blocks:
             enter = functools.partial(_enter, division, block is blocks[0])
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
-        if division.way.joins_early:
+        if division.way.joins_early and blocks and blocks[-1] is all_blocks[-1]:
             self._handles.append(blocks[-1].register_forward_hook(functools.partial(_leave, division)))
 
     def remove(self) -> None:

@@ -121,12 +121,14 @@ def head_of(model: nn.Module) -> nn.Module | None:
 class Divided:
     """A transformers model whose sequences are divided, in place. ``remove`` makes it what it was."""
 
-    def __init__(self, model: nn.Module, way: Way, axis: Axis, method: str) -> None:
-        blocks = [b for b in model.get_submodule(way.path).children() if not getattr(b, "is_elsewhere", False)]
+    def __init__(self, model: nn.Module, way: Way, axis: Axis, method: str, *, in_stages: bool = False) -> None:
+        """``in_stages``: other pipeline stages have other modules of ``model``."""
+        blocks = list(model.get_submodule(way.path).children())
         decoder = model.get_submodule(way.path.rpartition(".")[0])
         head = model.get_output_embeddings() if way.divides_loss else None  # type: ignore[operator]
         tiles = way.tiles and type(head) is nn.Linear
-        self.division = Division(axis, method, Way(way.path, way.joins_early, way.divides_loss, tiles))
+        way = Way(way.path, way.joins_early, way.divides_loss, tiles)
+        self.division = Division(axis, method, way, in_stages=in_stages)
         self._parts: list[Any] = [DividedBlocks(decoder, blocks, self.division)]
         if head is not None:
             self._parts += [ShardLoss(model, self.division), InModel(model, self.division)]

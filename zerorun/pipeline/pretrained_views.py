@@ -32,11 +32,21 @@ from .pretrained_anatomy import Anatomy
 
 @dataclass
 class Crossing:
-    """What goes into a part and what comes out, while it runs: hidden states [batch, length, width]."""
+    """What goes into a part and what comes out, while it runs: hidden states [batch, length, width].
+
+    ``length``: of whole sequences, of which ranks may have some rows each; None if it is not known.
+    """
 
     received: torch.Tensor | None = None
     sent: torch.Tensor | None = None
     running: bool = False
+    length: int | None = None
+
+    def shown(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what has no graph, and the shape that ``hidden`` would have with all rows."""
+        if self.length is None or hidden.shape[1] >= self.length:
+            return hidden.detach()
+        return hidden.new_zeros(1).expand(hidden.shape[0], self.length, *hidden.shape[2:])
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,7 +94,7 @@ class Placeholder(Absent):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         received = self._running().received
         assert received is not None  # the first part has no placeholders
-        return received.detach()
+        return self._crossing.shown(received)
 
 
 class Gate(nn.Module):
@@ -112,7 +122,8 @@ class Gate(nn.Module):
         hidden = output[0] if isinstance(output, tuple) else output
         self._crossing.sent = hidden
         # What the model computes after this block is not used, so it needs no graph.
-        return (hidden.detach(), *output[1:]) if isinstance(output, tuple) else hidden.detach()
+        shown = self._crossing.shown(hidden)
+        return (shown, *output[1:]) if isinstance(output, tuple) else shown
 
 
 @dataclass(frozen=True)
@@ -165,12 +176,15 @@ class Views:
                 place.holder[place.key] = place.absent
 
     @contextlib.contextmanager
-    def of(self, part: int, received: torch.Tensor | None) -> Iterator[Crossing]:
-        """Put the model into the view of ``part``. Yields the Crossing that takes the hidden states to be sent."""
+    def of(self, part: int, received: torch.Tensor | None, length: int | None = None) -> Iterator[Crossing]:
+        """Put the model into the view of ``part``. Yields the Crossing that takes the hidden states to be sent.
+
+        ``length``: of whole sequences, if it is known.
+        """
         layers = self._cut.layers(part)
         places = (*self._ends, *self._blocks.values())
         whole = [place.holder[place.key] for place in places]
-        self._crossing.received, self._crossing.running = received, True
+        self._crossing.received, self._crossing.length, self._crossing.running = received, length, True
         try:
             for place in places:
                 if place.layer not in layers:

@@ -18,7 +18,7 @@ from .partition import LayerFacts, Method, bounds_of
 from .pipelined import Pipelined, StageCut, find_ties
 from .pretrained_anatomy import Anatomy, refusal
 from .pretrained_proof import compare, examine, specimen
-from .pretrained_views import Views
+from .pretrained_views import Crossing, Views
 
 HIDDEN = "hidden_states"
 # Keywords that need all layers, of which a part has only some.
@@ -185,11 +185,12 @@ class PretrainedPipeline(Pipelined):
             return value
         keywords = dict(value)
         received: torch.Tensor | None = keywords.pop(HIDDEN) if part else None
+        length = _length_in(keywords)
         if received is not None and "input_ids" not in keywords:
-            keywords["inputs_embeds"] = received.detach()  # only its shape is used
+            keywords["inputs_embeds"] = Crossing(length=length).shown(received)  # only its shape is used
         if self.is_last(chunk) and batch is not None and "labels" in batch:
             keywords["labels"] = batch["labels"]
-        with self._views.of(part, received) as crossing:
+        with self._views.of(part, received, length) as crossing:
             output = self.whole_model(**keywords)
             sent = crossing.sent
         if self.is_last(chunk):
@@ -205,3 +206,9 @@ class PretrainedPipeline(Pipelined):
             )
         loss: torch.Tensor = output.loss
         return loss
+
+
+def _length_in(keywords: Mapping[str, Any]) -> int | None:
+    """The length of whole sequences, which ranks may divide between them, as keywords for tokens show it."""
+    found = (keywords.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+    return next((item.shape[-1] for item in found if isinstance(item, torch.Tensor)), None)

@@ -10,7 +10,7 @@ from torch import nn
 from ..config.parse import Config
 from ..context.attention import AUTO, ULYSSES
 from ..context.divided_model import Way
-from ..context.find import Divided, inner_model, refuse_heads, way_of
+from ..context.find import Divided, inner_model, refusal, refuse_heads, way_of
 from ..distributed.topology import Topology
 from ..tensor_parallel.axis import make_axis
 from .divided_layers import agree_on_random_numbers
@@ -22,7 +22,10 @@ def plan_divided_sequences(model: nn.Module, config: Config, topology: Topology)
     if config.context_parallel.method == ULYSSES:
         refuse_heads(model, topology.tensor, topology.context)
     section = config.context_parallel
-    return replace(way_of(model, section.method or AUTO), in_evaluation=section.in_evaluation)
+    way = way_of(model, section.method or AUTO)
+    if topology.pipe > 1 and not way.divides_loss:
+        raise refusal(model, "in pipeline stages it needs the common loss of causal language models")
+    return replace(way, in_evaluation=section.in_evaluation)
 
 
 def divide_sequences_in(
@@ -30,7 +33,8 @@ def divide_sequences_in(
 ) -> ParallelizedModel:
     """Let ``model``, of which ``made`` tells what is divided already, divide its sequences. All ranks must call it."""
     axis = make_axis(topology, device, "context")
-    divided = Divided(inner_model(model), way, axis, config.context_parallel.method or AUTO)
+    method, stages = config.context_parallel.method or AUTO, topology.pipe
+    divided = Divided(inner_model(model), way, axis, method, in_stages=stages > 1)
     agree_on_random_numbers(axis)
 
     def undo() -> None:
