@@ -6,6 +6,8 @@ width] are cut at the first block. Blocks get rows of hidden states and tables, 
 exchanges rows (attention.py). When the model that holds the blocks returns, rows are joined, unless labels tell that the
 loss follows: then the head has only this rank's rows, and the loss is summed over ranks (shard_loss.py).
 
+A sequence that is shorter than there are ranks is not divided: each rank computes all of it.
+
 A block is told by a keyword how long the sequence is, not by the state of its model: what is recomputed in the backward
 gets the same keyword again, whatever the model has been given in the meantime.
 """
@@ -86,11 +88,11 @@ class Division:
     def __init__(self, axis: Axis, method: str, way: Way, *, in_stages: bool) -> None:
         self.axis, self.method, self.way, self.in_stages = axis, method, way, in_stages
         self.streams = Streams(axis.rank)
-        self.rows: Rows | None = None  # of the latest sequence
+        self.rows: Rows | None = None  # of the latest sequence; None if it was not divided
         self.targets: torch.Tensor | None = None  # of the whole sequence, if the loss is to be divided
         self.ignored = -100  # among targets
         self.in_tiles = False
-        self._decoding = False  # the blocks' model runs, and its first block has not begun
+        self._decoding = self._entered = False  # the blocks' model runs; a block of it has begun
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self  # copies of a model talk to the same ranks
@@ -98,7 +100,7 @@ class Division:
     @contextmanager
     def decoding(self) -> Iterator[None]:
         """While the model that holds the blocks runs. The first block that is called gets whole hidden states."""
-        self.rows, self._decoding = None, True
+        self.rows, self._decoding, self._entered = None, True, False
         try:
             yield
         finally:
@@ -136,16 +138,16 @@ class Division:
 
     def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
         """What ``block`` gets instead: rows of the hidden states, if they are whole, and the length."""
-        if self.rows is None and not self._decoding:
-            return None
         hidden, length = _hidden(block, args, kwargs), _length_in(kwargs)
-        if self.rows is None:
+        if self._decoding and not self._entered:
             if length is None and self.in_stages:
                 raise ModelError(
                     f"{type(block).__name__} is given neither positions nor a mask, so that a pipeline stage cannot tell "
                     "how long the sequence is. Remedy: remove sequence_parallel_size, or pipeline."
                 )
-            self.rows = Rows(length or hidden.shape[SEQUENCE], self.axis)
+            self._begin(length or hidden.shape[SEQUENCE])
+        if self.rows is None:
+            return None
         # A block that the model recomputes by itself may belong to an earlier forward.
         rows = self.rows if length is None else Rows(length, self.axis)
         if first and block.training:
@@ -153,6 +155,9 @@ class Division:
         if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
             args, kwargs = _with_hidden(rows.cut(hidden), args, kwargs)
         return args, {**kwargs, LENGTH: rows.length}
+
+    def _begin(self, length: int) -> None:
+        self.rows, self._entered = Rows(length, self.axis) if length >= self.axis.size else None, True
 
     def leave_block(self, output: Any) -> Any:
         """What the last block returns if what follows needs whole sequences."""
@@ -167,11 +172,11 @@ class Division:
         """What the model that holds the blocks returns: with whole sequences, or with rows if the loss follows."""
         if self.in_stages and self.targets is None:  # other stages have what follows
             return output
-        if self.rows is None and self.in_stages and self.targets is not None:  # this one has no blocks
-            self.rows = Rows(self.targets.shape[SEQUENCE], self.axis)
+        if not self._entered and self.in_stages and self.targets is not None:  # this one has no blocks
+            self._begin(self.targets.shape[SEQUENCE])
         rows = self.rows
         if rows is None:
-            raise ModelError("no block was run, so nothing was divided. Remedy: remove sequence_parallel_size.")
+            return output
         if not isinstance(output, Mapping) or not isinstance(output.get("last_hidden_state"), torch.Tensor):
             raise ModelError(
                 f"a model that holds blocks returned {type(output).__name__} without last_hidden_state, which cannot be "

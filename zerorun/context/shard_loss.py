@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..errors import ModelError
 from ..ops import linear_cross_entropy
 from .divided_model import Division, OwnForward
-from .rows import sum_over
+from .rows import Rows, sum_over
 
 
 class UnjoinedLogits:
@@ -61,12 +61,14 @@ class InModel(OwnForward):
     def _with_logits(self, output: Any) -> Any:
         """Return ``output`` with whole logits in evaluation, and none in training."""
         rows = self.division.kept
+        if rows is None:  # nothing was divided
+            return output
         if isinstance(output, tuple):  # (loss, logits, ...)
             return (output[0], self._logits(output[1], rows), *output[2:])
         output["logits"] = self._logits(output["logits"], rows)
         return output
 
-    def _logits(self, own: torch.Tensor, rows: Any) -> Any:
+    def _logits(self, own: torch.Tensor, rows: Rows) -> Any:
         return UnjoinedLogits() if self.module.training else rows.join(own)
 
 
@@ -109,7 +111,7 @@ class ShardLoss:
             keywords = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
             return self._inner(logits, labels, vocab_size, shift_labels=shift_labels, **keywords)  # type: ignore[no-any-return]
         assert division.targets is not None
-        if division.in_tiles:
+        if logits.dim() == 0:  # the head has computed the sum in tiles; others may have replaced its forward again
             own = logits
         else:
             targets = division.own_targets()
