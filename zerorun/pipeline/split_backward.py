@@ -118,8 +118,8 @@ class _Split:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """False if the weight is computed from other parameters, which autograd must reach."""
-    return isinstance(layer._parameters.get("weight"), nn.Parameter)
+    """False if the weight is computed from other parameters, which autograd must reach, or the forward is another one."""
+    return isinstance(layer._parameters.get("weight"), nn.Parameter) and "forward" not in vars(layer)
 
 
 def _transposed(layer: nn.Module) -> bool | None:
