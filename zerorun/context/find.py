@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ class Divided:
         decoder = model.get_submodule(way.path.rpartition(".")[0])
         head = model.get_output_embeddings() if way.divides_loss else None  # type: ignore[operator]
         tiles = way.tiles and type(head) is nn.Linear
-        way = Way(way.path, way.joins_early, way.divides_loss, tiles)
+        way = replace(way, tiles=tiles)
         self.division = Division(axis, method, way, in_stages=in_stages)
         self._parts: list[Any] = [DividedBlocks(decoder, blocks, self.division)]
         if head is not None:
