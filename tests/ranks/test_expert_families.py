@@ -21,9 +21,12 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
+from mixtures import make
 from models import Place
 from reference import OPTIMIZERS, Result, differences, distance
 from safetensors.torch import load_file
+from test_expert_training import config_of as experts_over
+from test_expert_training import loss_of as mixture_loss
 from torch import nn
 from training import PLACES, counted_collectives, make_config, merged, placed
 
@@ -401,3 +404,52 @@ def test_checkpoints_cross_degrees_bit_for_bit(source: Cell, target: Cell, tmp_p
         stored |= load_file(file)
     torch.testing.assert_close(stored, {name: saved[name] for name in stored}, rtol=0, atol=0)
     assert {name for name in saved if "/" not in name} == set(stored)
+
+
+# -- models of Hugging Face --------------------------------------------------------------------------------------
+
+
+def observe(config: dict[str, Any]) -> tuple[dict[str, int], str]:
+    engine = zerorun.initialize(make("mixtral"), config)
+    for step in range(2):
+        engine.backward(mixture_loss(engine, engine.topology.data_parallel_rank, step, 0))
+        engine.step()
+    found = engine.memory_report(), engine.comm.transport
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "degrees"), by_day(((3, (4, 1)), (1, (2, 1)), (0, (2, 2)), (3, (2, 2))), (3, (2, 2))))
+def test_memory_is_what_the_estimate_says(stage: int, degrees: tuple[int, int]) -> None:
+    config = experts_over(stage, degrees[0], tensor_parallel={"size": degrees[1]})
+    reports = run_ranks(4, observe, config)
+    with torch.device("meta"):
+        model = make("mixtral")
+    estimate = zerorun.estimate_memory(model, config, 4, ranks_per_node=4, device="cpu", transport=reports[0][1])
+    held = {kind: max(kinds.get(kind, 0) for kinds, _ in reports) for kind in estimate.kinds}
+    assert {kind: size for kind, size in estimate.kinds.items() if size} == {k: size for k, size in held.items() if size}
+    assert estimate.device_bytes == max(sum(kinds.values()) for kinds, _ in reports)
+
+
+def save_mixture(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    with zerorun.zero.Init():
+        model = make("gpt-oss")
+    engine = zerorun.initialize(model, config)
+    engine.backward(mixture_loss(engine, engine.topology.data_parallel_rank, 0, 0))
+    engine.step()
+    engine.save_checkpoint(folder, "here")
+    engine.export(Path(folder) / "exported")
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day((3, 2), 3))
+def test_checkpoints_of_spread_experts_open_in_transformers(stage: int, tmp_path: Path) -> None:
+    """Built inside Init, too."""
+    weights = run_ranks(2, save_mixture, experts_over(stage, 2), str(tmp_path))[0]
+    from transformers import AutoModelForCausalLM
+
+    for saved in ("exported", "here"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / saved).state_dict()
+        torch.testing.assert_close({key: again[key] for key in weights}, weights, rtol=0, atol=0)
