@@ -208,9 +208,8 @@ def test_spread_experts_train_as_in_one_process(tmp_path: Path, world: int, expe
     compare(run_ranks(world, train, config, setting, expert), reference(setting, world, expert))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("world", "tensor", "expert"), ((2, 2, 2), (4, 2, 2), (4, 2, 4)))
+@pytest.mark.parametrize("place", by_day(PLACES, "stage 3"))
+@pytest.mark.parametrize(("world", "tensor", "expert"), by_day(((2, 2, 2), (4, 2, 2), (4, 2, 4)), (2, 2, 2)))
 def test_tensor_ranks_have_experts_of_their_own(world: int, tensor: int, expert: int, place: str, tmp_path: Path) -> None:
     """Each token is counted once, although tensor ranks have the same tokens."""
     if "hybrid" in place and world // tensor == 1:
