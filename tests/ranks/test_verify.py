@@ -16,6 +16,9 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("dropping", 2, config(3, 2, **RECOMPUTE)),
     ("dropping", 2, config(1, **tensor(plan=PLAN))),
     ("layers", 2, config(1, 2)),
+    ("llama", 2, config(3, 2, sequence_parallel_size=2)),
+    ("llama", 4, config(2, **tensor(), sequence_parallel_size=2)),
+    ("llama", 4, config(1, 2, **PIPE, sequence_parallel_size=2)),
     ("gpt", 1, config(0)),
     ("gpt", 2, config(0)),
     ("gpt", 2, config(1, 2)),
@@ -49,7 +52,7 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("mixtral", 2, config(3)),
     ("mixtral", 2, config(1, **tensor())),
 ]
-BY_DAY = 3
+BY_DAY = 4
 
 
 def row(index: int, given: tuple[str, int, dict[str, Any]]) -> Any:

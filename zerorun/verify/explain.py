@@ -30,10 +30,13 @@ def axis_at(kind: Kind, config: Config, topology: Topology, *, divided: bool) ->
     if kind is Kind.INPUT:
         return f"{data}: deals the micro-batches to its ranks"
     if kind is Kind.DROPOUT or (divided and kind in (Kind.OUTPUT, Kind.GRADIENT)):
-        what = "each rank draws its own numbers inside divided layers, and the same outside"
+        what = "each rank draws its own numbers inside divided layers or sequences, and the same outside"
         if kind is not Kind.DROPOUT:
             what = "each rank has a part of the layer; outputs, or gradients of inputs, are summed over ranks"
-        return f"tensor ({topology.tensor} ranks): {what}"
+        over = [f"{axis} ({topology.size(axis)} ranks)" for axis in ("tensor", "context") if topology.size(axis) > 1]
+        return f"{' and '.join(over) or 'expert'}: {what}"
+    if kind is Kind.LOSS and topology.context > 1:
+        return f"context ({topology.context} ranks): each has some rows of a sequence, and their losses are summed"
     if kind is Kind.OUTPUT and topology.pipe > 1:
         return f"pipe ({topology.pipe} stages): a stage gets its input from the stage before"
     if kind is Kind.GRADIENT and topology.pipe > 1:

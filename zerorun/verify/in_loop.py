@@ -39,7 +39,7 @@ def verify_batch(engine: Any, batch: Any, loss: Loss | None) -> str:
     """
     topology, loss = engine.topology, loss or loss_of
     refuse_lossy(engine.config)
-    if topology.pipe * topology.tensor > 1:
+    if topology.pipe * topology.tensor * topology.context * topology.expert > 1:
         raise StepError(f"engine.verify() needs a model that is whole on each rank, and this one is divided. {_ALONE}")
     if engine.accumulation.backwards or engine.sharded_model.optimizer is None:
         raise StepError("engine.verify() in a step that has begun, or without an optimizer. Remedy: call it after step().")

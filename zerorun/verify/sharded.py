@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..distributed.device import on_device
+from ..distributed.replication import Family
 from ..errors import ZerorunError
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
@@ -45,7 +46,12 @@ def named(model: ShardedModel) -> Named:
     """Return what is known of the parameters of this rank's part of a model."""
     copies = model.parts.copies
     names = {key: copies.get(home.name, home.name) for key, home in model.homes.items()}
-    summands = {key for key, home in model.homes.items() if home.flat_group.plan.replication.sums}
+    divided = model.comm.topology.context > 1  # then each rank has the gradient from its rows
+    summands = {
+        key
+        for key, home in model.homes.items()
+        if divided or home.flat_group.plan.replication.sums or home.flat_group.plan.family is Family.EXPERT
+    }
     return Named(names, model.parts.shards, summands)
 
 
@@ -63,20 +69,23 @@ def watch(engine: Any, blocks: Collection[str], seed: int, *, counts: bool) -> R
     module, topology = engine.module, engine.topology
     place = {"rank": topology.data_parallel_rank, "stage": topology.pipe_rank}
     skips = around_blocks(module) if counts else {""}
+    if topology.context > 1:
+        skips = {name for name, _ in module.named_modules()}  # their outputs are rows, or are joined
     return Recorder(module, named(engine.sharded_model), blocks, seed, engine.device, counts=counts, skips=skips, **place)
 
 
 def keep_reduced(recorder: Recorder, model: ShardedModel) -> Records:
-    """Keep the gradients from which this rank will update its part of the weights. Return those that it is the first to
-    have.
+    """Keep the gradients from which this rank will update its part of the weights: sums over different data. Return those
+    that it is the first to have.
     """
-    names, sent = named(model).names, Records()
+    names, sent, context = named(model).names, Records(), model.comm.topology.context
     for unit in model.units:
         for group in unit.trainable:
             gradient = owned_gradient(group)
             for run in group.plan.owned_runs() if group.reduced else ():
                 param = group.params[run.entry]
                 part = gradient[run.offset : run.offset + run.numel]
+                part = part if context == 1 else part / context  # each rank of a sequence has the whole loss
                 place: dict[str, Any] = {"start": run.start, "shard": model.parts.shards.get(id(param))}
                 point = recorder.keep(Kind.REDUCED, names[id(param)], part, **place)
                 if group.plan.copy == 0 and not (group.plan.owns_everything and group.plan.shard_rank):

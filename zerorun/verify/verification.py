@@ -59,7 +59,16 @@ _LEFT_OUT = (
     "compile",
     "steps_per_print",
 )
-_OF_RANKS = ("zero_optimization", "pipeline", "tensor_parallel", "activation_checkpointing", "train_batch_size")
+_OF_RANKS = (
+    "zero_optimization",
+    "pipeline",
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "context_parallel",
+    "expert_parallel",
+    "activation_checkpointing",
+    "train_batch_size",
+)
 _COPIES = 20  # of the parameters, in fp32, that a verification needs on each rank: runs and records
 _SHARE = 0.6  # of the memory that is free
 _FEWEST_BLOCKS = 2
@@ -121,7 +130,7 @@ class Verification:
         """Train, compare, and say what was found. All ranks must call it."""
         with in_one_piece():
             blocks = {name for name, _ in repeated_blocks(self._make().model)}
-        if self.topology.tensor > 1:
+        if self.topology.same_batch > 1:
             blocks = set()  # a block may begin inside of what ranks divide, where they draw numbers of their own
         found = self._configured(self._raw, blocks)
         problems = [(one, "in one process") for one in self._dropouts(found)]
@@ -158,14 +167,14 @@ class Verification:
         return RunSetting(self._make(), config, self.sizes, self.batches, blocks, self._seed)
 
     def _configured(self, config: dict[str, Any], blocks: set[str]) -> ShardedRun:
-        return sharded.run(self._setting(config, blocks), self._initialize, drops=self.topology.tensor == 1)
+        return sharded.run(self._setting(config, blocks), self._initialize, drops=self.topology.same_batch == 1)
 
     def _reference(self, blocks: set[str], instead: Gradients, permuted: PermutedSums | None = None) -> Records:
         alone = {key: value for key, value in self._raw.items() if key not in _OF_RANKS}
         alone["train_micro_batch_size_per_gpu"] = self.sizes.micro_batch
         alone["gradient_accumulation_steps"] = self.sizes.accumulation
         setting = self._setting(alone, blocks)
-        with nullcontext() if self.topology.tensor == 1 else sharded.without_dropout(None, None):
+        with nullcontext() if self.topology.same_batch == 1 else sharded.without_dropout(None, None):
             return unsharded.run(setting, self.device, instead, permuted=permuted)
 
     def _plain_stage(self) -> dict[str, Any] | None:
@@ -185,10 +194,11 @@ class Verification:
     # -- what they tell ------------------------------------------------------------------------------------------
 
     def _dropouts(self, found: ShardedRun) -> list[Mismatch]:
-        if self.topology.tensor == 1:
+        if self.topology.same_batch == 1:
             return []
-        every = gather_values(dict(found.draws.found))
-        wrong = found.draws.wrong([every[rank] for rank in self.topology.ranks_along("tensor")])
+        every, wrong = gather_values(dict(found.draws.found)), list[tuple[str, bool]]()
+        for axis in ("tensor", "context"):
+            wrong += found.draws.wrong([every[rank] for rank in self.topology.ranks_along(axis)])
         when, rank = (0, 0, 0, 0, 0), self.topology.rank
         return [
             Mismatch(Point(0, Kind.DROPOUT, name), when, rank, 0, 0, 0, float(alike), 0.0, 0.0, 0.0)
@@ -212,7 +222,7 @@ class Verification:
         steps = f"{self.sizes.steps} steps on {_ranks(self.topology)} and in one process"
         text = f"zerorun verify: equal{self.note}: {steps}, {points:,} values"
         text += f"; {bits:,} of them bit for bit as at a lower stage on the same ranks" if bits else ""
-        return Conclusion(True, text + ("; dropout compared apart" if self.topology.tensor > 1 else ""))
+        return Conclusion(True, text + ("; dropout compared apart" if self.topology.same_batch > 1 else ""))
 
 
 @contextlib.contextmanager
@@ -251,7 +261,7 @@ def _topology(config: Config) -> Topology:
 
 
 def _ranks(topology: Topology) -> str:
-    axes = ("data_parallel_size", "tensor", "pipe")
+    axes = ("data_parallel_size", "context", "expert", "tensor", "pipe")
     found = [f"{name.split('_')[0]} {getattr(topology, name)}" for name in axes if getattr(topology, name) > 1]
     return f"{topology.world_size} ranks" + (f" ({', '.join(found)})" if found else "")
 
