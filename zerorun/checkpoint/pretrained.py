@@ -17,6 +17,7 @@ from ..plan.units import stored_name
 from ..zero.init import keep_part, part_of
 from ..zero.sharded_model import model_of
 from .directory import has_manifest
+from .hub_names import joined_by
 from .inventory import Inventory, Subject
 from .load import ModelLoader, NameMap, Wanted, compare_tensors
 from .manifest import read_manifest
@@ -31,7 +32,8 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     Before ``initialize``, the model may be an ordinary one, one built inside ``zerorun.zero.Init()`` (call this function
     inside that block or after it), or one whose parameters are on the meta device. In the last two cases a rank reads no
     more than its part of every parameter, straight into place. After ``initialize``, pass ``engine.module``.
-    Floating-point weights are cast to the dtype of the parameter. All ranks must call it.
+    Floating-point weights are cast to the dtype of the parameter. All ranks must call it. The files may have a tensor for
+    each expert, as many on the hub have, where the model's class has one for all.
 
     With ``strict``, the names of the model and of the files must be the same, except for tied weights and the prefix of a
     Hugging Face base model. Raises CheckpointError, naming tensors, if any are missing, left over, of another shape, or
@@ -42,6 +44,8 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     manifest = read_manifest(path) if has_manifest(path) else None
     # Inside Init, no parameter may be gathered just because something looks at it.
     with Reader(path, manifest) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
+        if manifest is None and (joined := joined_by(model, reader.places(MODEL), _names(model))):
+            reader.join(joined)
         sharded = model_of(model)
         if sharded is None:
             _load_unsharded(model, reader, Wanted(strict))
@@ -51,6 +55,13 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
             ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, Wanted(strict), ranks).load_weights(ranks)
         finally:
             ranks.close()
+
+
+def _names(model: nn.Module) -> set[str]:
+    """The names of parameters and buffers, with and without the prefix of a Hugging Face base model."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    names, prefix = {stored_name(name) for name, _ in named}, f"{getattr(model, 'base_model_prefix', '')}."
+    return names | {name.removeprefix(prefix) for name in names}
 
 
 def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:

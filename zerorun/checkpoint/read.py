@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..errors import CheckpointError, DamagedError
 from . import directory as folder
 from .cuts import span, take
 from .files import is_plain, read_regular
+from .hub_names import Joined
 from .manifest import MANIFEST, Manifest, index_name, read_manifest
 from .ranks import Problem, Ranks, attempt
 from .tensorfile import Described, FileRecord, Located, TensorFile, dtype_of
@@ -65,6 +66,8 @@ class Reader:
         self._elsewhere: dict[str, dict[str, Located]] = {}  # headers of missing tensor files
         self._small: dict[str, bytes] = {}  # contents of missing files that are not tensor files
         self._places: dict[str, dict[str, str]] = {}  # set -> tensor -> file
+        self._joined: dict[str, Joined] = {}  # weights that are stored under other names, or in parts
+        self._stored_in: dict[str, str] = {}  # stored tensor -> file, of these
 
     def __enter__(self) -> Reader:
         return self
@@ -88,6 +91,13 @@ class Reader:
         if kind not in self._places:
             self._places[kind] = self._find_places(kind)
         return self._places[kind]
+
+    def join(self, joined: dict[str, Joined]) -> None:
+        """Let weights have the names, and be the tensors, that ``joined`` says. It knows everything that is stored."""
+        stored = self.places(MODEL)
+        self._joined = {name: entry for name, entry in joined.items() if entry.parts != (name,)}
+        self._places[MODEL] = {name: stored[entry.parts[0]] for name, entry in joined.items()}
+        self._stored_in = stored
 
     def _find_places(self, kind: str) -> dict[str, str]:
         if kind not in (self.manifest.sets if self.manifest is not None else (MODEL,)):
@@ -144,6 +154,16 @@ class Reader:
 
     def tensor(self, kind: str, name: str) -> Described:
         """Dtype and shape of a tensor."""
+        joined = self._joined.get(name) if kind == MODEL else None
+        if joined is not None:
+            parts = [self._open(self._stored_in[part]).tensors[part] for part in joined.parts]
+            other = next((part for part in parts if (part.dtype, part.shape) != (parts[0].dtype, parts[0].shape)), None)
+            if other is not None:
+                raise CheckpointError(
+                    f"{other.name!r} in {self.path} has dtype {other.dtype} and shape {list(other.shape)}, but "
+                    f"{parts[0].name!r}, beside which it belongs in {name!r}, {parts[0].dtype} and {list(parts[0].shape)}."
+                )
+            return Described(name, parts[0].dtype, joined.shape(parts[0].shape))
         file = self.places(kind)[name]
         header = self._elsewhere[file] if file in self.missing else self._open(file).tensors
         if name not in header:
@@ -184,16 +204,34 @@ class Reader:
 
         To cast, or to copy to a device, takes a temporary CPU tensor of as many elements.
         """
-        file, out = self.places(request.set)[request.name], request.out
+        out, read = request.out, partial(self._read_flat, request)
         dtype = dtype_of(self.tensor(request.set, request.name).dtype)
         in_place = out.dtype == dtype and on_host(out) and out.is_contiguous()
         found = out if in_place else torch.empty(out.numel(), dtype=dtype)
         if request.shard is None:
-            self._open(file).read(request.name, request.start, found)
+            read(request.start, found)
         else:
-            take(request.shard, request.start, found, partial(self._open(file).read, request.name))
+            take(request.shard, request.start, found, read)
         if not in_place:
             out.copy_(found)
+
+    def _read_flat(self, request: Read, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` from element ``start`` of the flattened whole tensor."""
+        at = 0
+        for file, name, begin, numel in self._stored(request, start, start + out.numel()):
+            file.read(name, begin, out[at : at + numel])
+            at += numel
+
+    def _stored(self, request: Read, low: int, high: int) -> Iterator[tuple[TensorFile, str, int, int]]:
+        """Yield (file, tensor, first element, number) of what is stored of the elements of the flattened whole tensor."""
+        joined = self._joined.get(request.name) if request.set == MODEL else None
+        if joined is None:
+            yield self._open(self.places(request.set)[request.name]), request.name, low, high - low
+            return
+        each = self.tensor(request.set, request.name).numel // len(joined.parts)
+        for number in range(low // max(each, 1), -(-high // max(each, 1))):
+            part, begin = joined.parts[number], max(low - number * each, 0)
+            yield self._open(self._stored_in[part]), part, begin, min(high - number * each, each) - begin
 
     def fetch(self, requests: Sequence[Read], ranks: Ranks) -> None:
         """Do all reads, with the help of other ranks where files are missing. Collective. Raises CheckpointError."""
@@ -222,16 +260,18 @@ class Reader:
 
     def _expect(self, request: Read) -> int:
         """Let the system begin to read in the background. Return the number of bytes."""
-        size = self._size(request)
-        file = self._open(self.places(request.set)[request.name])
-        file.expect(request.name, request.span[0], size)
-        return size
+        itemsize = self._dtype(request).itemsize
+        for file, name, begin, numel in self._stored(request, *request.span):
+            file.expect(name, begin, numel * itemsize)
+        return self._size(request)
 
     def _position(self, request: Read) -> tuple[str, int]:
         """Where a request is in the files, to sort by: neighbouring requests share blocks."""
-        file = self.places(request.set)[request.name]
-        tensor = self._open(file).tensors[request.name]
-        return file, tensor.begin + request.span[0] * dtype_of(tensor.dtype).itemsize
+        place = self.places(request.set)[request.name]
+        for file, name, begin, _ in self._stored(request, *request.span):
+            tensor = file.tensors[name]
+            return place, tensor.begin + begin * dtype_of(tensor.dtype).itemsize
+        return place, 0
 
     def _fetch_away(self, away: list[Read], ranks: Ranks) -> None:
         wanted = [
