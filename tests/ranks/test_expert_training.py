@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
-from mixtures import ids_of, make
+from mixtures import ids_of, make, routers
 from reference import OPTIMIZERS, Result, differences
 from training import make_config, merged
 
 import zerorun
+from zerorun.engine.pipeline_engine import PipelineEngine
+from zerorun.experts.known_experts import find_experts
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
 
@@ -27,9 +30,30 @@ def loss_of(model: Any, rank: int, step: int, micro: int) -> torch.Tensor:
     return loss
 
 
-def reference(family: str, batches: int, config: dict[str, Any], changes: dict[str, Any]) -> Result:
+@dataclass
+class Run(Result):
+    """``loads``: of each step, by layer."""
+
+    loads: list[dict[str, list[int]]] = field(default_factory=list)
+
+
+def counting(model: Any) -> dict[str, list[int]]:
+    """What its routers choose from here on, by the names of the layers' experts."""
+    found: dict[str, list[int]] = {}
+
+    def count(name: str, module: Any, chosen: torch.Tensor) -> None:
+        rows = torch.bincount(chosen.flatten(), minlength=module.num_experts).tolist()
+        found[name] = [one + more for one, more in zip(found.get(name, [0] * len(rows)), rows, strict=True)]
+
+    for experts, router in zip(find_experts(model), routers(model), strict=True):
+        router.register_forward_hook(lambda module, args, out, name=experts.name: count(name, module, out[2]))
+    return found
+
+
+def reference(family: str, batches: int, config: dict[str, Any], changes: dict[str, Any]) -> Run:
     """One process. ``batches``: of how many ranks."""
-    model, found = make(family, **changes), Result()
+    model, found = make(family, **changes), Run()
+    loads = counting(model)
     kind, params = OPTIMIZERS[config["optimizer"]["type"]]
     optimizer = kind(model.parameters(), **params)
     accumulation = config["gradient_accumulation_steps"]
@@ -45,12 +69,14 @@ def reference(family: str, batches: int, config: dict[str, Any], changes: dict[s
         found.norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
         optimizer.zero_grad()
+        found.loads.append(dict(loads))
+        loads.clear()
     found.weights = {name: value.detach() for name, value in model.state_dict().items()}
     return found
 
 
-def _train(family: str, config: dict[str, Any], changes: dict[str, Any]) -> Result:
-    model, found = make(family, **changes), Result()
+def _train(family: str, config: dict[str, Any], changes: dict[str, Any]) -> Run:
+    model, found = make(family, **changes), Run()
     engine = zerorun.initialize(model, config)
     for step in range(STEPS):
         total = torch.zeros(1)
@@ -62,6 +88,7 @@ def _train(family: str, config: dict[str, Any], changes: dict[str, Any]) -> Resu
         dist.all_reduce(total)
         found.losses.append(total.item() / dist.get_world_size())
         found.norms.append(engine.get_global_grad_norm() or 0.0)
+        found.loads.append(engine.expert_load())
     found.weights = engine.state_dict()
     engine.destroy()
     for name, value in model.state_dict().items():
@@ -79,6 +106,7 @@ def check(family: str, ranks: int, config: dict[str, Any], **changes: Any) -> No
     wanted = reference(family, ranks // tensor, config, changes)
     for found in run_ranks(ranks, _train, family, config, changes):
         assert not differences(found, wanted)
+        assert found.loads == wanted.loads
 
 
 @pytest.mark.each_pair
@@ -121,6 +149,26 @@ def test_keys(keys: str, family: str) -> None:
     check(family, 4 if keys == "hybrid" else 2, config_of(stage, 2, **changes))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+def _train_in_stages(config: dict[str, Any]) -> Run:
+    model, found = make("mixtral"), Run()
+    engine = zerorun.initialize(model, config)
+    assert isinstance(engine, PipelineEngine)
+    rank = engine.topology.data_parallel_rank
+    for step in range(STEPS):
+        batches = [ids_of(rank + 7 * micro + 31 * step, 4 + rank % 3) for micro in range(2)]
+        loss = engine.train_batch(iter([{"input_ids": ids, "labels": ids} for ids in batches]))
+        found.losses.append(loss.item())
+        found.norms.append(engine.get_global_grad_norm() or 0.0)
+        found.loads.append(engine.expert_load())
+    found.weights = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day([0, 3], 3))
 def test_stages_of_a_pipeline(stage: int) -> None:
-    check("mixtral", 4, config_of(stage, 2, pipeline={"stages": 2}, gradient_accumulation_steps=2))
+    config = config_of(stage, 2, pipeline={"stages": 2}, gradient_accumulation_steps=2)
+    wanted = reference("mixtral", 2, config, {})
+    for found in run_ranks(4, _train_in_stages, config):
+        assert not differences(found, wanted)
+        assert found.loads == wanted.loads

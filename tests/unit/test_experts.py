@@ -181,7 +181,7 @@ def test_evaluation_counts_and_keeps_nothing() -> None:
         return loss
 
     outcomes = on_ranks(model, 2, loss_of)
-    assert [outcome.loads for outcome in outcomes] == [[None, None]] * 2
+    assert not any(loads.any() for outcome in outcomes for loads in outcome.loads)
     assert [outcome.loss.item() for outcome in outcomes] == [loss_of(model, rank).item() for rank in range(2)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,9 +44,8 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     path = Path(dir)
     manifest = read_manifest(path) if has_manifest(path) else None
     # Inside Init, no parameter may be gathered just because something looks at it.
-    with Reader(path, manifest) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
-        if manifest is None and (joined := joined_by(model, reader.places(MODEL), _names(model))):
-            reader.join(joined)
+    join = partial(joined_by, model, known=_names(model)) if manifest is None else None
+    with Reader(path, manifest, join=join) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
         sharded = model_of(model)
         if sharded is None:
             _load_unsharded(model, reader, Wanted(strict))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,11 +57,18 @@ class Read:
 class Reader:
     """A stored model: a checkpoint with its ``manifest``, or without one (None), any directory of safetensors weights.
 
-    ``missing``: file -> the first rank that has it, of the files that this rank does not see.
+    ``missing``: file -> the first rank that has it, of the files that this rank does not see. ``join``: says for the names
+    of all stored weights, without a manifest, which tensors they are; {} if they are as they are stored.
     """
 
-    def __init__(self, path: Path, manifest: Manifest | None, missing: dict[str, int] | None = None) -> None:
-        self.path, self.manifest, self.missing = path, manifest, missing or {}
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest | None,
+        missing: dict[str, int] | None = None,
+        join: Callable[[Iterable[str]], dict[str, Joined]] | None = None,
+    ) -> None:
+        self.path, self.manifest, self.missing, self._join = path, manifest, missing or {}, join
         self._files: dict[str, TensorFile] = {}
         self._elsewhere: dict[str, dict[str, Located]] = {}  # headers of missing tensor files
         self._small: dict[str, bytes] = {}  # contents of missing files that are not tensor files
@@ -89,15 +96,15 @@ class Reader:
     def places(self, kind: str) -> dict[str, str]:
         """Return tensor -> file, for one set. Raises CheckpointError."""
         if kind not in self._places:
-            self._places[kind] = self._find_places(kind)
+            stored = self._places[kind] = self._find_places(kind)
+            joined = self._join(stored) if self._join is not None and kind == MODEL else {}
+            if joined:
+                self._stored_in, self._places[kind] = (
+                    stored,
+                    {name: stored[entry.parts[0]] for name, entry in joined.items()},
+                )
+                self._joined = {name: entry for name, entry in joined.items() if entry.parts != (name,)}
         return self._places[kind]
-
-    def join(self, joined: dict[str, Joined]) -> None:
-        """Let weights have the names, and be the tensors, that ``joined`` says. It knows everything that is stored."""
-        stored = self.places(MODEL)
-        self._joined = {name: entry for name, entry in joined.items() if entry.parts != (name,)}
-        self._places[MODEL] = {name: stored[entry.parts[0]] for name, entry in joined.items()}
-        self._stored_in = stored
 
     def _find_places(self, kind: str) -> dict[str, str]:
         if kind not in (self.manifest.sets if self.manifest is not None else (MODEL,)):
@@ -204,7 +211,7 @@ class Reader:
 
         To cast, or to copy to a device, takes a temporary CPU tensor of as many elements.
         """
-        out, read = request.out, partial(self._read_flat, request)
+        out, read = request.out, partial(_read_flat, self, request)
         dtype = dtype_of(self.tensor(request.set, request.name).dtype)
         in_place = out.dtype == dtype and on_host(out) and out.is_contiguous()
         found = out if in_place else torch.empty(out.numel(), dtype=dtype)
@@ -214,24 +221,6 @@ class Reader:
             take(request.shard, request.start, found, read)
         if not in_place:
             out.copy_(found)
-
-    def _read_flat(self, request: Read, start: int, out: torch.Tensor) -> None:
-        """Fill ``out`` from element ``start`` of the flattened whole tensor."""
-        at = 0
-        for file, name, begin, numel in self._stored(request, start, start + out.numel()):
-            file.read(name, begin, out[at : at + numel])
-            at += numel
-
-    def _stored(self, request: Read, low: int, high: int) -> Iterator[tuple[TensorFile, str, int, int]]:
-        """Yield (file, tensor, first element, number) of what is stored of the elements of the flattened whole tensor."""
-        joined = self._joined.get(request.name) if request.set == MODEL else None
-        if joined is None:
-            yield self._open(self.places(request.set)[request.name]), request.name, low, high - low
-            return
-        each = self.tensor(request.set, request.name).numel // len(joined.parts)
-        for number in range(low // max(each, 1), -(-high // max(each, 1))):
-            part, begin = joined.parts[number], max(low - number * each, 0)
-            yield self._open(self._stored_in[part]), part, begin, min(high - number * each, each) - begin
 
     def fetch(self, requests: Sequence[Read], ranks: Ranks) -> None:
         """Do all reads, with the help of other ranks where files are missing. Collective. Raises CheckpointError."""
@@ -261,14 +250,14 @@ class Reader:
     def _expect(self, request: Read) -> int:
         """Let the system begin to read in the background. Return the number of bytes."""
         itemsize = self._dtype(request).itemsize
-        for file, name, begin, numel in self._stored(request, *request.span):
+        for file, name, begin, numel in _stored(self, request, *request.span):
             file.expect(name, begin, numel * itemsize)
         return self._size(request)
 
     def _position(self, request: Read) -> tuple[str, int]:
         """Where a request is in the files, to sort by: neighbouring requests share blocks."""
         place = self.places(request.set)[request.name]
-        for file, name, begin, _ in self._stored(request, *request.span):
+        for file, name, begin, _ in _stored(self, request, *request.span):
             tensor = file.tensors[name]
             return place, tensor.begin + begin * dtype_of(tensor.dtype).itemsize
         return place, 0
@@ -324,6 +313,26 @@ class Reader:
         for file in self.manifest.files:
             if not file.endswith(".safetensors") and file not in self.missing:
                 self.small_file(file)
+
+
+def _read_flat(reader: Reader, request: Read, start: int, out: torch.Tensor) -> None:
+    """Fill ``out`` from element ``start`` of the flattened whole tensor."""
+    at = 0
+    for file, name, begin, numel in _stored(reader, request, start, start + out.numel()):
+        file.read(name, begin, out[at : at + numel])
+        at += numel
+
+
+def _stored(reader: Reader, request: Read, low: int, high: int) -> Iterator[tuple[TensorFile, str, int, int]]:
+    """Yield (file, tensor, first element, number) of what is stored of the elements of the flattened whole tensor."""
+    joined = reader._joined.get(request.name) if request.set == MODEL else None
+    if joined is None:
+        yield reader._open(reader.places(request.set)[request.name]), request.name, low, high - low
+        return
+    each = reader.tensor(request.set, request.name).numel // len(joined.parts)
+    for number in range(low // max(each, 1), -(-high // max(each, 1))):
+        part, begin = joined.parts[number], max(low - number * each, 0)
+        yield reader._open(reader._stored_in[part]), part, begin, min(high - number * each, each) - begin
 
 
 # -- opening -----------------------------------------------------------------------------------------------------

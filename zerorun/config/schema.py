@@ -261,8 +261,12 @@ class Config(Section):
     @property
     def observes_loss(self) -> bool:
         """True if some section writes or prints the loss of steps."""
-        monitors = (self.tensorboard, self.csv_monitor, self.wandb, self.comet)
-        return math.isfinite(self.steps_per_print or math.inf) or any(section.enabled for section in monitors)
+        return math.isfinite(self.steps_per_print or math.inf) or self.has_monitor
+
+    @property
+    def has_monitor(self) -> bool:
+        """True if some monitor is written to."""
+        return any(section.enabled for section in (self.tensorboard, self.csv_monitor, self.wandb, self.comet))
 
     @property
     def auto(self) -> tuple[str, ...]:

@@ -256,6 +256,10 @@ class Engine(CurvatureTaking):
             self._update(summary, lr_kwargs)
         finally:
             self._forget_gradients()
+        if self.config.has_monitor and self.sharded_model.parts.loads is not None:
+            found = self.expert_load()
+            if self.observer is not None:
+                self.observer.write_loads(found, self.global_samples)
         if saves is not None:
             self._save_if_due(saves, *summary.wishes)
 

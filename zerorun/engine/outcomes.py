@@ -250,6 +250,9 @@ class Outcomes(Reports, Counters, LoopQueries):
         self.sharded_model.reduce_accumulated()
 
     def _forget_gradients(self) -> None:
+        loads = self.sharded_model.parts.loads
+        if loads is not None:
+            loads.end_step()
         self.sharded_model.forget_gradients()
         self.accumulation.begin(self._looks_for_culprits)
 

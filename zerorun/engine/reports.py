@@ -77,6 +77,19 @@ class Reports:
         self.sharded_model.finish_updates()
         return memory_by_kind(self.module, self.runtime, self.sharded)
 
+    def expert_load(self) -> dict[str, list[int]]:
+        """Return how many rows each expert got in the last step, by layer, over all ranks and micro-batches.
+
+        A row counts for each of the experts that are chosen for it. {} if no experts are spread over ranks. All ranks must
+        call it.
+        """
+        loads = self.sharded_model.parts.loads
+        if loads is None:
+            return {}
+        from ..experts.loads import added_up  # already imported if experts are spread
+
+        return added_up(self.comm.control.values(loads.last))
+
     def effective_config(self) -> dict[str, EffectiveValue]:
         """Return the settings in force, by dotted key: value, source ("file", "auto", "derived", "default"), and a note.
 

@@ -30,13 +30,13 @@ from .row_exchange import exchange, moved
 class Dispatch:
     """Replaces ``module.forward``. ``axis``: the ranks that have the experts between them, as many each.
 
-    ``tensor``: the tensor ranks, if there are several. ``loads`` [experts]: rows that this rank has sent to each expert in
-    training, since somebody set it to zero.
+    ``tensor``: the tensor ranks, if there are several. ``loads`` [experts]: the rows that this rank has sent to each expert
+    in training, since the last ``take_loads``; on the CPU.
     """
 
     def __init__(self, experts: Experts, axis: Axis, tensor: Axis | None) -> None:
         self.name, self.count, self.axis, self.tensor = experts.name, experts.count, axis, tensor
-        self.loads: torch.Tensor | None = None
+        self.loads = torch.zeros(experts.count, dtype=torch.int64)
         self._module, self._own = experts.module, experts.module.forward
         self._arguments, self._replay = arguments(experts.module), Replay()
 
@@ -51,6 +51,12 @@ class Dispatch:
         rows, weights = split_rows(rows, axis, bounds), split_rows(weights, axis, bounds)
         made = self._spread(rows, index[bounds[axis.rank] : bounds[axis.rank + 1]], weights)
         return gather_rows(made, axis, bounds).view_as(hidden)
+
+    def take_loads(self) -> list[int]:
+        """Return ``loads``, which begin anew."""
+        found: list[int] = self.loads.tolist()
+        self.loads = torch.zeros_like(self.loads)
+        return found
 
     def _check(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
         rows = hidden.numel() // hidden.shape[-1]
@@ -83,13 +89,14 @@ class Dispatch:
         counts = torch.bincount(chosen, minlength=self.count)
         if len(counts) != self.count:
             raise ModelError(f"{self.name} was called with an expert number above {self.count - 1}, the last.")
-        if self._module.training and torch.is_grad_enabled():
-            self.loads = counts if self.loads is None else self.loads + counts
         local = self.count // size
-        theirs = moved(counts, self.axis, (local,) * size, (local,) * size, "experts: counts").view(size, local)
-        sends, receives = torch.stack([counts.view(size, local).sum(1), theirs.sum(1)]).tolist()
+        theirs = moved(counts, self.axis, (local,) * size, (local,) * size, "experts: counts")
+        known = torch.stack([counts, theirs]).cpu()  # the program must know them, and waits for the device once
+        if self._module.training and torch.is_grad_enabled():
+            self.loads = self.loads + known[0]
+        sends, receives = known.view(2, size, local).sum(2).tolist()
         numbers = torch.arange(local, device=index.device).repeat(size)
-        experts = numbers.repeat_interleave(theirs.reshape(-1), output_size=sum(receives))
+        experts = numbers.repeat_interleave(theirs, output_size=sum(receives))
         return Route(index, weights.detach(), chosen.argsort(stable=True), tuple(sends), tuple(receives), experts)
 
     def _run(self, came: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -150,6 +150,11 @@ class RunObserver:
             logger.info("%s", self._line(record, self._printed.read()))
         if self.watch is not None:
             self._tell_times(self.watch, record, report)
+
+    def write_loads(self, loads: Mapping[str, list[int]], samples: int) -> None:
+        """Write how many times the mean the largest load of an expert is, by layer: 1 if all get as many rows."""
+        found = {layer: len(rows) * max(rows) / max(sum(rows), 1) for layer, rows in loads.items()}
+        self.monitor.write_events([(f"{_PREFIX}expert_load/{layer}", value, samples) for layer, value in found.items()])
 
     def _tell_times(self, watch: Stopwatch, record: StepRecord, report: Callable[[], dict[str, dict[str, int]]]) -> None:
         """Of the steps before this one that the device has passed."""

@@ -16,7 +16,9 @@ from ..distributed.transport.gloo import Gloo
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem
+from ..experts.dispatch import dispatches
 from ..experts.known_experts import KEY, check_experts, find_experts
+from ..experts.loads import ExpertLoads
 from ..experts.spread import spread
 from ..pipeline.module import PipelineModule
 from ..tensor_parallel.axis import TransportAxis, make_axis
@@ -57,6 +59,7 @@ def divide_experts(
         replication_of=_with_experts(made.replication_of, model),
         undo=undo,
         axes={**made.axes, "expert": axis},
+        loads=ExpertLoads(dispatches(model.modules())),
     )
 
 

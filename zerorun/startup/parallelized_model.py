@@ -14,6 +14,7 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.transport import Transport
 
 if TYPE_CHECKING:
+    from ..experts.loads import ExpertLoads
     from ..tensor_parallel.axis import TransportAxis
 
 
@@ -26,6 +27,7 @@ class ParallelizedModel:
     replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
     undo: Callable[[], None] = lambda: None
     axes: dict[str, TransportAxis] = field(default_factory=dict)  # between ranks with other parts, or rows, by name
+    loads: ExpertLoads | None = None  # of experts that are spread
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
 
     def undone_with(self, more: Callable[[], None]) -> ParallelizedModel:

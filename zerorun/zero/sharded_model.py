@@ -24,6 +24,16 @@ from .sharded_optimizer import ShardedOptimizer
 from .unit import Unit, finish_updates, links_of
 
 
+class StepLoads(Protocol):
+    """Counts what each expert gets. ``last``: in the last step, by layer, as far as this rank has sent it."""
+
+    last: dict[str, list[int]]
+
+    def end_step(self) -> None:
+        """A step is over."""
+        ...
+
+
 class Parts(Protocol):
     """Converts between this rank's part of a parameter and the whole, where ranks divide layers. ``whole`` is collective.
 
@@ -33,6 +43,11 @@ class Parts(Protocol):
 
     shards: dict[int, TensorShard]
     copies: dict[str, str]
+
+    @property
+    def loads(self) -> StepLoads | None:
+        """The loads of experts that are spread over ranks; None if there are none."""
+        ...
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor: ...
 
