@@ -42,17 +42,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make(family: str, implementation: str = "grouped_mm", **changes: Any) -> Any:
-    """The model, with the same random values on every call, for training."""
+def make(family: str, implementation: str = "grouped_mm", *, numbers: bool = True, **changes: Any) -> Any:
+    """The model for training, with the same random values on every call; without ``numbers``, as it is made."""
     import transformers
 
     name, arguments = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **arguments, **changes})
     model = getattr(transformers, f"{name}ForCausalLM")._from_config(config, experts_implementation=implementation)
-    numbers = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _, param in sorted(model.named_parameters()):
-            param.normal_(std=0.2, generator=numbers)
+        for _, param in sorted(model.named_parameters() if numbers else ()):
+            param.normal_(std=0.2, generator=generator)
     return model.train()
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from covering import by_day
@@ -15,6 +19,7 @@ from reference import OPTIMIZERS, Result, differences
 from training import make_config, merged
 
 import zerorun
+from zerorun.checkpoint.tensorfile import TensorFile
 from zerorun.engine.pipeline_engine import PipelineEngine
 from zerorun.experts.known_experts import find_experts
 
@@ -172,3 +177,66 @@ def test_stages_of_a_pipeline(stage: int) -> None:
     for found in run_ranks(4, _train_in_stages, config):
         assert not differences(found, wanted)
         assert found.loads == wanted.loads
+
+
+# -- files of the hub ----------------------------------------------------------------------------------------------
+
+
+def _load(family: str, folder: str, how: str) -> tuple[dict[str, torch.Tensor], set[int]]:
+    """(weights, the numbers of the experts that this rank has read)."""
+    read: set[int] = set()
+    plain = TensorFile.read
+
+    def reading(self: TensorFile, name: str, *args: Any) -> None:
+        read.update(int(number) for number in re.findall(r"\.experts\.(\d+)\.", name))
+        plain(self, name, *args)
+
+    with zerorun.zero.Init() if how == "init" else nullcontext(), torch.device("meta" if how == "meta" else "cpu"):
+        model = make(family, numbers=False)
+    TensorFile.read = reading  # type: ignore[method-assign]
+    try:
+        if how == "engine":
+            engine = zerorun.initialize(model, config_of(3, 2))
+            zerorun.load_pretrained(engine.module, folder)
+        else:
+            zerorun.load_pretrained(model, folder)
+            engine = zerorun.initialize(model, config_of(3, 2))
+    finally:
+        TensorFile.read = plain  # type: ignore[method-assign]
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights, read
+
+
+@pytest.mark.parametrize("how", ["engine", "init", "plain"])
+@pytest.mark.parametrize("family", by_day(["mixtral", "qwen3-moe", "deepseek-v3"], "mixtral"))
+def test_files_with_a_tensor_for_each_expert(family: str, how: str, tmp_path: Path) -> None:
+    model = make(family)
+    model.save_pretrained(tmp_path)  # under the names of the hub
+    names = safetensors.torch.load_file(tmp_path / "model.safetensors").keys()
+    assert not names & {f"{experts.name}.down_proj" for experts in find_experts(model)}
+    found = run_ranks(2, _load, family, str(tmp_path), how)
+    for weights, _ in found:
+        assert weights.keys() == model.state_dict().keys()
+        assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    if how == "engine":
+        count = find_experts(model)[0].count
+        assert [read for _, read in found] == [set(range(count // 2)), set(range(count // 2, count))]
+
+
+def _watched(folder: str) -> dict[str, list[int]]:
+    engine = zerorun.initialize(make("mixtral"), config_of(2, 2, csv_monitor={"enabled": True, "output_path": folder}))
+    for step in range(STEPS):
+        engine.backward(loss_of(engine, dist.get_rank(), step, 0))
+        engine.step()
+    loads = engine.expert_load()
+    engine.destroy()
+    return loads
+
+
+def test_monitors_tell_how_even_loads_are(tmp_path: Path) -> None:
+    loads = run_ranks(2, _watched, str(tmp_path))[0]
+    for layer, rows in loads.items():
+        (file,) = tmp_path.rglob(f"*expert_load_{layer}.csv")
+        *_, last = file.read_text().splitlines()
+        assert float(last.split(",")[1]) == pytest.approx(4 * max(rows) / sum(rows))
