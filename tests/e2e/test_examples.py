@@ -146,6 +146,17 @@ def test_train_hf(tmp_path: Path, names: tuple[str, ...]) -> None:
     assert (trained < total / 2) == bool(options)
 
 
+def test_train_moe(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[test]'")
+    script = str(ROOT / "examples" / "train_moe.py")
+    options = ("--config", str(CONFIGS / "moe.json"), *TINY, "--experts", "4", "--steps", "2", "--report-every", "1")
+    modules = ("transformers.models.mixtral.modeling_mixtral", *PLOTS)
+    out = fork_program(2, script, *options, folder=tmp_path, modules=modules)
+    assert "step 2/2: loss " in out
+    assert "model.layers.1.mlp.experts: 1,024 rows, the busiest expert has " in out  # 16 windows of 32 bytes, 2 for each
+    assert (tmp_path / "expert_loads.png").read_bytes().startswith(PNG)
+
+
 def offload(folder: Path, *options: str) -> str:
     """What the example says."""
     script = str(ROOT / "examples" / "offload.py")

@@ -24,9 +24,11 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
 
 
 def default_steps(config: str) -> int:
-    script, pattern = (
-        ("train_3d.py", r'config="3d", steps=(\d+)') if config == "3d" else ("train_gpt.py", r"steps: int = (\d+)")
-    )
+    of_others = {
+        "3d": ("train_3d.py", r'config="3d", steps=(\d+)'),
+        "moe": ("train_moe.py", r'"--steps", type=int, default=(\d+)'),
+    }
+    script, pattern = of_others.get(config, ("train_gpt.py", r"steps: int = (\d+)"))
     found = re.search(pattern, (ROOT / "examples" / script).read_text(encoding="utf-8"))
     assert found is not None
     return int(found[1])
@@ -45,7 +47,7 @@ def test_paths_in_the_readme_exist() -> None:
 
 
 def test_all_configurations_are_there() -> None:
-    assert [path.stem for path in CONFIGS] == ["3d", "bf16", "fp16", "zero0", "zero1", "zero2", "zero3"]
+    assert [path.stem for path in CONFIGS] == ["3d", "bf16", "fp16", "moe", "zero0", "zero1", "zero2", "zero3"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -60,5 +62,7 @@ def test_configuration_resolves(path: Path, ranks: int) -> None:
         assert config.zero_optimization.stage == int(path.stem[-1])
     elif path.stem == "3d":
         assert (config.tensor_parallel.size, config.pipeline.stages) == (2, 2)
+    elif path.stem == "moe":
+        assert config.expert_parallel.size == 2
     else:
         assert getattr(config, path.stem).enabled

@@ -256,7 +256,7 @@ class Engine(CurvatureTaking):
             self._update(summary, lr_kwargs)
         finally:
             self._forget_gradients()
-        if self.config.has_monitor and self.sharded_model.parts.loads is not None:
+        if self.sharded_model.parts.loads is not None and self.config.has_monitor:
             found = self.expert_load()
             if self.observer is not None:
                 self.observer.write_loads(found, self.global_samples)
