@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from covering import by_day
-from harness import patience, run_ranks
+from harness import patience, run_ranks, start_script
 from test_estimate import Deep
 from test_parallel_matrix import batch_of, build
 from training import make_config, merged, shared_topology
@@ -200,10 +198,7 @@ engine.step()
 @pytest.mark.parametrize(("mib", "status"), by_day(((150, 3), (1500, 0)), (150, 3)))
 def test_under_a_limit_of_the_process(mib: int, status: int) -> None:
     """Adam needs 192 MiB more for 64 MiB of fp32 parameters."""
-    env = {**os.environ, "ZERORUN_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(mib)], env=env, capture_output=True, text=True, timeout=120 * patience()
-    )
-    assert done.returncode == status, done.stderr
+    code, said, errors = start_script(SCRIPT, str(mib), OMP_NUM_THREADS="1").finish(120 * patience())
+    assert code == status, errors
     if status:
-        assert "this rank needs 192.0 MiB more, and RLIMIT_AS leaves" in done.stdout
+        assert "this rank needs 192.0 MiB more, and RLIMIT_AS leaves" in said

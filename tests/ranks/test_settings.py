@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from covering import by_day
 from harness import run_ranks
-from models import CASES, WIDTH, Gpt, Mlp, Place, reset, token_loss, tokens
+from models import CASES, WIDTH, Case, Gpt, Mlp, Place, reset, token_loss, tokens
 from reference import OPTIMIZERS, Result, differences, distance, train_reference, weights_of
 from torch import nn
 from training import finish, global_mean, make_config, make_engine, run_steps, shared_topology, train
@@ -615,12 +615,13 @@ SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_m
 
 
 def rates(stage: int, accumulation: int) -> list[float]:
-    engine = make_engine(CASES["plain"], make_config(stage, accumulation=accumulation, scheduler=SCHEDULE))
+    case = Case("small", lambda: Gpt(1, Mlp))  # rates are those of any model
+    engine = make_engine(case, make_config(stage, accumulation=accumulation, scheduler=SCHEDULE))
     found = []
     for step in range(8):
         for micro in range(accumulation):
             found.append(engine.get_lr()[0])
-            engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro)))
+            engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))
             engine.step()
     engine.destroy()
     return found
@@ -665,12 +666,13 @@ def test_skipped_steps_change_the_scale_and_nothing_else() -> None:
 
 def own_scheduler(stage: int) -> list[float]:
     """A scheduler that the program keeps to itself is not stepped by the engine."""
-    engine = make_engine(CASES["plain"], make_config(stage))
+    case = Case("small", lambda: Gpt(1, Mlp))
+    engine = make_engine(case, make_config(stage))
     scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
     found = []
     for step in range(4):
         found.append(engine.get_lr()[0])
-        engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step)))
+        engine.backward(case.loss(engine, Place(dist.get_rank(), step)))
         engine.step()
         if step % 2:
             scheduler.step()
