@@ -23,8 +23,10 @@ from covering import by_day
 from harness import run_ranks
 from mixtures import make
 from models import Place
+from races import looking_for_races
 from reference import OPTIMIZERS, Result, differences, distance
 from safetensors.torch import load_file
+from simulation import simulated_device
 from test_expert_training import config_of as experts_over
 from test_expert_training import loss_of as mixture_loss
 from torch import nn
@@ -234,6 +236,23 @@ def test_in_16_bits(precision: str, stage: int, expert: int, tmp_path: Path) -> 
         assert run.norms == pytest.approx(expected.norms, rel=0.05)
 
 
+def on_the_simulated_device(config: dict[str, Any], setting: Setting, expert: int, looks: bool) -> Run:
+    with simulated_device(), looking_for_races() if looks else contextlib.nullcontext():
+        return train(config, setting, expert)
+
+
+@pytest.mark.parametrize("place", by_day([place for place in PLACES if "disk" not in place], "stage 3"))
+@pytest.mark.parametrize(("world", "expert", "looks"), by_day(((2, 2, False), (4, 2, True), (4, 4, True)), (2, 2, False)))
+def test_nothing_is_too_early_on_a_device(world: int, expert: int, looks: bool, place: str, tmp_path: Path) -> None:
+    """Gathers and sums of both families go on behind the computation; what is not written yet is NaN."""
+    if "hybrid" in place and world == 2:
+        pytest.skip("there is one shard group")
+    setting = SETTINGS["accumulated"]
+    config = config_of(place, setting, tmp_path)
+    found = run_ranks(world, on_the_simulated_device, config, setting, expert, looks, timeout_s=180.0)
+    compare(found, reference(setting, world, expert))
+
+
 # -- what the plan says ------------------------------------------------------------------------------------------
 
 
@@ -427,6 +446,26 @@ def test_memory_is_what_the_estimate_says(stage: int, degrees: tuple[int, int]) 
     held = {kind: max(kinds.get(kind, 0) for kinds, _ in reports) for kind in estimate.kinds}
     assert {kind: size for kind, size in estimate.kinds.items() if size} == {k: size for k, size in held.items() if size}
     assert estimate.device_bytes == max(sum(kinds.values()) for kinds, _ in reports)
+
+
+def steps_of_a_mixture(config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = zerorun.initialize(make("mixtral"), config)
+    for step in range(2):
+        engine.backward(mixture_loss(engine, engine.topology.data_parallel_rank, step, 0))
+        engine.step()
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+def test_muon_updates_the_matrices_beside_spread_experts() -> None:
+    """Experts have three dimensions, and go by AdamW."""
+    optimizer = {"type": "Muon", "params": {"lr": 1e-3}}
+    spread, whole = ({**experts_over(stage, size), "optimizer": optimizer} for stage, size in ((3, 2), (1, 1)))
+    expected = run_ranks(2, steps_of_a_mixture, whole)[0]
+    for found in run_ranks(2, steps_of_a_mixture, spread):
+        off = {name: distance(found[name], wanted) for name, wanted in expected.items()}
+        assert max(off.values()) < 1e-4, off  # directions are found in bf16; two steps move weights by 1e-2
 
 
 def save_mixture(config: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
