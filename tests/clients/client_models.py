@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, LENGTH = 64, 12
 
@@ -31,6 +31,15 @@ def llama(layers: int = 2, **settings: Any) -> LlamaForCausalLM:
         **settings,
     )
     return LlamaForCausalLM(config)
+
+
+def mixtral() -> MixtralForCausalLM:
+    """A model with four experts in each of two layers."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2}
+    tokens = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **experts, **tokens, max_position_embeddings=64))
 
 
 def stored(folder: str, **how: Any) -> LlamaForCausalLM:

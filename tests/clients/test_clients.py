@@ -27,7 +27,8 @@ TOLERANCES = {"bf16": 0.05, "fp16": 1e-3, "SFT, QLoRA": 2e-3, "SFT, LLM.int8": 2
 EXACT = 1e-6
 TRAINER = (
     "plain", "accumulation", "checkpointing", "lora", "generate", "resume", "best", "save", "bf16", "fp16",
-    "optimizer in the file", "offloaded optimizer", "offloaded parameters", "by day", "sequences",
+    "optimizer in the file", "offloaded optimizer", "offloaded parameters", "by day", "experts",
+    "sequences",
 )  # fmt: skip
 ACCELERATE = (
     "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from cells import begin_anew, run_cells
-from client_models import Sentences, llama
+from client_models import Sentences, llama, mixtral
 from transformers import Trainer, TrainingArguments
 
 STEPS = 4
@@ -32,6 +32,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "optimizer in the file": {},
     "offloaded optimizer": {},
     "offloaded parameters": {},
+    "experts": {},
     "sequences": {"gradient_accumulation_steps": 2},  # as many samples as DDP in "plain"
     "sequences by day": {"gradient_accumulation_steps": 4},
 }  # fmt: skip
@@ -51,6 +52,8 @@ def configuration(cell: str, stage: int) -> dict[str, Any]:
         **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
         "gradient_clipping": "auto",
     }
+    if cell == "experts":
+        config["expert_parallel"] = {"enabled": True, "autoep_size": 2}
     if cell == "optimizer in the file":
         params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
         config["optimizer"] = {"type": "AdamW", "params": params}
@@ -75,7 +78,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
             use_cpu=True, disable_tqdm=True, deepspeed=config, ddp_backend="gloo", seed=5,
             **{"save_strategy": "no", **CELLS[cell], **more},
         )  # fmt: skip
-        model = llama()
+        model = mixtral() if cell == "experts" else llama()
         if cell == "lora":
             from peft import LoraConfig, get_peft_model  # which takes its time
 

@@ -1,4 +1,4 @@
-"""tp_model_init, autotp_size and an mpu, in the words of DeepSpeed: equal to one process, or an error."""
+"""tp_model_init, autotp_size, an mpu and groups, in the words of DeepSpeed: equal to one process, or an error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from mixtures import make
 from torch import nn
 
 import zerorun.deepspeed.entry as deepspeed
+from zerorun.deepspeed import groups
 from zerorun.deepspeed.tensor_ranks import tp_model_init
 from zerorun.errors import ZerorunError
 
@@ -128,3 +130,28 @@ def test_what_differs_is_refused() -> None:
     assert "divides them over neighbours, here [0, 1]" in neighbours
     assert "tp_size=2" in size and size.startswith("ConfigError")
     assert "dtype=torch.float32" in dtype and "Pass dtype=torch.bfloat16" in dtype
+
+
+def of_experts() -> list[Any]:
+    before = groups.get_expert_parallel_world_size(), groups.get_expert_data_parallel_world_size()
+    spread = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    engine, *_ = deepspeed.initialize(model=make("mixtral"), config=config(**spread))
+    members = [
+        dist.get_process_group_ranks(group)  # type: ignore[arg-type]
+        for group in (groups.get_expert_parallel_group("ep_size_2"), groups.get_expert_data_parallel_group())
+    ]
+    places = groups.get_expert_parallel_rank(), groups.get_expert_data_parallel_rank(groups.get_expert_size_name())
+    try:
+        groups.get_expert_parallel_group("ep_size_8")
+    except ZerorunError as error:
+        other = str(error)
+    engine.destroy()
+    return [before, members, places, other]
+
+
+def test_groups_of_experts() -> None:
+    for rank, (before, members, places, other) in enumerate(run_ranks(4, of_experts)):
+        assert before == (1, 4)
+        assert members == [[rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]]
+        assert places == (rank % 2, rank // 2)
+        assert "ep_size_8" in other and "Remedy: pass 'ep_size_2'" in other

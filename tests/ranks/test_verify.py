@@ -10,6 +10,7 @@ from verified import PLAN, config, tensor, verify
 
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 RECOMPUTE = {"activation_checkpointing": {"policy": "full"}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 PIPE = {"pipeline": {"stages": 2}}
 # (task, ranks, configuration); the first ones run by day.
 CLEAN: list[tuple[str, int, dict[str, Any]]] = [
@@ -19,6 +20,9 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("llama", 2, config(3, 2, sequence_parallel_size=2)),
     ("llama", 4, config(2, **tensor(), sequence_parallel_size=2)),
     ("llama", 4, config(1, 2, **PIPE, sequence_parallel_size=2)),
+    ("mixtral", 2, config(2, 2, **EXPERTS)),
+    ("mixtral", 4, config(3, **EXPERTS, sequence_parallel_size=2)),
+    ("mixtral", 4, config(1, **tensor(), **EXPERTS)),
     ("gpt", 1, config(0)),
     ("gpt", 2, config(0)),
     ("gpt", 2, config(1, 2)),

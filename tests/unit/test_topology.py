@@ -560,6 +560,9 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     config.write_text('{"tensor_parallel": {"size": 8}, "pipeline": {"stages": 2}}')
     assert topology.main(["--world-size", "64", "--config", str(config), "--pipe", "4"]) == 0
     assert capsys.readouterr().out == Topology.plan(64, tensor=8, pipe=4).describe() + "\n"
+    config.write_text('{"sequence_parallel_size": 4, "expert_parallel": {"enabled": true, "autoep_size": 2}}')
+    assert topology.main(["--world-size", "8", "--config", str(config), "--expert", "8"]) == 0
+    assert capsys.readouterr().out == Topology.plan(8, context=4, expert=8).describe() + "\n"
     assert topology.main(["--world-size", "64", "--config", str(tmp_path / "none.json")]) == 2
     assert "none.json" in capsys.readouterr().err
     assert topology.main(["--world-size", "64", "--tensor", "7"]) == 2

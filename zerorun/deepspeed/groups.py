@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ..distributed.topology import Topology
+from ..errors import TopologyError
 from . import sequence_ranks
 from .entry import newest_engine
 from .mpu import Grid
@@ -87,6 +88,53 @@ def get_sequence_data_parallel_rank() -> int:
 
 def get_sequence_data_parallel_world_size() -> int:
     return _ranks().data_size
+
+
+def get_expert_size() -> int:
+    """How many ranks have different experts."""
+    return _ranks().expert
+
+
+def get_expert_size_name() -> str:
+    """What DeepSpeed calls their groups: ``ep_size_4``."""
+    return f"ep_size_{get_expert_size()}"
+
+
+def _expert_ranks(group_name: str) -> Topology:
+    """Raises TopologyError for groups of another size than that of ``expert_parallel.autoep_size``."""
+    if group_name not in ("", get_expert_size_name()):
+        raise TopologyError(
+            f"there are no groups {group_name!r}: {get_expert_size()} ranks have different experts. Remedy: pass "
+            f"{get_expert_size_name()!r}, or set expert_parallel.autoep_size."
+        )
+    return _ranks()
+
+
+def get_expert_parallel_group(group_name: str = "") -> dist.ProcessGroup | None:
+    """The process group of the ranks with different experts, after the first engine. All ranks must make the first call."""
+    return _expert_ranks(group_name).group("expert")
+
+
+def get_expert_parallel_rank(group_name: str = "") -> int:
+    return _expert_ranks(group_name).expert_rank
+
+
+def get_expert_parallel_world_size(group_name: str = "") -> int:
+    return _expert_ranks(group_name).expert
+
+
+def get_expert_data_parallel_group(group_name: str = "") -> dist.ProcessGroup | None:
+    """The process group of the ranks with the same experts, after the first engine. All ranks must make the first call."""
+    return _expert_ranks(group_name).group("expert_data")
+
+
+def get_expert_data_parallel_rank(group_name: str = "") -> int:
+    ranks = _expert_ranks(group_name)
+    return ranks.ranks_along("expert_data").index(ranks.rank)
+
+
+def get_expert_data_parallel_world_size(group_name: str = "") -> int:
+    return _expert_ranks(group_name).size("expert_data")
 
 
 def get_broadcast_src_rank() -> int:

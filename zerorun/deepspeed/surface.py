@@ -69,7 +69,13 @@ _GROUPS = _names(
     "_get_sequence_parallel_world_size=get_sequence_parallel_world_size "
     "_get_sequence_data_parallel_group=get_sequence_data_parallel_group "
     "_get_sequence_data_parallel_rank=get_sequence_data_parallel_rank "
-    "_get_sequence_data_parallel_world_size=get_sequence_data_parallel_world_size _get_expert_parallel_world_size=one "
+    "_get_sequence_data_parallel_world_size=get_sequence_data_parallel_world_size "
+    "_get_expert_parallel_group=get_expert_parallel_group _get_expert_parallel_rank=get_expert_parallel_rank "
+    "_get_expert_parallel_world_size=get_expert_parallel_world_size "
+    "_get_expert_data_parallel_group=get_expert_data_parallel_group "
+    "_get_expert_data_parallel_rank=get_expert_data_parallel_rank "
+    "_get_expert_data_parallel_world_size=get_expert_data_parallel_world_size "
+    "_get_max_expert_size=get_expert_size _get_max_expert_size_name=get_expert_size_name "
     "_get_expert_model_parallel_world_size=one _get_broadcast_src_rank=get_broadcast_src_rank",
 )
 _SCHEDULES = _names(
@@ -193,8 +199,8 @@ MISSING: dict[str, str] = {
     "deepspeed.InferenceEngine": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
     "deepspeed.DeepSpeedTransformerLayer": "there are no fused layers. Remedy: torch's layers, and engine.compile().",
     "deepspeed.linear": "there is no OptimizedLinear. Remedy: peft's LoRA with a quantised base, which zerorun shards.",
-    "deepspeed.moe": "experts are those of the model, and are sharded like other parameters. Remedy: use the model's own "
-    "MoE layer; zero_optimization.stage 3 divides it.",
+    "deepspeed.moe": "experts are those of the model, as transformers has them. Remedy: use the model's own layers, and "
+    '"expert_parallel": {"enabled": true, "autoep_size": 4} in the file, which spreads them over ranks.',
     "deepspeed.module_inject": 'layers are divided by "tensor_parallel" in the configuration, and not replaced.',
     "deepspeed.nebula": "that service is not supported. Remedy: save_checkpoint() writes in the background by itself.",
     "deepspeed.ops.op_builder": "nothing is built op by op. Remedy: drop it; zerorun.ops has what it needs.",

@@ -442,8 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pipe", type=int, help="pipeline stages")
     parser.add_argument("--tensor", type=int, help="ranks that divide each layer")
     parser.add_argument("--shard", type=int, help="ranks that divide the states; default: all data-parallel ranks")
-    parser.add_argument("--context", type=int, default=1, help="ranks that divide each sequence")
-    parser.add_argument("--expert", type=int, default=1, help="ranks with different experts")
+    parser.add_argument("--context", type=int, help="ranks that divide each sequence")
+    parser.add_argument("--expert", type=int, help="ranks with different experts")
     parser.add_argument("--ranks-per-host", type=int, help="shows hosts, and checks that tensor groups fit into them")
     args = parser.parse_args(argv)
     try:
@@ -453,8 +453,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             shard_degree=args.shard or config.zero_optimization.shard_degree,
             pipe=args.pipe or config.pipeline.stages,
             tensor=args.tensor or config.tensor_parallel.size,
-            context=args.context,
-            expert=args.expert,
+            context=args.context or config.sequence_parallel_size or 1,
+            expert=args.expert or config.expert_parallel.size,
             ranks_per_host=args.ranks_per_host,
         )
     except (ConfigError, TopologyError) as error:

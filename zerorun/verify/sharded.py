@@ -71,6 +71,7 @@ def watch(engine: Any, blocks: Collection[str], seed: int, *, counts: bool) -> R
     skips = around_blocks(module) if counts else {""}
     if topology.context > 1:
         skips = {name for name, _ in module.named_modules()}  # their outputs are rows, or are joined
+    skips |= set(_inside_experts(module))
     return Recorder(module, named(engine.sharded_model), blocks, seed, engine.device, counts=counts, skips=skips, **place)
 
 
@@ -169,6 +170,13 @@ def _step(
         engine.step()
     if pipelined:
         recorder.keep(Kind.LOSS, "mean loss", engine.train_batch(iter(given)))
+
+
+def _inside_experts(module: nn.Module) -> Iterator[str]:
+    """Yield the names of the modules that run on rows of all ranks."""
+    for name, part in module.named_modules():
+        if any(shard.axis == "expert" for shard in getattr(part, "tensor_shards", {}).values()):
+            yield from (f"{name}.{inner}" for inner, _ in part.named_modules() if inner)
 
 
 def _divided(module: nn.Module) -> Iterator[str]:
