@@ -1978,8 +1978,8 @@ MUTANTS = (
         "rows-begin-at-zero",
         "rank",
         "zerorun/context/attention.py",
-        "            seen = torch.arange(rows.begin, rows.end, device=query.device)",
-        "            seen = torch.arange(rows.count, device=query.device)",
+        "            own = torch.arange(self.rows.begin, self.rows.end)",
+        "            own = torch.arange(self.rows.count)",
         ("tests/unit/test_context_models.py", "-k", "llama"),
     ),
     Mutant(

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention.bias import causal_lower_right
 
+from ..distributed.device import on_gpu
 from ..errors import ModelError
 from .exchange import fits, gather, heads_of, to_heads, to_rows
 from .rows import Rows
@@ -28,11 +30,27 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass
 class RunningBlock:
-    """A divided block that is running. ``calls``: how often it has attended."""
+    """A divided block that is running. ``calls``: how often it has attended. ``masks``: what blocks share, by its key."""
 
     rows: Rows
     method: str
+    masks: dict[Any, torch.Tensor]
     calls: int = 0
+
+    def lower_right(self, like: torch.Tensor) -> Any:
+        """Return the mask by which own rows [own rows, end] attend to what is not after them, for tensors as ``like``.
+
+        A GPU's kernels need no tensor for it. On CPUs, blocks share one, because autograd keeps it for each of them.
+        """
+        if on_gpu(like):
+            return causal_lower_right(self.rows.count, self.rows.end)
+        key = self.rows.length, like.dtype
+        if key not in self.masks:
+            own = torch.arange(self.rows.begin, self.rows.end)
+            hidden = own[:, None] < torch.arange(self.rows.end)
+            self.masks.clear()
+            self.masks[key] = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)[None, None]
+        return self.masks[key]
 
 
 class _Running(threading.local):
@@ -102,7 +120,7 @@ def _divided(inner: Attend, implementation: str, block: RunningBlock) -> Attend:
         positions = keywords.get("position_ids")
         if isinstance(positions, torch.Tensor) and "flash" in implementation:  # which finds packed sequences by them
             keywords["position_ids"] = block.rows.join(positions, -1)
-        return way(inner, implementation, block.rows, module, query, key, value, attention_mask, **keywords), None
+        return way(inner, implementation, block, module, query, key, value, attention_mask, **keywords), None
 
     return attend
 
@@ -112,8 +130,8 @@ def chosen(method: str, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     heads, key_heads = query.shape[1], key.shape[1]
     if method == AUTO:
         width, both = query.shape[-1] + value.shape[-1], key.shape[-1] + value.shape[-1]
-        cheaper = heads * width + max(key_heads, size) * both < size * key_heads * both
-        return ULYSSES if cheaper and fits(heads, key_heads, size) else GATHER
+        fewer = heads * width + max(key_heads, size) * both <= size * key_heads * both  # if as many, it keeps less memory
+        return ULYSSES if fewer and fits(heads, key_heads, size) else GATHER
     if method == ULYSSES and not fits(heads, key_heads, size):
         raise ModelError(
             f"{size} context ranks cannot divide {heads} heads of queries and {key_heads} of keys and values, as "
@@ -136,7 +154,7 @@ def _check(module: nn.Module, query: torch.Tensor, key: torch.Tensor, keywords: 
 def _by_heads(
     inner: Attend,
     implementation: str,
-    rows: Rows,
+    block: RunningBlock,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -144,7 +162,7 @@ def _by_heads(
     mask: Any,
     **keywords: Any,
 ) -> torch.Tensor:
-    heads = query.shape[1]
+    heads, rows = query.shape[1], block.rows
     own = slice(*heads_of(heads, rows.axis.rank, rows.axis.size))
     query, key, value = to_heads(query, key, value, rows)
     if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] == heads > 1:
@@ -179,7 +197,7 @@ class OwnHeads:
 def _by_rows(
     inner: Attend,
     implementation: str,
-    rows: Rows,
+    block: RunningBlock,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -187,6 +205,7 @@ def _by_rows(
     mask: Any,
     **keywords: Any,
 ) -> torch.Tensor:
+    rows = block.rows
     _refuse_rows(implementation, mask, keywords)
     key, value = gather(key, value, rows)
     if "position_bias" in keywords and isinstance(keywords["position_bias"], torch.Tensor):
@@ -200,8 +219,7 @@ def _by_rows(
         if isinstance(mask, torch.Tensor):
             mask = mask[..., : rows.end]  # of padding [batch, sequence]; flash attention ends queries where keys end
         elif "flash" not in implementation:
-            seen = torch.arange(rows.begin, rows.end, device=query.device)
-            mask = (seen[:, None] >= torch.arange(rows.end, device=query.device))[None, None]
+            mask = block.lower_right(query)
     return inner(module, query, key, value, mask, **keywords)[0]
 
 
