@@ -52,12 +52,10 @@ def main() -> None:
     print("| blocks | attention | ranks | longest sequence | times one rank's | MiB of it | bytes per token |")
     print("|---|---|---:|---:|---:|---:|---:|")
     for row in rows:
-        alone = next(other for other in rows if (other["policy"], other["method"]) == (row["policy"], row["method"]))
+        alone = next(other for other in rows if all(other[key] == row[key] for key in ("policy", "method")))
         row["times"] = row["length"] / alone["length"]
-        print(
-            f"| {row['policy']} | {row['method']} | {row['ranks']} | {row['length']:,} | {row['times']:.2f} | {row['peak'] / MIB:.1f} "
-            f"| {row['bytes_per_token']:,.0f} |"
-        )
+        which = f"| {row['policy']} | {row['method']} | {row['ranks']} | {row['length']:,} | {row['times']:.2f} "
+        print(f"{which}| {row['peak'] / MIB:.1f} | {row['bytes_per_token']:,.0f} |")
     if args.json is not None:
         found = {"command": sys.argv, "torch": torch.__version__, "machine": platform.processor(), "rows": rows}
         args.json.write_text(json.dumps(found, indent=2) + "\n")
