@@ -179,3 +179,13 @@ def test_offload(tmp_path: Path) -> None:
     assert "losses are the same: True" in out
     assert "disk master" in out
     assert (tmp_path / "out" / "offload.png").stat().st_size > 10_000
+
+
+@pytest.mark.nightly  # by day tests of ranks train on divided sequences
+def test_long_context(tmp_path: Path) -> None:
+    sizes = ("--lengths", "64", "128", "--ranks", "1", "2", "--layers", "2", "--width", "32")
+    out = run(str(ROOT / "examples" / "long_context.py"), *sizes, folder=tmp_path)
+    rows = [line.split() for line in out.splitlines()[1:3]]
+    assert [row[0] for row in rows] == ["64", "128"]
+    assert all(len(row) == 4 and float(row[2]) < float(row[1]) for row in rows)  # one loss, and less memory
+    assert (tmp_path / "runs" / "long_context" / "longcontext.png").read_bytes().startswith(PNG)

@@ -165,6 +165,10 @@ CASES = {
     "zero bubble": Training(
         stage=2, pipe=2, accumulation=2, batch="padded", changes=(*_FULL, ("pipeline", {"schedule": "zero_bubble"}))
     ),
+    "compiled": Training(changes=(("compile", {"enabled": True, "backend": "eager"}),), batch="padded"),
+    "compiled, recomputed": Training(
+        stage=3, changes=(("compile", {"enabled": True, "backend": "eager"}), *_FULL), method="ulysses"
+    ),
     "tensor and pipe": Training(stage=3, tensor=2, pipe=2, accumulation=2, batch="packed"),
 }
 MATRIX = tuple(itertools.product(range(4), ((2, 2), (2, 4), (4, 4)), ((1, 1), (2, 1), (1, 2))))

@@ -55,7 +55,6 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("lora", 2, config(3)),
     ("mixtral", 2, config(3)),
     ("mixtral", 2, config(1, **tensor())),
-    ("llama", 2, config(1, 2, sequence_parallel_size=2)),
     ("mixtral", 4, config(3, sequence_parallel_size=2)),
 ]
 BY_DAY = 4

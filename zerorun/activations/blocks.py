@@ -51,7 +51,7 @@ class BlockForward:
 
     def compile(self, **options: Any) -> None:
         """Compile ``inner`` with torch.compile. What is recomputed is compiled, the recomputing is not."""
-        self.inner = torch.compile(self.inner, **options)
+        self.inner = compiled(self.inner, **options)
 
     def remove(self) -> None:
         """Give the module its forward back. If that has been compiled meanwhile, it stays compiled."""
@@ -59,6 +59,22 @@ class BlockForward:
             self._module.forward = self.inner  # type: ignore[method-assign]
         else:
             del self._module.forward
+
+
+def compiled(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return ``forward`` compiled by torch.compile; one that replaces another one compiles that, and stays outside."""
+    own = getattr(forward, "compile", None)
+    if own is None:
+        return torch.compile(forward, **options)
+    own(**options)
+    return forward
+
+
+def innermost(forward: Any) -> Any:
+    """Return the forward that those which replace one another call at last."""
+    while hasattr(forward, "inner"):
+        forward = forward.inner
+    return forward
 
 
 def _yield_to_the_model() -> None:

@@ -106,6 +106,7 @@ def _looking(original: Callable[..., Attend]) -> Callable[..., Attend]:
 
 
 def _divided(inner: Attend, implementation: str, block: RunningBlock) -> Attend:
+    @torch._disable_dynamo
     def attend(
         module: nn.Module,
         query: torch.Tensor,  # [batch, heads, own rows, width]

@@ -270,7 +270,7 @@ def _own(name: str, value: Any, rows: Rows) -> Any:
     dim = {"position_embeddings": -2, "position_ids": -1, "cache_position": -1}.get(name, SEQUENCE)
     if value.dim() < (2 if dim in (SEQUENCE, -2) else 1) or value.shape[dim] != rows.length:
         return value
-    return rows.cut(value, dim)
+    return rows.view(value, dim)  # blocks share the whole
 
 
 class InDecoder(OwnForward):

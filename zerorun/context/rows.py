@@ -72,9 +72,13 @@ class Rows:
     def count(self) -> int:
         return self.end - self.begin
 
+    def view(self, x: torch.Tensor, dim: int = SEQUENCE) -> torch.Tensor:
+        """Return this rank's rows of ``x``, in its memory."""
+        return x.narrow(dim, self.begin, self.count)
+
     def cut(self, x: torch.Tensor, dim: int = SEQUENCE) -> torch.Tensor:
-        """Return this rank's rows of ``x``, in memory of their own."""
-        return x.narrow(dim, self.begin, self.count).clone(memory_format=torch.contiguous_format)
+        """Return this rank's rows of ``x``, in memory of their own, so that the whole may be given back."""
+        return self.view(x, dim).clone(memory_format=torch.contiguous_format)
 
     def join(self, x: torch.Tensor, dim: int = SEQUENCE, *, recut: bool = False) -> torch.Tensor:
         """Return the whole of which ``x`` has this rank's rows. ``recut``: each rank will use its own rows of it alone."""

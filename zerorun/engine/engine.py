@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..activations.blocks import BlockForward
+from ..activations.blocks import compiled, innermost
 from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.device import on_host, queues
@@ -320,10 +320,7 @@ class Engine(CurvatureTaking):
         self.runtime.reads.stop()
         for unit in self.units[1:]:
             for module in unit.modules:
-                if isinstance(module.forward, BlockForward):
-                    module.forward.compile(**options)
-                else:
-                    module.forward = torch.compile(module.forward, **options)  # type: ignore[method-assign]
+                module.forward = compiled(module.forward, **options)  # type: ignore[method-assign]
         if len(self.units) == 1:
             warn_once("engine.compile(): the model has no repeated blocks, so nothing is compiled.")
 
@@ -331,7 +328,7 @@ class Engine(CurvatureTaking):
     def is_compiled(self) -> bool:
         """True after ``compile`` of a model with repeated blocks."""
         forwards = (module.forward for unit in self.units[1:] for module in unit.modules)
-        return any(hasattr(getattr(forward, "inner", forward), "_torchdynamo_orig_callable") for forward in forwards)
+        return any(hasattr(innermost(forward), "_torchdynamo_orig_callable") for forward in forwards)
 
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
