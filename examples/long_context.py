@@ -55,7 +55,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--policy", choices=POLICIES, default="none")
     parser.add_argument("--method", choices=("auto", "ulysses", "gather"), default="ulysses", help="of attention")
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--out", default="runs/long_context")

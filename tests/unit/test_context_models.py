@@ -13,7 +13,7 @@ from torch import nn
 
 from zerorun.context.attention import AUTO, GATHER, ULYSSES
 from zerorun.context.exchange import fits
-from zerorun.context.find import Divided, refuse_heads, way_of
+from zerorun.context.find import Divided, inner_model, refuse_heads, way_of
 from zerorun.errors import ConfigError, ModelError
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
@@ -82,6 +82,29 @@ def test_a_last_rank_without_labels_adds_nothing() -> None:
     batch["labels"][:, 3:] = -100
     for found in divided("llama", batch, 4, AUTO):
         assert_same(found, whole("llama", batch))
+
+
+@pytest.mark.nightly  # by day the tests above
+def test_a_model_with_adapters_is_divided_inside() -> None:
+    """PEFT calls the forward of the model that it wraps, not the model."""
+    peft = pytest.importorskip("peft")
+    models = [peft.get_peft_model(build("llama"), peft.LoraConfig(init_lora_weights=False)) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    batch, way = batch_of("padded", 0, 0, 0), way_of(models[0], AUTO)
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        model = models[1 + axis.rank]
+        divided = Divided(inner_model(model), way, axis, AUTO)
+        loss = model(**batch).loss
+        loss.backward()
+        divided.remove()
+        return {"loss": loss.detach(), **{n: axis.all_reduce(g, "test") / 2 for n, g in gradients(model).items()}}
+
+    loss = models[0](**batch).loss
+    loss.backward()
+    for found in on_threads(2, work):
+        assert_same(found, {"loss": loss.detach(), **gradients(models[0])})
 
 
 def refused(model: nn.Module) -> str:

@@ -221,7 +221,8 @@ def _run(model: nn.Module, labelled: bool, of_all: Callable[[Outcome], Outcome])
     ids = ids.to(embedding.weight.device)
     with torch.enable_grad():
         loss = model(input_ids=ids, labels=ids.clone()).loss if labelled else _any_loss(model(input_ids=ids))
-        loss.backward()
+        if loss.requires_grad:
+            loss.backward()
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
     return {"the loss": loss.detach()[None], **of_all({f"the gradient of {name}": grad for name, grad in found.items()})}
