@@ -13,6 +13,7 @@ gradient of a part becomes whole in the same way, so the router gets a whole gra
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,10 @@ class Dispatch:
         self._arguments, self._replay = arguments(experts.module), Replay()
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        call = self._call_uncompiled if "torch._dynamo" in sys.modules else self._call
+        return call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         hidden, index, weights = (given[name] for name in self._arguments)
         self._check(hidden, index, weights)
@@ -51,6 +56,8 @@ class Dispatch:
         rows, weights = split_rows(rows, axis, bounds), split_rows(weights, axis, bounds)
         made = self._spread(rows, index[bounds[axis.rank] : bounds[axis.rank + 1]], weights)
         return gather_rows(made, axis, bounds).view_as(hidden)
+
+    _call_uncompiled = torch._disable_dynamo(_call)  # the compiler does not know what ranks do
 
     def take_loads(self) -> list[int]:
         """Return ``loads``, which begin anew."""
