@@ -144,13 +144,11 @@ KEYS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "hybrid": (3, {"zero_optimization": {"shard_degree": 2}}),
-    "compiled": (3, {"compile": {"enabled": True, "backend": "eager"}}),
 }
-BY_DAY = [key for key in KEYS if key != "compiled"]  # importing the compiler takes longer than all the others
 
 
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3"], "deepseek-v3"))
-@pytest.mark.parametrize("keys", by_day(list(KEYS), *BY_DAY))
+@pytest.mark.parametrize("keys", KEYS)
 def test_keys(keys: str, family: str) -> None:
     stage, changes = KEYS[keys]
     check(family, 4 if keys == "hybrid" else 2, config_of(stage, 2, **changes))
