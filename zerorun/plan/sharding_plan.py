@@ -108,14 +108,13 @@ class FlatGroupPlan:
     classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
     parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of elements
     whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
-    to this unit alone and is always whole, and the shard is a part of it; so it is where no rank shares these experts,
-    though the unit shares slots. ``mapped``: the flat buffer is made of the memory
-    of all ranks, so that gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them.
-    ``coded``: gathers of the shards send codes (block_codes.py), or with ``float8`` those of float8_codes.py;
-    ``codes_gradients``: reductions send codes. ``secondary``: gathers are from a second copy of the weights.
-    ``master_format``: what is kept of the values that are updated; ``gradient_dtype``: that of all buffers of gradients.
-    ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have
-    here, for an optimizer that is told of parts.
+    to this unit alone and is always whole, and the shard is a part of it; so it is where no other rank of the shard group
+    has these experts, though the unit shares slots. ``mapped``: the flat buffer is made of the memory of all ranks, so that
+    gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them. ``coded``: gathers of the
+    shards send codes (block_codes.py), or with ``float8`` those of float8_codes.py; ``codes_gradients``: reductions send
+    codes. ``secondary``: gathers are from a second copy of the weights. ``master_format``: what is kept of the values that
+    are updated; ``gradient_dtype``: that of all buffers of gradients. ``buffers``: the memory that this rank allocates.
+    ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of parts.
     """
 
     layout: Layout

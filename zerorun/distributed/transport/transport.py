@@ -207,7 +207,8 @@ class Transport(ABC):
             self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
             with waiting(label, span=self.span):
                 dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
-            tensor.detach().copy_(through)
+            if through.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(through)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
