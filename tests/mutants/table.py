@@ -2084,7 +2084,7 @@ MUTANTS = (
         "zerorun/plan/families.py",
         "        return cls(len(shards), shards.index(topology.rank), len(copies), copies.index(topology.rank))",
         "        return cls(len(shards), shards.index(topology.rank), topology.replicate, topology.replicate_rank)",
-        (_FAMILIES + "[4-2-stage 3, hybrid-accumulated]",),
+        (_FAMILIES + "[4-4-stage 3, hybrid-own]",),
     ),
     Mutant(
         "experts-of-other-replicas-are-lost",

@@ -33,6 +33,7 @@ from torch import nn
 from training import PLACES, counted_collectives, make_config, merged, placed
 
 import zerorun
+from zerorun.distributed.replication import Family
 from zerorun.errors import ModelError, ReleasedParameterError
 from zerorun.plan.ledger import planned_bytes
 from zerorun.plan.step import step_collectives
@@ -269,6 +270,9 @@ def account(config: dict[str, Any], setting: Setting, expert: int) -> str:
         assert sent == step_collectives(plan)
         assert _without_moments(engine.memory_report()) == _without_moments(planned_bytes(plan))
         assert from_json(to_json(plan)) == plan
+        experts = [group for group in plan.units[1].flat_groups if group.family is Family.EXPERT]
+        if experts[0].layout.degree == 1 and plan.shares_params and not plan.units[1].placement.params:
+            assert plan.param_slots.nbytes < sum(group.gradient_bytes for group in experts)  # they are whole all the time
         return as_table(plan)
 
 
