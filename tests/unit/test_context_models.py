@@ -11,6 +11,7 @@ from contexts import BATCHES, MODELS, SIZES, batch_of, build, llama
 from covering import by_day
 from torch import nn
 
+from zerorun.context import attention
 from zerorun.context.attention import AUTO, GATHER, ULYSSES
 from zerorun.context.exchange import fits
 from zerorun.context.find import Divided, inner_model, refuse_heads, way_of
@@ -74,6 +75,14 @@ def test_equals_the_whole_model(name: str, kind: str, ranks: int, method: str) -
     wanted = whole(name, batch)
     for found in divided(name, batch, ranks, method):
         assert_same(found, wanted)
+
+
+def test_the_mask_without_a_tensor_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That which a GPU's kernels take."""
+    monkeypatch.setattr(attention, "on_gpu", lambda where: True)
+    batch = batch_of("plain", 0, 0, 0)
+    for found in divided("llama", batch, 3, GATHER):
+        assert_same(found, whole("llama", batch))
 
 
 def test_a_last_rank_without_labels_adds_nothing() -> None:
