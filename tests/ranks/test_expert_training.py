@@ -107,8 +107,8 @@ def config_of(stage: int, size: int, *, clip: float = 0.3, **changes: Any) -> di
 
 
 def check(family: str, ranks: int, config: dict[str, Any], **changes: Any) -> None:
-    tensor = config.get("tensor_parallel", {}).get("size", 1)
-    wanted = reference(family, ranks // tensor, config, changes)
+    same_data = config.get("tensor_parallel", {}).get("size", 1) * config.get("sequence_parallel_size", 1)
+    wanted = reference(family, ranks // same_data, config, changes)
     for found in run_ranks(ranks, _train, family, config, changes):
         assert not differences(found, wanted)
         assert found.loads == wanted.loads
@@ -144,6 +144,7 @@ KEYS: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "hybrid": (3, {"zero_optimization": {"shard_degree": 2}}),
+    "divided sequences": (3, {"sequence_parallel_size": 2}),
 }
 
 
