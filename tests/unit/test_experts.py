@@ -409,3 +409,33 @@ def test_calls_of_another_kind(numbers: torch.Tensor, weights: torch.Tensor, mes
 
     with pytest.raises(ModelError, match=message):
         on_threads(2, work)
+
+
+class _WeighsInputs(nn.Module):
+    """Experts whose rows are multiplied by the weights before, and not after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.up = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        rows = hidden.unsqueeze(1) * weights.unsqueeze(-1)  # [T, K, H]
+        return torch.einsum("tkh,tkhi->tki", rows, self.up[index]).square().sum(1)
+
+
+def test_experts_that_weigh_otherwise_are_refused() -> None:
+    """Their results would be others, in silence."""
+    model = nn.Sequential(_WeighsInputs())
+
+    def work(axis: ThreadAxis) -> str:
+        own = copy.deepcopy(model)
+        spread(find_experts(own), axis)
+        try:
+            own[0](torch.randn(3, 6), torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
+        except ModelError as error:
+            return str(error)
+        return "nothing"
+
+    for said in on_threads(2, work):
+        assert "0 (_WeighsInputs) does not return the sum" in said and "Remedy: remove the section" in said

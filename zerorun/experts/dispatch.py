@@ -13,11 +13,13 @@ gradient of a part becomes whole in the same way, so the router gets a whole gra
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..distributed.tensor_shard import even_bounds
 from ..errors import ModelError
@@ -26,6 +28,8 @@ from ..tensor_parallel.collectives import gather_rows, split_rows
 from .known_experts import Experts, arguments, is_eager
 from .replay import Replay, Route, next_node
 from .row_exchange import exchange, moved
+
+_ALIKE = 0.05  # relative: bf16 rounds to a hundredth; what is added up in another way differs in the first digit
 
 
 class Dispatch:
@@ -40,6 +44,7 @@ class Dispatch:
         self.loads = torch.zeros(experts.count, dtype=torch.int64)
         self._module, self._own = experts.module, experts.module.forward
         self._arguments, self._replay = arguments(experts.module), Replay()
+        self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = self._call_uncompiled if "torch._dynamo" in sys.modules else self._call
@@ -76,6 +81,8 @@ class Dispatch:
 
     def _spread(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[T, H], [T, K], [T, K] -> [T, H]"""
+        if not self._tried:
+            self._try(rows)
         begun, route = next_node(), self._replay.recall()
         if route is not None and route.index.shape == index.shape:
             index, weights = route.index, route.weights.requires_grad_(weights.requires_grad)
@@ -106,6 +113,26 @@ class Dispatch:
         experts = numbers.repeat_interleave(theirs, output_size=sum(receives))
         return Route(index, weights.detach(), chosen.argsort(stable=True), tuple(sends), tuple(receives), experts)
 
+    def _try(self, like: torch.Tensor) -> None:
+        """Raise ModelError, on all ranks alike, unless the module adds up what its experts give, times their weights.
+
+        Its forward tells on a row of numbers, like those in ``like``, for the first and the last expert here.
+        """
+        self._tried = True
+        row = torch.arange(1, like.shape[1] + 1, device=like.device).sin().to(like.dtype).unsqueeze(0)
+        experts = torch.tensor([[0, self.count // self.axis.size - 1]], device=like.device)
+        weights = row.new_tensor([[0.5, 0.25]])
+        with torch.no_grad(), evaluating(self._module):
+            first, last = (self._own(row, experts[:, [place]], row.new_ones(1, 1)).float() for place in (0, 1))
+            found = self._own(row, experts, weights).float()
+        wanted = 0.5 * first + 0.25 * last
+        if not row.is_meta and not bool((found - wanted).abs().max() <= _ALIKE * wanted.abs().max()):
+            raise ModelError(
+                f"{self.name} ({type(self._module).__name__}) does not return the sum of what experts give, times the "
+                "weights that it is called with, so that its rows cannot be sent to the ranks that have their experts. "
+                "Remedy: remove the section expert_parallel."
+            )
+
     def _run(self, came: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The model's own forward, with one of the experts here for each row."""
         count = len(came)
@@ -122,6 +149,19 @@ class Dispatch:
         rows = torch.arange(len(index), device=index.device).unsqueeze(1)
         weighed = (slots[rows, order] * weights[rows, order].unsqueeze(-1)).to(slots.dtype)
         return _added_up(weighed.unbind(1))
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Let ``module`` and what is in it be in evaluation, where nothing is random."""
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 def _added_up(parts: Sequence[torch.Tensor]) -> torch.Tensor:
