@@ -211,7 +211,7 @@ MISSING: dict[str, str] = {
     "deepspeed.runtime.domino": 'zerorun overlaps tensor parallelism by itself. Remedy: "tensor_parallel" in the file.',
     "deepspeed.runtime.fp16": 'loss scaling is the engine\'s. Remedy: "fp16" in the file, and engine.loss_scale.',
     "deepspeed.runtime.sequence_parallel": "the model divides sequences itself, with its own attention, and computes the "
-    'loss in tiles. Remedy: "sequence_parallel_size" in the file; zerorun.linear_cross_entropy for a loss of your own.',
+    'loss in tiles. Remedy: "sequence_parallel_size" in the file; zerorun.ops.linear_cross_entropy for a loss of your own.',
     "deepspeed.sequence": "the model divides sequences itself, with its own attention layers. Remedy: "
     '"sequence_parallel_size" in the file.',
     "deepspeed.zero.MiCS_Init": 'Remedy: zero.Init(), and "zero_optimization": {"shard_degree": 8} in the file.',
