@@ -26,37 +26,49 @@ from ..log import info_once
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What a script has asked for. ``ranks`` has no process groups; ``group``: that of a sequence, or None: all."""
+    """What a script has asked for. ``ranks`` has no process groups; ``group``: that of a sequence, or None: all.
+
+    ``in_evaluation``: whether sequences are divided there, too.
+    """
 
     ranks: Topology
     group: dist.ProcessGroup | None
+    in_evaluation: bool
 
 
 _chosen: weakref.WeakKeyDictionary[Any, _Chosen] = weakref.WeakKeyDictionary()  # by the group of all ranks
-_whole_in_evaluation: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """Let neighbouring ranks, so many, divide sequences. All ranks must call it. Raises TopologyError if they cannot."""
-    ranks, group = Topology.plan(dist.get_world_size(), dist.get_rank(), context=sequence_parallel_size), None
+    _choose(sequence_parallel_size, in_evaluation=True)
+
+
+def _choose(size: int, *, in_evaluation: bool) -> None:
+    ranks, group = Topology.plan(dist.get_world_size(), dist.get_rank(), context=size), None
     if ranks.context < ranks.world_size:
         group, _ = dist.new_subgroups_by_enumeration(list(map(list, ranks.groups("context"))))
-    _chosen[dist.group.WORLD] = _Chosen(ranks, group)
+    _chosen[dist.group.WORLD] = _Chosen(ranks, group, in_evaluation)
 
 
 def chosen() -> Topology | None:
     """The ranks that a script has asked for; None if it has not."""
-    found = _chosen.get(dist.group.WORLD) if dist.is_initialized() else None
+    found = _latest()
     return None if found is None else found.ranks
 
 
 def divides_in_evaluation() -> bool:
     """False if a script has asked for whole sequences in evaluation."""
-    return dist.group.WORLD not in _whole_in_evaluation
+    found = _latest()
+    return found is None or found.in_evaluation
+
+
+def _latest() -> _Chosen | None:
+    return _chosen.get(dist.group.WORLD) if dist.is_initialized() else None
 
 
 def _found() -> _Chosen:
-    found = _chosen.get(dist.group.WORLD) if dist.is_initialized() else None
+    found = _latest()
     if found is None:
         reason = "no ranks divide sequences yet."
         remedy = "Call initialize_sequence_parallel(), or UlyssesSPAttentionHF.register_with_transformers()."
@@ -113,9 +125,7 @@ class UlyssesSPAttentionHF:
             reason, remedy = f"the model was made with {own!r}.", "Name one implementation in both places."
             problem = ConfigProblem("core_attn_implementation", core_attn_implementation, reason, remedy)
             raise ConfigError([problem], "register_with_transformers()")
-        initialize_sequence_parallel(sequence_parallel_size)
-        if disable_in_eval:
-            _whole_in_evaluation.add(dist.group.WORLD)
+        _choose(sequence_parallel_size, in_evaluation=not disable_in_eval)
         info_once(
             "UlyssesSPAttentionHF: zerorun divides sequences inside the model, which keeps its attention; "
             'context_parallel.method says how, and "auto" is the way that sends least.'

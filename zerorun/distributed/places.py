@@ -123,13 +123,13 @@ def views_in_use(ranks: Places) -> list[str]:
 
 
 def _by_context(ranks: Places) -> ProcessTopology:
-    batch = ranks.replicate * ranks.shard // ranks.context
-    return ProcessTopology(("pipe", *CONTEXT_VIEWS, "tensor"), [ranks.pipe, batch, ranks.context, ranks.tensor])
+    sizes = [ranks.pipe, ranks.data_parallel_size, ranks.context, ranks.tensor]
+    return ProcessTopology(("pipe", *CONTEXT_VIEWS, "tensor"), sizes)
 
 
 def _by_expert(ranks: Places) -> ProcessTopology:
     places = max(ranks.expert // ranks.tensor, 1)
     sharded = max(ranks.shard // places, 1)
-    replicated = ranks.replicate * ranks.shard // (places * sharded)
+    replicated = ranks.data_size // (places * sharded)
     axes = ("pipe", "expert_replicate", "expert_shard", "place", "tensor")
     return ProcessTopology(axes, [ranks.pipe, replicated, sharded, places, ranks.tensor])

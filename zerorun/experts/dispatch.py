@@ -122,7 +122,7 @@ class Dispatch:
         row = torch.arange(1, like.shape[1] + 1, device=like.device).sin().to(like.dtype).unsqueeze(0)
         experts = torch.tensor([[0, self.count // self.axis.size - 1]], device=like.device)
         weights = row.new_tensor([[0.5, 0.25]])
-        with torch.no_grad(), evaluating(self._module):
+        with torch.no_grad(), _evaluating(self._module):
             first, last = (self._own(row, experts[:, [place]], row.new_ones(1, 1)).float() for place in (0, 1))
             found = self._own(row, experts, weights).float()
         wanted = 0.5 * first + 0.25 * last
@@ -152,7 +152,7 @@ class Dispatch:
 
 
 @contextlib.contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Let ``module`` and what is in it be in evaluation, where nothing is random."""
     training = [part for part in module.modules() if part.training]
     for part in training:
