@@ -46,7 +46,7 @@ def patience() -> float:
 
 
 def device() -> str:
-    """That of the ranks, as ZERORUN_DEVICE has it: the CPU, unless $ZERORUN_TEST_DEVICE says "simulated"."""
+    """That of the ranks, as ZERORUN_DEVICE has it: the CPU, unless $ZERORUN_TEST_DEVICE says "simulated" or "cuda:0"."""
     return os.environ.get("ZERORUN_TEST_DEVICE", "cpu")
 
 
@@ -83,8 +83,12 @@ class Nursery:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(names)}
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         settings = {"RANK": "0", "LOCAL_RANK": "0", "ZERORUN_DEVICE": device(), "ZERORUN_ORDER_TIMEOUT_S": "15"}
+        settings["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU takes none, so that ranks can be forked
         self._control, theirs = Pipe()
-        libraries = [name for name in _LIBRARIES if name.split(".")[0] in sys.modules]
+        self._is_on_gpu = device().startswith("cuda")
+        if self._is_on_gpu:  # libraries may use it as they are imported, and then no process that is forked could
+            settings["ZERORUN_TEST_DEVICE"] = device()
+        libraries = [name for name in _LIBRARIES if name.split(".")[0] in sys.modules and not self._is_on_gpu]
         command = [sys.executable, str(TESTS / "rank_process.py"), str(theirs.fileno()), folder, *libraries]
         environment = {**kept, **one_thread, **settings}
         self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
@@ -96,7 +100,7 @@ class Nursery:
 
         It is imported once, with libraries that take seconds, and not by each rank.
         """
-        if module in self._modules:
+        if module in self._modules or self._is_on_gpu:
             return True
         self._modules.add(module)
         self._control.send(("load", module, file))

@@ -33,8 +33,9 @@ from typing import Any, NoReturn
 import torch
 import torch._dynamo  # what optimizers and determinism import late: a second of each rank
 import torch.distributed as dist
+from follow_device import follow_the_device, packed
 from forked_scripts import end_with_parent
-from harness import Job, of_this_job, stack_file
+from harness import Job, device, of_this_job, stack_file
 
 import zerorun.engine.initialize  # noqa: F401  (what engines need)
 from zerorun import log
@@ -55,6 +56,8 @@ def serve(pipe: Connection, folder: str) -> None:
         torch.set_num_threads(1)
         _join(Path(folder) / f"alone-{rank}", 0, 1)  # opens what stays open
         dist.destroy_process_group()
+        if on_gpu():
+            torch.ones(8, 8, device=device()).mm(torch.ones(8, 8, device=device()))  # opens what stays open, too
         slate = Slate()
         _answer(pipe, ("ok", None))
         while True:
@@ -77,13 +80,17 @@ def serve(pipe: Connection, folder: str) -> None:
                 _answer(pipe, ("error", traceback.format_exc()))
 
 
+def on_gpu() -> bool:
+    return device().startswith("cuda")
+
+
 def _join(store: Path, rank: int, world_size: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(store), world_size), rank=rank, world_size=world_size)
 
 
 def _answer(pipe: Connection, answer: tuple[str, Any]) -> None:
     try:
-        message = pickle.dumps(answer)
+        message = packed(answer)
     except Exception:
         message = pickle.dumps(("error", f"the result cannot be pickled\n{traceback.format_exc()}"))
     pipe.send_bytes(message)
@@ -174,6 +181,8 @@ class Slate:
         found = [f"thread {name}" for name in threads if not library or name.startswith("zerorun")]
         if library:
             return found
+        if on_gpu():  # whose driver opens and takes what it likes
+            return found
         found += [f"open {what} (descriptor {number})" for number, what in sorted(open_files() - self._files)]
         grown = bytes_in_use() - self._bytes
         if grown > _LEAK_BYTES:
@@ -181,6 +190,8 @@ class Slate:
         return found
 
     def _is_new(self, thread: threading.Thread) -> bool:
+        if isinstance(thread, threading._DummyThread):  # autograd's for a GPU
+            return False
         return thread not in self._threads and thread.name not in _KEPT_THREADS
 
 
@@ -212,6 +223,11 @@ def bytes_in_use() -> int:
     return int(told.uordblks + told.hblkhd)
 
 
+def threads() -> list[str]:
+    """The names of this process' threads."""
+    return [Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in os.listdir("/proc/self/task")]
+
+
 def nursery(control: Connection, folder: str) -> None:
     """Fork ranks, and tell how they ended, until the test process closes the pipe. They end with this process."""
     gc.collect()
@@ -223,7 +239,7 @@ def nursery(control: Connection, folder: str) -> None:
             os._exit(0)
         if what == "load":
             _load(*about)
-            assert len(os.listdir("/proc/self/task")) == 1, f"{about} starts threads, which ranks would not have"
+            assert len(threads()) == 1, f"{about} starts threads, which ranks would not have: {threads()}"
             gc.collect()
             gc.freeze()
         elif what == "rank":
@@ -259,4 +275,6 @@ if __name__ == "__main__":
     end_with_parent()
     for library in sys.argv[3:]:
         importlib.import_module(library)
+    if on_gpu():
+        follow_the_device()
     nursery(Connection(int(sys.argv[1])), sys.argv[2])

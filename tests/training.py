@@ -15,6 +15,7 @@ from reference import OPTIMIZERS, Result
 from torch import nn
 
 import zerorun
+from zerorun.distributed.device import default_device
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.step import Collective
 
@@ -82,10 +83,11 @@ def take_steps(engine: zerorun.Engine, loss_of: Callable[[Any, int], torch.Tenso
 
 def shared_topology(shard_degree: int | None = None, *, pipe: int = 1, tensor: int = 1) -> zerorun.Topology:
     """One for all engines of a job with these degrees, so that each of many does not make groups of its own."""
-    key = "topology", shard_degree, pipe, tensor
+    kind = default_device().type
+    key = "topology", kind, shard_degree, pipe, tensor
     if key not in of_this_job:
         of_this_job[key] = zerorun.Topology.create(
-            dist.get_world_size(), dist.get_rank(), pipe=pipe, tensor=tensor, shard_degree=shard_degree, device_type="cpu"
+            dist.get_world_size(), dist.get_rank(), pipe=pipe, tensor=tensor, shard_degree=shard_degree, device_type=kind
         )
     topology: zerorun.Topology = of_this_job[key]
     return topology
@@ -146,7 +148,7 @@ def finish(engine: zerorun.Engine, result: Result) -> None:
 def assert_plain(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """The parameters own full values: those of ``weights``."""
     for name, value in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]:
-        assert torch.equal(value, weights[name]), f"destroy() gave {name} other values than engine.state_dict()"
+        assert torch.equal(value.cpu(), weights[name].cpu()), f"destroy() gave {name} other values than engine.state_dict()"
 
 
 @contextmanager

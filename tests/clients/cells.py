@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 STAGES = (0, 1, 2, 3)
+BACKEND = "nccl" if torch.cuda.is_available() and os.environ.get("ZERORUN_DEVICE") != "cpu" else "gloo"
 
 
 def begin_anew() -> None:
@@ -37,7 +39,7 @@ def run_cells(
     ``train(cell, stage, folder)``: stage None means DDP; ``folder`` is an empty one, the same on all ranks. The command
     line may name the cells to be run.
     """
-    dist.init_process_group("gloo")
+    dist.init_process_group(BACKEND)
     found: dict[str, Any] = {}
     for cell in sys.argv[2:] or cells:
         for stage in (None, *STAGES):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
-from cells import begin_anew, run_cells
+from cells import BACKEND, begin_anew, run_cells
 from client_models import Sentences, llama, mixtral
 from transformers import Trainer, TrainingArguments
 
@@ -75,7 +75,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     def trainer() -> Trainer:
         args = TrainingArguments(
             folder, max_steps=STEPS, per_device_train_batch_size=2, logging_steps=1, report_to=[], learning_rate=1e-2,
-            use_cpu=True, disable_tqdm=True, deepspeed=config, ddp_backend="gloo", seed=5,
+            use_cpu=BACKEND == "gloo", disable_tqdm=True, deepspeed=config, ddp_backend=BACKEND, seed=5,
             **{"save_strategy": "no", **CELLS[cell], **more},
         )  # fmt: skip
         model = mixtral() if cell == "experts" else llama()
@@ -88,7 +88,8 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
 
     used = trainer()
     used.train()
-    assert type(used.model_wrapped).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
+    if stage is not None or dist.get_world_size() > 1:
+        assert type(used.model_wrapped).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
     found: dict[str, Any] = {"log": log_of(used), "evaluation": used.evaluate()["eval_loss"]}
     if cell in ("resume", "by day"):
         begin_anew()
@@ -113,8 +114,8 @@ def log_of(trainer: Trainer) -> list[list[float]]:
 
 def generate(trainer: Trainer) -> list[list[int]]:
     """Tokens that the trained model writes, one after the other on all ranks."""
-    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
     model = trainer.model_wrapped
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]]).to(model.device)
     model.eval()
     with torch.no_grad():
         written = model.module.generate(input_ids=prompt, max_new_tokens=5, do_sample=False, synced_gpus=True)

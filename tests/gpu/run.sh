@@ -6,6 +6,8 @@
 # Each PART takes under 9 minutes; by default all are run, one after the other:
 #     tests      tests/gpu; ranks that share the GPU exchange over gloo
 #     nccl       the same over NCCL (2.30 or newer), which serves ranks that share a GPU
+#     ranks      tests/ranks, whose ranks share the GPU over gloo
+#     clients    transformers' Trainer by its DeepSpeed route, and zerorun-report
 #     sanitizer  late copies and offload under torch's sanitizer of streams
 #     benchmark  tests/perf/gpu.py: bandwidths, the optimizer, a model of 1B at every stage, beside peers, and offload
 #     large      tests/perf/gpu.py: a model of 7B, and the largest that fits
@@ -25,7 +27,7 @@ while [[ ${1-} == --* ]]; do
   esac
   shift 2
 done
-parts=("${@:-tests nccl sanitizer benchmark large profile}")
+parts=("${@:-tests nccl ranks clients sanitizer benchmark large profile}")
 python=${PYTHON:-python3}
 mkdir -p "$results"
 
@@ -54,6 +56,21 @@ run_nccl() (
   export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-4} NCCL_NET_GDR_LEVEL=LOC
   "$python" -m pytest -q -n 3 tests/gpu -k "every_stage or it_equals" --junitxml "$results/gpu_nccl.xml"
 )
+
+# What needs another device than the ranks' own, or asks the CPU's machinery for figures, is not among them.
+run_ranks() (
+  export ZERORUN_TEST_DEVICE=cuda:0
+  "$python" -m pytest -q -n "${RANK_WORKERS:-12}" tests/ranks --junitxml "$results/gpu_ranks.xml" \
+    --ignore tests/ranks/test_simulated_nccl.py --ignore tests/ranks/test_simulated_device.py \
+    --ignore tests/ranks/test_peer_memory.py --ignore tests/ranks/test_mapped_shards.py --ignore tests/ranks/test_plan.py \
+    --ignore tests/ranks/test_import.py --ignore tests/ranks/test_harness.py
+)
+
+run_clients() {
+  local launch=("$python" -m zerorun.launcher.cli --as-deepspeed --nproc-per-node 1)
+  "${launch[@]}" tests/clients/trainer_job.py "$results/gpu_trainer.json" plain accumulation checkpointing experts bf16 \
+    "offloaded parameters" && "$python" bin/zerorun-report
+}
 
 run_sanitizer() (
   export TORCH_CUDA_SANITIZER=1

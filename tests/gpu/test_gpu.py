@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from updates import DTYPES, RULES, Rule, Work, random_bits, same, training
 from zerorun.activations import host_pool
 from zerorun.distributed.device import CopyStream
 from zerorun.ops import on_cuda, single_pass
+from zerorun.ops.rounding import MasterFormat, Origin, Rounding
+from zerorun.ops.state_format import StateFormat
 from zerorun.optim import optimizers as optim
 
 pytestmark = [
@@ -28,13 +31,25 @@ STEPS = 4
 NCCL = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def run(ranks: int, device: str, stage: int, precision: str, offload: bool = False, delay: bool = False) -> dict[str, Any]:
-    """Train the small GPT in processes of their own; what rank 0 found. ``offload``: states, parameters and activations."""
+def run(
+    ranks: int,
+    device: str,
+    stage: int,
+    precision: str,
+    offload: bool = False,
+    delay: bool = False,
+    compiled: bool = False,
+    waits: str = "default",
+) -> dict[str, Any]:
+    """Train the small GPT in processes of their own; what rank 0 found.
+
+    ``offload``: states, parameters and activations. ``waits``: what torch does when the program waits for the device.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(ranks), __file__]
         environment = {**os.environ, "ZERORUN_DEVICE": device, "PYTHONPATH": str(Path(__file__).parents[1])}
-        arguments = [str(stage), precision, str(int(offload)), str(int(delay)), str(result)]
+        arguments = [str(stage), precision, str(int(offload)), str(int(delay)), str(int(compiled)), waits, str(result)]
         subprocess.run([*command, *arguments], env=environment, check=True, timeout=300)
         return dict(json.loads(result.read_text()))
 
@@ -85,10 +100,47 @@ def test_updates_give_the_bits_of_the_cpu(rule: Rule) -> None:
                     assert all(same(one, other.cpu()) for one, other in pairs), (start, gradient_type, out_type)
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("kind", MasterFormat)
+@pytest.mark.parametrize("rows", [0, 13])
+def test_weights_in_bf16_have_the_bits_of_the_cpu(rule: Rule, kind: MasterFormat, rows: int) -> None:
+    """Chance rounds the same way on both: positions begin below 2^32 and end above it."""
+    noise = Origin(0, 6561, "name", (1 << 32) - 3000, rows, 29, 5).noise(7)
+    start = random_bits(rule, 6561)
+    weight, rest = kind.parts(start.weight)
+    states = tuple(state.bfloat16() for state in start.states)
+    here = replace(start, weight=weight, states=states, rounding=Rounding(rest, noise), out=torch.zeros(6561).bfloat16())
+    there = on_gpu(here)
+    rule.run(here)
+    rule.run(there)
+    assert all(same(one, other.cpu()) for one, other in zip(here.results(), there.results(), strict=True))
+
+
+@pytest.mark.parametrize("format", [StateFormat.BLOCK8, StateFormat.BF16])
+@pytest.mark.parametrize("numel", [1, 255, 256, 1025, 70_001])
+def test_small_states_have_the_bits_of_the_cpu(format: StateFormat, numel: int) -> None:
+    found = {}
+    for where in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(1)
+        weight = torch.randn(numel, generator=generator).to(where)
+        optimizer = single_pass.Adam([weight], lr=1e-3, weight_decay=0.1)
+        optimizer.formats[weight] = format
+        for step in range(3):
+            gradient = torch.randn(numel, generator=generator) * 10.0 ** torch.randint(-9, 3, (numel,), generator=generator)
+            gradient[numel // 2] = float("inf") if step == 2 else 0.0
+            weight.grad = gradient.to(where)
+            optimizer.step()
+        states = optimizer.state[weight]
+        parts = [states[f"{key}{part.key}"] for key in ("exp_avg", "exp_avg_sq") for part in format.parts]
+        found[where] = [tensor.cpu().float() for tensor in (weight, *parts)]
+    assert all(map(same, found["cpu"], found["cuda"]))
+
+
 def on_gpu(work: Work) -> Work:
-    out = None if work.out is None else work.out.cuda()
+    out, rest = (None if tensor is None else tensor.cuda() for tensor in (work.out, work.rounding.rest))
     states = tuple(state.cuda() for state in work.states)
-    return Work(work.weight.cuda(), work.gradient.cuda(), states, out, work.coefficient)
+    rounding = replace(work.rounding, rest=rest)
+    return Work(work.weight.cuda(), work.gradient.cuda(), states, out, work.coefficient, rounding)
 
 
 def part(work: Work, start: int) -> Work:
@@ -124,6 +176,22 @@ def test_updates_do_not_wait_for_the_device() -> None:
     assert not slept.query()
 
 
+# -- the steady state --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_does_not_wait_for_the_device(stage: int, precision: str) -> None:
+    """From a forward to the next one: what the host knows of a step, it learns in the one after it."""
+    run(1, "cuda:0", stage, precision, waits="error")
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_compiled_blocks_equal_the_cpu(stage: int) -> None:
+    expected, found = run(1, "cpu", 0, "fp32"), run(1, "cuda:0", stage, "fp32", compiled=True)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=2e-4)
+
+
 # -- in the trained processes ------------------------------------------------------------------------------------------
 
 
@@ -139,7 +207,7 @@ def delay_copies() -> None:
     CopyStream.copy = late  # type: ignore[method-assign]
 
 
-def work(stage: str, precision: str, offload: str, delay: str, result: str) -> None:
+def work(stage: str, precision: str, offload: str, delay: str, compiled: str, waits: str, result: str) -> None:
     import torch.distributed as dist
     from models import Gpt, Place, token_loss, tokens
     from training import make_config, merged
@@ -156,11 +224,19 @@ def work(stage: str, precision: str, offload: str, delay: str, result: str) -> N
     if int(delay):
         delay_copies()
     engine = zerorun.initialize(Gpt(), config)
+    if int(compiled):
+        engine.compile()
     losses, norms = [], []
     for step in range(STEPS):
-        loss = token_loss(engine, tokens(Place(dist.get_rank(), step)).to(engine.device))
+        ids = tokens(Place(dist.get_rank(), step)).to(engine.device)
+        looking = waits != "default" and step > 1
+        if looking:
+            torch.cuda.set_sync_debug_mode(waits)
+        loss = token_loss(engine, ids)
         engine.backward(loss)
         engine.step()
+        if looking:
+            torch.cuda.set_sync_debug_mode("default")
         losses.append(float(loss))
         norms.append(engine.get_global_grad_norm())
     if dist.get_rank() == 0:

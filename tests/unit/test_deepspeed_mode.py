@@ -157,7 +157,7 @@ def test_accelerate_that_has_found_none_is_refused(tmp_path: Path) -> None:
     """It would not look again, and fail later with a name that is not defined."""
     hidden = "import sys, importlib.util as u; real = u.find_spec\n"
     hidden += "u.find_spec = lambda name, package=None: None if name == 'deepspeed' else real(name, package)\n"
-    done = run(hidden + "import accelerate\n" + BEGIN, tmp_path)
+    done = run(hidden + "import accelerate\n" + BEGIN, tmp_path, fresh=True)
     assert "ActivationError" in done.stderr and "accelerate has been imported" in done.stderr
 
 
