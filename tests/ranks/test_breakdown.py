@@ -37,8 +37,8 @@ def counted(engine: zerorun.Engine, before: dict[str, Any]) -> tuple[Counter[str
     return Counter(one.name for one in step), +Counter(calls)
 
 
-def train(stage: int) -> tuple[Counter[str], Counter[str]] | None:
-    engine = make_engine(CASE, make_config(stage, accumulation=2, **TIMED))
+def train(stage: int, **zero: Any) -> tuple[Counter[str], Counter[str]] | None:
+    engine = make_engine(CASE, make_config(stage, accumulation=2, zero_optimization=zero, **TIMED))
     for step in range(3):
         before = engine.communication_report()
         for micro in range(2):
@@ -57,6 +57,18 @@ def test_everything_is_timed_once(stage: int) -> None:
     timed, calls = found
     assert {name: timed.pop(name) for name in PHASES} == {name: 2 if name in PHASES[:2] else 1 for name in PHASES}
     assert timed == calls
+
+
+def train_replicas(codes: bool) -> tuple[Counter[str], Counter[str]] | None:
+    return train(2, shard_degree=2, zero_quantized_gradients=codes)
+
+
+@pytest.mark.parametrize("codes", (False, True))
+def test_sums_over_replicas_are_timed_once(codes: bool) -> None:
+    found, *_ = run_ranks(4, train_replicas, codes)
+    assert found is not None
+    timed, calls = found
+    assert {name: count for name, count in timed.items() if name not in PHASES} == calls
 
 
 def pipelined(schedule: str, accumulation: int) -> Counter[str] | None:

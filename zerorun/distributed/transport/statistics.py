@@ -54,8 +54,13 @@ class Pending:
         finish: Callable[[], None] | None = None,
         go_on: Callable[[], None] | None = None,
     ) -> None:
-        """``works``: waited for in this order; ``finish`` is called after the last. ``go_on``: see there."""
-        self._in_flight, self._watch = statistics.in_flight, statistics.watch
+        """``works``: waited for in this order; ``finish`` is called after the last. ``go_on``: see there.
+
+        What waits for other pending ones, or begins them, is not timed: they are.
+        """
+        self._in_flight = statistics.in_flight
+        made_of_others = go_on is not None or any(isinstance(work, Pending) for work in works)
+        self._watch = None if made_of_others else statistics.watch
         self._issued = None if self._watch is None else self._watch.now()
         self._works: Sequence[Any] = works
         self._finish, self._go_on = finish, go_on
