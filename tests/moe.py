@@ -110,7 +110,7 @@ class MoeBlock(nn.Module):
         if skip:
             return x
         rows = x.flatten(0, 1)
-        logits = self.router(rows).masked_fill(few * (torch.arange(EXPERTS) >= CHOSEN), -100.0)
+        logits = self.router(rows).masked_fill(few * (torch.arange(EXPERTS, device=x.device) >= CHOSEN), -100.0)
         weights, index = logits.softmax(-1).topk(CHOSEN)
         return x + self.experts(rows, index, weights).view(x.shape)
 

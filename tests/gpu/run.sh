@@ -68,8 +68,8 @@ run_ranks() (
 
 run_clients() {
   local launch=("$python" -m zerorun.launcher.cli --as-deepspeed --nproc-per-node 1)
-  "${launch[@]}" tests/clients/trainer_job.py "$results/gpu_trainer.json" plain accumulation checkpointing experts bf16 \
-    "offloaded parameters" && "$python" bin/zerorun-report
+  "${launch[@]}" tests/clients/trainer_job.py "$results/gpu_trainer.json" plain accumulation checkpointing lora \
+    generate resume best save bf16 fp16 "optimizer in the file" "offloaded optimizer" "offloaded parameters" && "$python" bin/zerorun-report
 }
 
 run_sanitizer() (

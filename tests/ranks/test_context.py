@@ -13,9 +13,11 @@ from contexts import BATCH, BATCHES, MODELS, batch_of, build, llama, padded, pla
 from covering import by_day
 from harness import run_ranks
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from training import make_config, merged
 
 import zerorun
+from zerorun.context import attention
 from zerorun.zero import safe_get_full_grad
 
 STEPS = 2
@@ -193,6 +195,21 @@ def test_a_sum_is_that_of_batches_not_of_ranks() -> None:
     training = Training(ranks=4, batch="padded", changes=(("gradient_allreduce_op", "sum"),))
     found, expected = run_ranks(4, train, training), reference(training)
     assert found[0]["norms"][0] == pytest.approx(2 * expected["norms"][0], rel=1e-6)
+
+
+def by_the_mask_of_a_gpu(training: Training) -> dict[str, Any]:
+    """The mask that names itself, as on a GPU, in a forward that is looked at."""
+    there, attention.on_gpu = attention.on_gpu, lambda tensor: True  # type: ignore[assignment]
+    try:
+        with FlopCounterMode(display=False):
+            return train(training)
+    finally:
+        attention.on_gpu = there
+
+
+def test_the_mask_of_a_gpu_equals_one_process() -> None:
+    training = Training(method="gather", batch="plain")
+    compare(run_ranks(2, by_the_mask_of_a_gpu, training), reference(training))
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------

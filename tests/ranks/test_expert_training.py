@@ -89,7 +89,7 @@ def _train(family: str, config: dict[str, Any], changes: dict[str, Any]) -> Run:
             loss = loss_of(engine, engine.topology.data_parallel_rank, step, micro)
             engine.backward(loss)
             engine.step()
-            total += loss.detach() / engine.gradient_accumulation_steps()
+            total += loss.detach().cpu() / engine.gradient_accumulation_steps()
         dist.all_reduce(total)
         found.losses.append(total.item() / dist.get_world_size())
         found.norms.append(engine.get_global_grad_norm() or 0.0)

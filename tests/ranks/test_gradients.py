@@ -189,7 +189,7 @@ def test_modules_of_nobody_have_none() -> None:
 
 def edited(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Something that depends on all elements, and on their places."""
-    return gradient - gradient.mean() + 1e-3 * torch.arange(gradient.numel()).view(gradient.shape)
+    return gradient - gradient.mean() + 1e-3 * torch.arange(gradient.numel(), device=gradient.device).view(gradient.shape)
 
 
 def edit_by_parts(params: list[torch.Tensor]) -> None:

@@ -45,7 +45,7 @@ def model() -> nn.Module:
 def steps(engine: zerorun.Engine, first: int, count: int) -> list[float]:
     losses = []
     for step in range(first, first + count):
-        inputs = torch.randn(4, 33, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(4, 33, generator=torch.Generator().manual_seed(step)).to(engine.device)
         loss = (engine(inputs) - inputs).square().mean()
         engine.backward(loss)
         engine.step()

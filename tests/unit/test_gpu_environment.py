@@ -122,7 +122,7 @@ def named_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
 
-NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
+NCCL, GLOO = "cpu:gloo,cuda:nccl", "gloo"
 
 
 @pytest.mark.parametrize(

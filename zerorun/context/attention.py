@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..distributed.device import on_gpu
 from ..errors import ModelError
@@ -43,7 +44,8 @@ class RunningBlock:
         A GPU's kernels need no tensor for it. On CPUs, blocks share one, because autograd keeps it for each of them.
         """
         if on_gpu(like):
-            return causal_lower_right(self.rows.count, self.rows.end)
+            with _disable_current_modes():  # torch cannot make this class in a mode that looks at operations
+                return causal_lower_right(self.rows.count, self.rows.end)
         key = self.rows.length, like.dtype
         if key not in self.masks:
             own = torch.arange(self.rows.begin, self.rows.end)

@@ -166,11 +166,14 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
     tensor is therefore a mapping of its own, which CUDA pins. Nothing tracks which copies use it: its owner must keep it
     until they are done.
     """
-    if pinned and not torch.cuda.is_available():  # the simulated device
-        flat = torch.empty(numel, dtype=dtype)
+    flat = _pinned(numel, dtype) if pinned and torch.cuda.is_available() else torch.empty(numel, dtype=dtype)
+    if pinned:
         simulated.observer().pin(flat)
-        return flat
-    if pinned and numel * dtype.itemsize >= _LARGE_BYTES:
+    return flat
+
+
+def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    if numel * dtype.itemsize >= _LARGE_BYTES:
         mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, the first to write would get other pages than the device has
         flat = torch.frombuffer(mapped, dtype=dtype)
@@ -178,7 +181,7 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         if int(cuda.cudaHostRegister(address, numel * dtype.itemsize, 0)) == 0:
             weakref.finalize(mapped, cuda.cudaHostUnregister, address).atexit = False
             return flat
-    return torch.empty(numel, dtype=dtype, pin_memory=pinned)
+    return torch.empty(numel, dtype=dtype, pin_memory=True)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -163,7 +163,7 @@ def _backends(device: torch.device, store: dist.Store, world_size: int, named: s
     if shared and named is None:
         warn_once("ranks share a GPU, which NCCL does not serve: what they exchange goes through host memory, by gloo.")
     slow = shared or named == "gloo" or not dist.is_nccl_available()
-    return "cpu:gloo,cuda:gloo" if slow else "cpu:gloo,cuda:nccl"
+    return "gloo" if slow else "cpu:gloo,cuda:nccl"
 
 
 def _nccl_serves_shared_gpus() -> bool:
