@@ -87,7 +87,12 @@ setup(
     python_requires=">=3.10",
     package_dir={"": "."} if editable else ROOTS,
     packages=packages({"zerorun": "zerorun"} if editable else ROOTS),
-    package_data={"zerorun": ["py.typed"], "zerorun.deepspeed": ["*.pth"], "zerorun.ops": ["csrc/*.cpp"]},
+    package_data={
+        "zerorun": ["py.typed"],
+        "zerorun.deepspeed": ["*.pth"],
+        "zerorun.ops": ["csrc/*.cpp"],
+        "zerorun.planner": ["*.json"],
+    },
     data_files=[(packages_folder, [STARTUP])] if editable else [],
     scripts=[],
     setup_requires=["ninja"],  # for the native library
@@ -129,6 +134,7 @@ setup(
         "console_scripts": [
             "zerorun = zerorun.launcher.cli:main",
             "zerorun-checkpoint = zerorun.checkpoint.cli:main",
+            "zerorun-plan = zerorun.planner.cli:main",
             "zerorun-report = zerorun.report.cli:main",
             "zerorun-schedule = zerorun.pipeline.cli:main",
         ],

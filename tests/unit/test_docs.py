@@ -32,6 +32,7 @@ MOST_LINES = 150  # of README
 MAINS = {
     "zerorun": "zerorun.launcher.cli",
     "zerorun-checkpoint": "zerorun.checkpoint.cli",
+    "zerorun-plan": "zerorun.planner.cli",
     "zerorun-report": "zerorun.report.cli",
     "zerorun-schedule": "zerorun.pipeline.cli",
     "zerorun.config": "zerorun.config",

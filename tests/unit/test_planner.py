@@ -1,0 +1,220 @@
+"""The planner's model of a step: published runs, and what must hold whatever the constants are."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zerorun.errors import ConfigError
+from zerorun.planner import cli
+from zerorun.planner.calibration import Calibration, Constants, fitted
+from zerorun.planner.candidate import Candidate, Kernels
+from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
+from zerorun.planner.links import Group, all_reduce_seconds, bandwidth, gather_seconds
+from zerorun.planner.model_shape import ModelShape, read_shape, shape_of
+from zerorun.planner.published import PublishedRun, published_runs
+from zerorun.planner.step_time import StepModel, step_time
+
+ROOT = Path(__file__).parents[2]
+RUNS = Path(__file__).parent / "data" / "published_runs.csv"
+SMALL = ModelShape(24, 2048, 16, 16, 128, 8192, 3, 50304)
+LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_8B |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "tie_word_embeddings": False}
+
+
+def runs() -> list[PublishedRun]:
+    return [*published_runs(RUNS)]
+
+
+def seconds(shape: ModelShape, candidate: Candidate, cluster: Cluster, calibration: Calibration | None = None) -> float:
+    return step_time(shape, candidate, cluster, calibration or fitted()).seconds
+
+
+# -- published runs ----------------------------------------------------------------------------------------------
+
+
+def test_published_runs_are_predicted() -> None:
+    errors = sorted(
+        abs(run.predicted(fitted()) / (run.tokens_per_s_gpu or 0) - 1) for run in runs() if not run.fields["cell"]
+    )
+    assert len(errors) == 20
+    assert errors[len(errors) // 2] < 0.06
+    assert errors[-3] < 0.12
+
+
+def test_the_fastest_of_measured_configurations_is_predicted_to_be() -> None:
+    cell = [run for run in runs() if run.fields["cell"].startswith("8.86B")]
+    assert max(cell, key=lambda run: run.predicted(fitted())) == max(cell, key=lambda run: run.tokens_per_s_gpu or 0)
+
+
+def test_the_fit_has_few_numbers() -> None:
+    assert len(Constants.__dataclass_fields__) == 12
+    assert all(key.split("/")[1] in {kernels.value for kernels in Kernels} for key in fitted().efficiencies)
+    assert fitted().median < 0.05
+    assert fitted().p90 < 0.15
+    assert not fitted().has(GPUS["L40S"], Kernels.FLASH)  # nobody published a run that could be used
+
+
+def test_the_command_writes_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "predicted.csv"
+    assert cli.main(["--predict", str(RUNS), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"23 runs of {RUNS}: predictions are in {out}\n"
+    with open(out, encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
+    assert [row["id"] for row in rows] == [run.id for run in runs()]
+    assert all(30 < float(row["tokens_per_s_gpu"]) < 60000 for row in rows)
+
+
+def test_the_planner_needs_no_torch() -> None:
+    code = "import sys, zerorun.planner.cli, zerorun.planner.step_time; print(sorted({'torch', 'numpy'} & {*sys.modules}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout == "[]\n"
+
+
+def test_a_row_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = RUNS.read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([lines[1], lines[2].replace(",32,", ",many,", 1)]), encoding="utf-8")
+    assert cli.main(["--predict", str(path), "--out", str(tmp_path / "out.csv")]) == 2
+    assert "row lf020 = \"could not convert string to float: 'many'\": is no run." in capsys.readouterr().err
+
+
+# -- models and clusters -----------------------------------------------------------------------------------------
+
+
+def test_shapes_have_the_parameters_of_their_models() -> None:
+    assert shape_of(LLAMA_8B).parameters == 8_030_261_248
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    assert shape_of(gpt2).parameters == 124_439_808
+    mixtral = {**LLAMA_8B, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert shape_of(mixtral).parameters == 46_702_792_704
+    assert shape_of(mixtral).used_parameters == 12_748_849_152
+
+
+def test_bad_input_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"hidden_size": 8}', encoding="utf-8")
+    with pytest.raises(ConfigError, match="num_hidden_layers = None: is not in the configuration of the model"):
+        read_shape(path)
+    for text, reason in (
+        ("384H100", "is no number of GPUs"),
+        ("8xV100", "is not in the table of GPUs"),
+        ("12xH100", "does not fill nodes of 8 GPUs"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            cluster_of(text)
+    assert cluster_of("384xh100").nodes == 48
+    assert cluster_of("16xA100-40", nics_gbps=400).nics == 50 * GB
+
+
+# -- links -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_has_its_share_of_the_cards() -> None:
+    cluster = cluster_of("32xH200")
+    whole, one_each = Group.of(cluster, 32, 1), Group.of(cluster, 4, 8)
+    assert (whole.near, whole.nodes) == (8, 4)
+    assert (one_each.near, one_each.nodes) == (1, 4)
+    assert bandwidth(cluster, whole) == pytest.approx(360 * GB)  # NVLink; 365 GB/s were measured on such nodes
+    assert bandwidth(cluster, one_each) == pytest.approx(46 * GB)
+    assert bandwidth(replace(cluster, nics=100 * GB), whole) == pytest.approx(92 * GB)
+    assert Group.of(cluster_of("64xGB200"), 64, 1).nodes == 1  # NVLink joins 72
+
+
+@given(st.integers(0, 9), st.integers(0, 3), st.floats(1, 1e10))
+def test_collectives_grow_with_bytes_and_shrink_with_links(doublings: int, apart: int, nbytes: float) -> None:
+    cluster = cluster_of("4096xH100")
+    faster = replace(cluster, nics=2 * cluster.nics, gpu=replace(cluster.gpu, nvlink=2 * cluster.gpu.nvlink))
+    group = Group.of(cluster, 2**doublings, 2**apart)
+    for collective in (gather_seconds, all_reduce_seconds):
+        assert collective(cluster, group, nbytes) <= collective(cluster, group, 2 * nbytes)
+        assert collective(faster, group, nbytes) <= collective(cluster, group, nbytes)
+    assert all_reduce_seconds(cluster, group, nbytes) <= 2 * gather_seconds(cluster, group, nbytes) + 1e-12
+
+
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+def pipeline_of(gathers: Sequence[float], computes: Sequence[float], slots: int) -> float:
+    """[Note: streams] of step_time.py, block by block."""
+    gathered, computed = [0.0], [0.0]
+    for number, (gather, compute) in enumerate(zip(gathers, computes, strict=True)):
+        free = computed[max(number + 1 - slots, 0)]
+        gathered.append(max(gathered[-1], free) + gather)
+        computed.append(max(computed[-1], gathered[-1]) + compute)
+    return computed[-1]
+
+
+@pytest.mark.parametrize("nics", [400 * GB, 40 * GB, 4 * GB])
+def test_the_period_is_that_of_the_recurrence(nics: float) -> None:
+    """With nothing to pay for what is hidden, blocks take as long as the recurrence says, block by block."""
+    calibration = replace(fitted(), constants=replace(fitted().constants, interference=0.0))
+    candidate = Candidate(64, stage=3, shard=64, micro_batch=4, reduces_once=True)
+    model = StepModel(SMALL, candidate, Cluster(GPUS["H100"], 64, 8, nics), calibration)
+    gather = gather_seconds(model.cluster, model.shard_group, 2 * SMALL.block_weights)
+    exact = pipeline_of([gather] * 24, [model.block.forward] * 24, 2) + pipeline_of(
+        [gather] * 24, [model.block.backward] * 24, 2
+    )
+    closed = 24 * model.block.seconds + model.exposed_in_micro_batch
+    assert closed == pytest.approx(exact, rel=0.03)
+
+
+candidates = st.builds(
+    lambda tensor, pipe, data, stage, micro, accumulation, checkpointing, kernels: Candidate(
+        data=8 // tensor * data,
+        tensor=tensor,
+        pipe=pipe,
+        stage=stage,
+        shard=8 // tensor * data if stage else 1,
+        micro_batch=micro,
+        accumulation=accumulation,
+        checkpointing=checkpointing,
+        kernels=kernels,
+    ),
+    *(st.sampled_from(values) for values in ([1, 2, 8], [1, 2, 6], [1, 4], [0, 1, 2, 3], [1, 4], [1, 16])),
+    st.sampled_from(["none", "selective", "full"]),
+    st.sampled_from(list(Kernels)),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(candidates, st.sampled_from(sorted(GPUS)))
+def test_better_hardware_is_never_slower(candidate: Candidate, name: str) -> None:
+    cluster = Cluster(GPUS[name], candidate.world, min(8, candidate.world))
+    base = seconds(SMALL, candidate, cluster)
+    for better in ("hbm", "nvlink", "peak", "matmul", "host_link"):
+        gpu = replace(cluster.gpu, **{better: 1.5 * getattr(cluster.gpu, better)})
+        assert seconds(SMALL, candidate, replace(cluster, gpu=gpu)) <= base * (1 + 1e-9), better
+    assert seconds(SMALL, candidate, replace(cluster, nics=2 * cluster.nics)) <= base * (1 + 1e-9)
+    assert seconds(replace(SMALL, layers=SMALL.layers + 6), candidate, cluster) > base
+    assert seconds(SMALL, replace(candidate, checkpointing="full"), cluster) >= base
+    assert all(value >= -1e-12 for value in step_time(SMALL, candidate, cluster, fitted()).causes.values())
+
+
+def test_blocks_are_divided_as_evenly_as_they_can_be() -> None:
+    def stages(layers: int, pipe: int, head: float) -> float:
+        model = StepModel(replace(SMALL, layers=layers), Candidate(1, pipe=pipe), cluster_of("8xH100"), fitted())
+        return model.period(head * model.block.seconds) / model.block.seconds
+
+    assert stages(24, 4, 0.0) == pytest.approx(6)
+    assert stages(24, 4, 0.5) == pytest.approx(6.5)  # the last stage has the head beside its six
+    assert stages(24, 4, 1.5) == pytest.approx(7)  # it has five, and two others have seven
+    assert stages(23, 4, 1.0) == pytest.approx(6)
+    assert stages(24, 1, 2.0) == pytest.approx(26)
+
+
+def test_an_update_in_host_memory_takes_what_the_node_can_move() -> None:
+    candidate: Any = Candidate(8, stage=3, shard=8, offload_optimizer=True)
+    cluster = cluster_of("8xH200")
+    slow = replace(cluster, host_bandwidth=cluster.host_bandwidth / 2)
+    more = seconds(SMALL, candidate, slow) - seconds(SMALL, candidate, cluster)
+    assert more == pytest.approx(28 * SMALL.parameters / (0.8 * cluster.host_bandwidth), rel=0.01)

@@ -1,0 +1,80 @@
+"""Calibration: what published runs say of kernels and links, as data in calibration.json, and how far it may be off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from .candidate import Kernels
+from .hardware import GPUS, Gpu
+
+_UNKNOWN = 0.8  # the efficiency of kernels of which nothing is known
+PATH = Path(__file__).with_name("calibration.json")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What is the same for all GPUs: twelve numbers, fitted to published runs by tests/perf/fit_planner.py."""
+
+    depth: float = 150.0  # inner size at which a product runs at half speed
+    traffic: float = 340.0  # bytes of device memory per token, block and element of the width, beside products
+    scores: float = 6.0  # the same for each score of attention that is not fused, in a forward
+    selective: float = 0.5  # of a forward, recomputed by "selective"
+    fp8: float = 0.9  # of the best speed-up of products in fp8
+    interference: float = 0.3  # of what is sent behind the computation, by which that becomes slower
+    exposed: float = 0.4  # of the collectives of tensor ranks, where kernels hide them
+    pieces: float = 20.0  # collectives of a block where runtimes send one parameter at a time
+    sent: float = 0.7  # of the messages between stages, seen
+    host: float = 3e-3  # seconds of the host per block and micro-batch
+    contention: float = 3e-3  # the same per tensor rank, where hidden collectives wait for messages of stages
+    jitter: float = 0.01  # of the step, for each doubling of the nodes
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``efficiencies``: of the best matrix product, by GPU and generation of kernels, as "H100/flash".
+
+    ``median``, ``p90``: errors of the fit; ``held_out``: the same two with the run's own source left out.
+    """
+
+    constants: Constants = Constants()
+    efficiencies: dict[str, float] = field(default_factory=dict)
+    median: float = 0.0
+    p90: float = 0.0
+    held_out: tuple[float, float] = (0.0, 0.0)
+
+    def has(self, gpu: Gpu, kernels: Kernels) -> bool:
+        """True if runs with these kernels on this GPU were fitted."""
+        return key_of(gpu, kernels) in self.efficiencies
+
+    def efficiency(self, gpu: Gpu, kernels: Kernels) -> float:
+        """Return the efficiency. Where there is none: that of GPUs with the same cores, of other kernels, of all GPUs."""
+        found = self.efficiencies.get(key_of(gpu, kernels))
+        if found is not None:
+            return found
+        alike = {other.family for other in GPUS.values() if other.peak == gpu.peak and other.matmul == gpu.matmul}
+        for near in (
+            [f"{family}/{kernels.value}" for family in sorted(alike)],
+            [key_of(gpu, other) for other in Kernels],
+            [key for key in self.efficiencies if key.endswith(f"/{kernels.value}")],
+        ):
+            values = [self.efficiencies[key] for key in near if key in self.efficiencies]
+            if values:
+                return max(values)
+        return _UNKNOWN
+
+
+def key_of(gpu: Gpu, kernels: Kernels) -> str:
+    """Return the name of an efficiency."""
+    return f"{gpu.family}/{kernels.value}"
+
+
+@cache
+def fitted() -> Calibration:
+    """Return the calibration of this version."""
+    data = json.loads(PATH.read_text(encoding="utf-8"))
+    return Calibration(
+        Constants(**data["constants"]), data["efficiencies"], data["median"], data["p90"], tuple(data["held_out"])
+    )

@@ -1,0 +1,214 @@
+"""Footprint: the bytes that a candidate takes on the rank that holds the most, by the layouts of zerorun's own plan.
+
+What lies still (parameters, gradients, master, moments, slots) is what ``zerorun.estimate_memory`` says on a GPU, to the
+byte, for Hugging Face models with AdamW and the keys of ``candidate_config``. Blocks are equal, so it takes no time.
+
+Activations of a block are those that ``checkpointing.kept_bytes`` finds for Llama's: 20 bytes per token for each element of
+the width, 4 for each of the keys, 4 for each inner element and matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import pairwise
+from math import prod
+
+from ..distributed.layout import Layout, aligned_bytes, build_layout
+from ..pipeline.partition import LayerFacts, bounds_of
+from ..plan.policy import STAGES, Policy
+from .candidate import Candidate
+from .model_shape import ModelShape, Weight
+
+_SLOTS = 2  # shared by units, for parameters (one in use, one on its way) and for gradients
+_WIDTH, _DIVIDED_WIDTH, _KEYS, _INNER = 16, 4, 4, 4  # bytes of activations per token: see the note above
+_LOGIT = 12  # bytes for each logit: in 2 bytes, in fp32, and its gradient
+_KEPT_SHARE = 0.4  # of what "full" frees, kept by "selective"
+CONTEXT = 2.5 * 2**30  # bytes that CUDA and NCCL take
+_SPARE = 1.05
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of each element: of a parameter, a gradient, the master (0: there is none) and the moments."""
+
+    parameter: int
+    gradient: int
+    master: int
+    moments: int
+
+
+_SIZES = {"fp32": Sizes(4, 4, 0, 8), "bf16-pure": Sizes(2, 2, 0, 4)}
+_MIXED = Sizes(2, 4, 4, 8)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank. ``kinds``: as ``engine.memory_report()`` names them; ``made``: gradients on their way."""
+
+    kinds: dict[str, int] = field(default_factory=dict)
+    made: int = 0
+    activations: int = 0
+    pipe_rank: int = 0
+
+    @property
+    def host(self) -> int:
+        return sum(size for kind, size in self.kinds.items() if kind.startswith("host"))
+
+    @property
+    def device(self) -> int:
+        """The device's peak in a step, without what CUDA and NCCL take."""
+        return sum(self.kinds.values()) - self.host + self.made + self.activations
+
+    @property
+    def needed(self) -> float:
+        """The bytes that a GPU should have: with CUDA, NCCL and 5 % to spare."""
+        return self.device * _SPARE + CONTEXT
+
+
+def footprint(shape: ModelShape, candidate: Candidate) -> Footprint:
+    """Return the footprint of the stage that takes the most. Raises PipelineError if there are too few layers."""
+    return max(footprints(shape, candidate), key=lambda found: found.device)
+
+
+def footprints(shape: ModelShape, candidate: Candidate) -> list[Footprint]:
+    """Return those of the stages that may take the most."""
+    return [_of_stage(shape, candidate, rank) for rank in _different(shape, candidate)]
+
+
+def _different(shape: ModelShape, candidate: Candidate) -> list[int]:
+    """Return the stages that may take the most: the first and the last, and of those between the first of each size."""
+    cut = layers_of_stages(shape, candidate.pipe, candidate.chunks)
+    found: dict[tuple[int, int], int] = {}
+    for rank in range(candidate.pipe):
+        kind = (cut[rank], rank if rank in (0, candidate.pipe - 1) else -1)
+        found.setdefault(kind, rank)
+    return sorted(found.values())
+
+
+@cache
+def layers_of_stages(shape: ModelShape, pipe: int, chunks: int = 1) -> tuple[int, ...]:
+    """Return the number of blocks on each stage, cut as ``pipeline.partition`` "best" does."""
+    ends = [prod(weight.shape) for weight in shape.before], [prod(weight.shape) for weight in shape.after]
+    tied = prod(shape.before[0].shape) if shape.tied else 0
+    sizes = [sum(ends[0]), *[shape.block_weights] * shape.layers, sum(ends[1]) + tied]
+    if pipe == 1:
+        return (shape.layers,)
+    bounds = bounds_of("best", [LayerFacts("", size) for size in sizes], pipe * chunks, chunks)
+    found = [0] * pipe
+    for part, (start, end) in enumerate(pairwise(bounds)):
+        found[part % pipe] += min(end, shape.layers + 1) - max(start, 1)
+    return tuple(found)
+
+
+def _of_stage(shape: ModelShape, candidate: Candidate, rank: int) -> Footprint:
+    c, blocks = candidate, layers_of_stages(shape, candidate.pipe, candidate.chunks)[rank]
+    first, last = rank == 0, rank == c.pipe - 1
+    outside = [[*(shape.before if first else ()), *(shape.after if last else ())]]
+    if shape.tied and c.pipe > 1 and (first or last):  # both ends have the weight, in a flat group of its own
+        outside = [[shape.before[0]], [weight for weight in outside[0] if weight is not shape.before[0]]]
+    roots = [_layout(tuple(weights), c.tensor, c.shard if c.stage else c.data) for weights in outside if weights]
+    block = _layout(shape.block, c.tensor, c.shard if c.stage else c.data)
+    kinds, made = _held(c, roots, block, blocks)
+    kinds["buffers"] = shape.rotary
+    return Footprint(kinds, made, activation_bytes(shape, candidate, rank, blocks), rank)
+
+
+@lru_cache(maxsize=1 << 14)
+def _layout(weights: tuple[Weight, ...], tensor: int, degree: int) -> Layout:
+    return build_layout([weight.name for weight in weights], [weight.on_rank(tensor) for weight in weights], degree)
+
+
+def _policy(candidate: Candidate) -> Policy:
+    if candidate.shard > 1:
+        return STAGES[candidate.stage]
+    row = STAGES[min(candidate.stage, 1)]
+    shares = candidate.stage >= 2 and candidate.offload_optimizer
+    return Policy(row.stage, row.shard_optimizer, shares, row.share_param_slots)
+
+
+def _held(c: Candidate, roots: list[Layout], block: Layout, blocks: int) -> tuple[dict[str, int], int]:
+    """Return the bytes by kind, and those of gradients that autograd has made: see zerorun/plan/make.py."""
+    policy, size = _policy(c), _SIZES.get(c.precision, _MIXED)
+    kinds = dict.fromkeys(("parameters", "gradients", "master", "moments", "slots"), 0)
+    host = "host " if c.offload_optimizer else ""
+    kinds |= dict.fromkeys((f"{host}{kind}" for kind in ("gradients", "master", "moments")), 0)
+    master = size.master or (size.parameter if c.offload_optimizer else 0)
+    for layout, times, shares in (*((root, 1, False) for root in roots), (block, blocks, True)):
+        shard = layout.shard_numel(0)
+        owned = shard if policy.shard_optimizer else layout.numel
+        end = min(owned, layout.entries[-1].end)  # moments have no padding at the end
+        shares_params, shares_grads = shares and policy.share_param_slots, shares and policy.share_grad_slots
+        if policy.share_param_slots:
+            kinds["parameters"] += times * shard * size.parameter
+            kinds["slots"] += 0 if shares_params else times * (layout.numel - shard) * size.parameter
+        else:
+            kinds["parameters"] += times * layout.numel * size.parameter
+        kinds[f"{host}master"] += times * owned * master
+        kinds[f"{host}moments"] += times * end * size.moments
+        if not shares_grads:
+            kinds["slots" if policy.share_grad_slots else "gradients"] += times * layout.numel * size.gradient
+        if c.offload_optimizer or policy.share_grad_slots:
+            kinds[f"{host}gradients"] += times * shard * size.gradient
+    count = min(_SLOTS, max(blocks, 1))
+    if policy.share_param_slots and blocks:
+        kinds["slots"] += count * aligned_bytes(block.numel * size.parameter)
+    if policy.share_grad_slots and blocks:
+        kinds["slots"] += _SLOTS * aligned_bytes(block.numel * size.gradient)
+    if c.offload_optimizer:
+        largest = max(layout.shard_numel(0) for layout in (*roots, block))
+        rounded = size.parameter if size.parameter < master else 0
+        kinds["host staging"] = 2 * largest * (size.gradient + rounded)
+    made = [layout.numel - layout.padding for layout in (*roots, block)]
+    return kinds, (sum(made[:-1]) + (made[-1] if blocks else 0)) * size.parameter
+
+
+def activation_bytes(shape: ModelShape, candidate: Candidate, rank: int, blocks: int) -> int:
+    """Return the bytes of activations that the stage ``rank`` keeps at its peak, with the schedule 1F1B."""
+    c = candidate
+    wide = 2 if c.precision == "fp32" else 1
+    rows = _WIDTH * shape.hidden / (c.tensor if c.sequence_parallel else 1)
+    used = shape.used_experts * shape.ffn * (shape.matrices - 1)
+    inside = _DIVIDED_WIDTH * shape.heads * shape.head_dim + _KEYS * shape.kv_heads * shape.head_dim + _INNER * used
+    whole, least = wide * (rows + inside / c.tensor), wide * 2.0 * shape.hidden
+    kept = {"none": whole, "full": least}.get(c.checkpointing, least + _KEPT_SHARE * (whole - least))
+    again = whole - kept  # of the block that is being recomputed
+    in_flight: float = min(c.accumulation, c.pipe - rank)
+    if c.chunks > 1:
+        in_flight = min(c.accumulation, in_flight + (c.pipe - 1) / c.chunks)
+    logits = _LOGIT * wide * shape.vocab / c.tensor if rank == c.pipe - 1 else 0.0
+    return int(c.tokens * (in_flight * blocks * kept + max(again, logits)))
+
+
+def candidate_config(candidate: Candidate) -> dict[str, object]:
+    """Return the configuration of ``candidate``: what the JSON file says."""
+    c = candidate
+    zero: dict[str, object] = {"stage": c.stage}
+    if c.stage and c.shard != c.data * c.context:
+        zero["shard_degree"] = c.shard
+    if c.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": c.micro_batch,
+        "gradient_accumulation_steps": c.accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": zero,
+    }
+    if c.precision == "bf16-pure":
+        config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    elif c.precision in ("bf16", "fp8"):
+        config["bf16"] = {"enabled": True}
+    elif c.precision == "fp16":
+        config["fp16"] = {"enabled": True}
+    if c.precision == "fp8":
+        config["fp8"] = {"enabled": True, "recipe": "rowwise"}
+    if c.tensor > 1:
+        config["tensor_parallel"] = {"size": c.tensor, "sequence_parallel": c.sequence_parallel}
+    if c.pipe > 1:
+        chunks = {"schedule": "interleaved", "chunks": c.chunks} if c.chunks > 1 else {"schedule": "1f1b"}
+        config["pipeline"] = {"stages": c.pipe, **chunks}
+    if c.context > 1:
+        config["sequence_parallel_size"] = c.context
+    if c.checkpointing != "none":
+        config["activation_checkpointing"] = {"policy": c.checkpointing}
+    return config

@@ -1,0 +1,117 @@
+"""Hardware: what the planner knows of GPUs, nodes and links, as data with its sources.
+
+Peaks, memory and NVLink are those of the vendor's data sheets (dense, without sparsity; one way). ``matmul`` is the best
+matrix product that has been measured, and ``fp8`` how much faster the best one of fp8 is, from ml-engineering's accelerator
+page; where none was published they are 0.78 of the peak and 1.9. ``attention`` is the part of the peak that fused attention
+reaches in a training step, from published steps with 64K tokens and more: eager modules' and the newest libraries'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..errors import ConfigError, ConfigProblem
+
+GB, TB = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU. Rates are per second: FLOPs of bf16 products, bytes of its memory, bytes of NVLink one way."""
+
+    name: str
+    peak: float
+    matmul: float
+    fp8: float  # how much faster the best product of fp8 is
+    memory: float  # bytes that a process can have
+    hbm: float
+    nvlink: float
+    multiprocessors: int
+    attention: tuple[float, float]
+    nics: float  # of all network cards of the usual node, one way
+    domain: int = 8  # GPUs that NVLink joins
+    host_link: float = 55 * GB  # to host memory, each way
+    efficiency_of: str = ""  # the GPU whose efficiencies it has, if not its own
+
+    @property
+    def family(self) -> str:
+        """The name under which efficiencies of its kernels are kept."""
+        return self.efficiency_of or self.name
+
+
+def _gpu(
+    name: str, peak: float, matmul: float, fp8: float, memory: float, hbm: float, nvlink: float, sms: int, **more: object
+) -> Gpu:
+    rates = {
+        "peak": peak * TB,
+        "matmul": matmul * TB,
+        "fp8": fp8,
+        "memory": memory * 2**30,
+        "hbm": hbm * TB,
+        "nvlink": nvlink * GB,
+    }
+    return Gpu(name, **rates, multiprocessors=sms, **more)  # type: ignore[arg-type]
+
+
+_A100, _HOPPER, _BLACKWELL = (0.37, 0.37), (0.19, 0.6), (0.19, 0.55)
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100-40", 312, 271, 1.0, 39.4, 1.555, 300, 108, attention=_A100, nics=200 * GB, efficiency_of="A100"),
+        _gpu("A100-80", 312, 271, 1.0, 79.1, 2.0, 300, 108, attention=_A100, nics=200 * GB, efficiency_of="A100"),
+        _gpu("H100", 989, 794, 1.77, 79.1, 3.35, 450, 132, attention=_HOPPER, nics=400 * GB),
+        _gpu("H100-500W", 989, 794, 1.77, 94.5, 2.4, 450, 132, attention=_HOPPER, nics=400 * GB),
+        _gpu("H200", 989, 794, 1.83, 139.8, 4.8, 450, 132, attention=_HOPPER, nics=400 * GB),
+        _gpu("B200", 2250, 1745, 1.97, 178.4, 8.0, 900, 148, attention=_BLACKWELL, nics=400 * GB),
+        _gpu("GB200", 2500, 1822, 1.97, 184.0, 8.0, 900, 152, attention=_BLACKWELL, nics=200 * GB, domain=72),
+        _gpu("GB300", 2500, 1822, 1.97, 278.0, 8.0, 900, 152, attention=_BLACKWELL, nics=400 * GB, domain=72),
+        _gpu("L40S", 362, 282, 1.9, 44.4, 0.864, 26, 142, attention=(0.4, 0.4), nics=50 * GB),
+        _gpu("RTX4090", 165, 129, 1.9, 23.5, 1.008, 13, 128, attention=(0.4, 0.4), nics=12.5 * GB),
+    )
+}
+_SAME = {"A100": "A100-80", "A100-SXM": "A100-80", "H100-80": "H100", "H100-SXM": "H100", "4090": "RTX4090"}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``gpus`` GPUs of one kind, ``per_node`` of them in a node. ``nics``: bytes per second of a node's cards, one way.
+
+    ``host_memory``: bytes of a node. ``host_bandwidth``: bytes per second at which its processors read and write.
+    """
+
+    gpu: Gpu
+    gpus: int
+    per_node: int = 8
+    nics: float = 400 * GB
+    host_memory: float = 2e12
+    host_bandwidth: float = 145 * GB
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.gpus // self.per_node)
+
+    def of(self, gpus: int) -> Cluster:
+        """Return such a cluster of ``gpus`` GPUs."""
+        return replace(self, gpus=gpus)
+
+
+def gpu_of(name: str) -> Gpu:
+    """Return the GPU called ``name``. Raises ConfigError if the table has none of that name."""
+    known = {key.upper(): key for key in GPUS} | _SAME
+    found = known.get(name.upper())
+    if found is None:
+        raise ConfigError([ConfigProblem("gpu", name, "is not in the table of GPUs.", f"use one of {', '.join(GPUS)}.")])
+    return GPUS[found]
+
+
+def cluster_of(text: str, *, nics_gbps: float | None = None, per_node: int = 8) -> Cluster:
+    """Read "384xH100". ``nics_gbps``: gigabits per second of all cards of a node, one way. Raises ConfigError."""
+    count, _, name = text.partition("x")
+    if not count.isdigit() or int(count) < 1 or not name:
+        raise ConfigError([ConfigProblem("gpus", text, "is no number of GPUs.", "write it as 384xH100.")])
+    gpu, number = gpu_of(name), int(count)
+    if number > per_node and number % per_node:
+        remedy = "use whole nodes, or say how many are in a node with --gpus-per-node."
+        raise ConfigError([ConfigProblem("gpus", text, f"does not fill nodes of {per_node} GPUs.", remedy)])
+    nics = gpu.nics if nics_gbps is None else nics_gbps * GB / 8
+    return Cluster(gpu, number, per_node, nics)

@@ -1,0 +1,73 @@
+"""Links: the time of a collective, from its bytes, its group and the links between the ranks of the group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .hardware import Cluster
+
+# NCCL's own table (tuning.cc), in seconds: for LL, LL128 and Simple, the base, and a hop over NVLink and over the network.
+_BASE = (6.6e-6, 14e-6, 8.4e-6)
+_RING_NEAR, _RING_FAR = (0.6e-6, 1.9e-6, 3.4e-6), (2.7e-6, 4e-6, 14e-6)
+_TREE_NEAR, _TREE_FAR = (0.6e-6, 1.25e-6, 4e-6), (5e-6, 8.5e-6, 14e-6)
+_OF_BANDWIDTH = (0.5, 0.92, 1.0)
+NETWORK = 0.92  # of the rate of the cards, which messages reach
+NVLINK = 0.8  # of the data sheet, which gathers reach (361 of 450 GB/s)
+# Bytes at which a collective runs at half its speed: in a node, and over nodes.
+_HALF_NEAR, _HALF_FAR = 20 * 2**20, 128 * 2**20
+
+
+@dataclass(frozen=True)
+class Group:
+    """``size`` ranks that call a collective together, ``near`` of them in each node."""
+
+    size: int
+    near: int
+
+    @classmethod
+    def of(cls, cluster: Cluster, size: int, stride: int) -> Group:
+        """The group of ``size`` ranks whose neighbours are ``stride`` ranks apart."""
+        return cls(size, max(1, min(size, max(cluster.per_node, cluster.gpu.domain) // stride)))
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.size // self.near)
+
+
+def bandwidth(cluster: Cluster, group: Group) -> float:
+    """Return the bytes per second and rank of a ring: NVLink, or this group's share of the cards of a node."""
+    near = cluster.gpu.nvlink * NVLINK
+    if group.nodes == 1:
+        return near
+    return min(near, group.near / cluster.per_node * cluster.nics * NETWORK)
+
+
+def gather_seconds(cluster: Cluster, group: Group, nbytes: float) -> float:
+    """Return the seconds of an all-gather of ``nbytes`` in all, or of a reduce-scatter of as many."""
+    return _ring(cluster, group, nbytes, rounds=1)
+
+
+def all_reduce_seconds(cluster: Cluster, group: Group, nbytes: float) -> float:
+    """Return the seconds of an all-reduce of ``nbytes``: the faster of ring and tree."""
+    if group.size == 1 or not nbytes:
+        return 0.0
+    ring = _ring(cluster, group, nbytes, rounds=2)
+    rate, depth = bandwidth(cluster, group), 2 * max(group.nodes - 1, 1).bit_length()
+    half = _HALF_FAR if group.nodes > 1 else _HALF_NEAR
+    tree = min(
+        base + 2 * (group.near - 1) * near + depth * far + 2 * nbytes / (rate * part)
+        for base, near, far, part in zip(_BASE, _TREE_NEAR, _TREE_FAR, _OF_BANDWIDTH, strict=True)
+    )
+    return min(ring, tree + half / rate / 4)
+
+
+def _ring(cluster: Cluster, group: Group, nbytes: float, rounds: int) -> float:
+    if group.size == 1 or not nbytes:
+        return 0.0
+    rate, moved = bandwidth(cluster, group), rounds * nbytes * (group.size - 1) / group.size
+    far_hops = rounds * (group.nodes - 1)
+    near_hops = rounds * (group.size - 1) - far_hops
+    return min(
+        base + near_hops * near + far_hops * far + moved / (rate * part)
+        for base, near, far, part in zip(_BASE, _RING_NEAR, _RING_FAR, _OF_BANDWIDTH, strict=True)
+    )

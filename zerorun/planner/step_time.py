@@ -1,0 +1,247 @@
+"""Step time: the seconds of a training step, as recurrences over blocks, micro-batches and collectives.
+
+[Note: streams]
+A rank computes on one stream and sends on another. In a forward at stage 3, block i may compute when it has been gathered,
+and block i + 1 is gathered meanwhile:
+
+    gather(i) = max(gather(i - 1), slot free) + G        compute(i) = max(compute(i - 1), gather(i)) + F
+
+Blocks are equal, so the recurrence has a period: max(F, G), after the first gather. In a backward, reductions queue behind
+gathers, and the last one is seen. What is hidden still costs something, because both streams use the same memory and
+multiprocessors: ``interference`` of it. Stages 0 to 2 are the same recurrence with fewer collectives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import log2
+
+from .calibration import Calibration
+from .candidate import GATHERS, REDUCTIONS, TENSOR, Candidate, Kernels
+from .hardware import Cluster
+from .kernels import KernelModel, Work
+from .links import NETWORK, NVLINK, Group, all_reduce_seconds, gather_seconds
+from .model_shape import ModelShape
+
+_WEIGHT = 2  # bytes of a parameter in a gather
+_UPDATE, _FUSED_UPDATE = 40, 28  # bytes that an update moves per parameter
+_HOST_UPDATE, _OF_HOST = 28, 0.8  # the same in host memory, and the part of its bandwidth that the update reaches
+_MESSAGE = 20e-6  # seconds before a message between stages begins to arrive
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause: those of the slowest stage. ``forward``, ``backward``: of a micro-batch on one stage."""
+
+    causes: dict[str, float]
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.causes.values())
+
+    @property
+    def binding(self) -> str:
+        """The cause that takes the most, apart from the products of matrices."""
+        return max((cause for cause in self.causes if cause != "matrix products"), key=lambda cause: self.causes[cause])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Seconds of a block for a micro-batch. ``forward``, ``backward``: with everything; ``on_gpu``: without the host."""
+
+    forward: float
+    backward: float
+    on_gpu: float
+    work: tuple[Work, Work]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+class StepModel:
+    """The times of one candidate. Neighbouring ranks are those of a tensor group, then of a sequence, then replicas."""
+
+    def __init__(self, shape: ModelShape, candidate: Candidate, cluster: Cluster, calibration: Calibration) -> None:
+        self.shape, self.candidate, self.cluster = shape, candidate, cluster
+        self.constants = calibration.constants
+        efficiency = calibration.efficiency(cluster.gpu, candidate.kernels)
+        self.kernels = KernelModel(cluster.gpu, candidate.kernels, efficiency, self.constants)
+
+    def step(self) -> StepTime:
+        c, block, constants = self.candidate, self.block, self.constants
+        blocks, micro = self.shape.layers / c.pipe, c.accumulation
+        head = self.kernels.head(self.shape, c)
+        last = head[0].seconds + head[1].seconds
+        exposed, boundary = self.exposed_in_micro_batch, self.boundary_seconds()
+        work, mean = block.work[0] + block.work[1], blocks * block.seconds + last / c.pipe
+        slower = self.period(last) - mean  # of the slowest stage than the mean
+        causes = {
+            "matrix products": micro * (blocks * work.products + (head[0].products + head[1].products) / c.pipe),
+            "attention": micro * blocks * work.attention,
+            "device memory": micro * (blocks * work.traffic + (head[0].traffic + head[1].traffic) / c.pipe),
+            "tensor ranks": micro * blocks * (block.on_gpu - work.seconds),
+            "host": micro * blocks * (block.seconds - block.on_gpu),
+            "messages of stages": micro * boundary,
+            "pipeline bubble": (c.pipe - 1) * (mean + exposed + boundary) / c.chunks + micro * slower,
+            "gathers and reductions": micro * exposed + self.exposed_in_step,
+            "update": self.update_seconds(),
+        }
+        causes["waiting for others"] = sum(causes.values()) * constants.jitter * log2(self.cluster.nodes)
+        forward = (mean + slower + exposed) * block.forward / block.seconds
+        return StepTime(causes, forward, mean + slower + exposed - forward)
+
+    # -- one block -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def block(self) -> Block:
+        c, constants = self.candidate, self.constants
+        forward, backward = self.kernels.block(self.shape, c)
+        full = c.checkpointing == "full"
+        if c.checkpointing == "selective" and c.kernels is Kernels.UNFUSED:
+            backward = backward + Work(attention=forward.attention)
+        elif c.checkpointing != "none":
+            backward = backward + forward.times(1.0 if full else constants.selective)
+        sent = self.tensor_seconds() * (constants.exposed if TENSOR in c.hides else 1.0)
+        on_gpu = forward.seconds + sent, backward.seconds + sent * (1 + full) + self._context_seconds(forward, backward)
+        host = self._host_seconds()
+        times = max(on_gpu[0], host / 3), max(on_gpu[1], host * (2 + full) / 3)
+        return Block(*times, sum(on_gpu), (forward, backward))
+
+    def _host_seconds(self) -> float:
+        c, constants = self.candidate, self.constants
+        fused = c.kernels is Kernels.FUSED
+        found = constants.host * (0.5 if fused else 1.0) * (2 if c.tensor > 1 else 1)
+        if c.pipe > 1 and c.tensor > 1 and self.cluster.nodes > 1 and TENSOR in c.hides and not fused:
+            found = max(found, constants.contention * c.tensor)
+        return found
+
+    def tensor_seconds(self) -> float:
+        """Return the seconds of the collectives of tensor ranks in one forward of a block."""
+        c = self.candidate
+        nbytes, group = c.tokens * self.shape.hidden * _WEIGHT, self.group(c.tensor, 1)
+        if c.sequence_parallel:
+            return 4 * gather_seconds(self.cluster, group, nbytes)
+        return 2 * all_reduce_seconds(self.cluster, group, nbytes)
+
+    def _context_seconds(self, forward: Work, backward: Work) -> float:
+        """Return what is not hidden of the keys and values that go round the ranks of a sequence, beside attention."""
+        c = self.candidate
+        keys = max(self.shape.kv_heads // c.tensor, 1) * self.shape.head_dim
+        nbytes = 2 * c.micro_batch * c.sequence * keys * _WEIGHT
+        one = gather_seconds(self.cluster, self.group(c.context, c.tensor), nbytes)
+        return max(0.0, one - forward.attention) + max(0.0, 2 * one - backward.attention)
+
+    # -- stages --------------------------------------------------------------------------------------------------
+
+    def period(self, head: float) -> float:
+        """Return the seconds of the slowest stage for a micro-batch, if blocks are divided as evenly as they can be."""
+        layers, stages, block = self.shape.layers, self.candidate.pipe, self.block.seconds
+        if stages == 1:
+            return layers * block + head
+        least = -(-layers // stages)
+        found = least * block + head
+        for count in range(least, least + 3):
+            beside_head = int(count - head / block + 1e-9)
+            if beside_head >= 0 and (stages - 1) * count + beside_head >= layers:
+                found = min(found, count * block)
+        return found
+
+    def boundary_seconds(self) -> float:
+        """Return the seconds of the messages that a stage waits for, per micro-batch."""
+        c, cluster = self.candidate, self.cluster
+        if c.pipe == 1:
+            return 0.0
+        divided = c.tensor if c.sequence_parallel or c.kernels is not Kernels.FLASH else 1
+        nbytes = c.tokens * self.shape.hidden * _WEIGHT / divided
+        near = 2 * c.world // c.pipe <= cluster.per_node
+        rate = cluster.gpu.nvlink * NVLINK if near else cluster.nics / cluster.per_node * NETWORK
+        return self.constants.sent * 2 * c.chunks * (nbytes / rate + _MESSAGE)
+
+    # -- parameters and gradients --------------------------------------------------------------------------------
+
+    def group(self, size: int, stride: int) -> Group:
+        return Group.of(self.cluster, size, stride)
+
+    @cached_property
+    def shard_group(self) -> Group:
+        return self.group(self.candidate.shard, self.candidate.tensor * self.candidate.context)
+
+    @property
+    def _block_numel(self) -> float:
+        return self.shape.block_weights / self.candidate.tensor
+
+    @property
+    def _outside_numel(self) -> float:
+        """The parameters beside blocks, of the stage that has the most: the embedding and the head, or one of them."""
+        one = self.shape.vocab * self.shape.hidden / self.candidate.tensor
+        return one if self.shape.tied or self.candidate.pipe > 1 else 2 * one
+
+    def _reduction(self, numel: float, pieces: float = 1) -> float:
+        c, cluster = self.candidate, self.cluster
+        nbytes = numel * c.wire_bytes
+        if c.stage == 0 or c.shard == 1:
+            return all_reduce_seconds(cluster, self.group(c.data * c.context, c.tensor), nbytes)
+        copies = self.group(c.data * c.context // c.shard, c.tensor * c.context * c.shard)
+        over_shards = pieces * gather_seconds(cluster, self.shard_group, nbytes / pieces)
+        return over_shards + all_reduce_seconds(cluster, copies, nbytes / c.shard)
+
+    def _gather(self, numel: float, pieces: float = 1) -> float:
+        if self.candidate.stage == 0:
+            return 0.0
+        return pieces * gather_seconds(self.cluster, self.shard_group, numel * _WEIGHT / pieces)
+
+    @cached_property
+    def _collectives(self) -> tuple[float, float]:
+        """Seconds of the gather and of the reduction of a block."""
+        c = self.candidate
+        pieces = self.constants.pieces if c.stage == 1 and GATHERS not in c.hides else 1
+        return self._gather(self._block_numel, pieces), self._reduction(self._block_numel, pieces)
+
+    def _exposed(self, compute: float, sent: float) -> float:
+        return max(0.0, sent - compute) + self.constants.interference * min(sent, compute)
+
+    @property
+    def exposed_in_micro_batch(self) -> float:
+        """What a micro-batch waits for gathers and reductions. See [Note: streams]."""
+        c, block, blocks = self.candidate, self.block, -(-self.shape.layers // self.candidate.pipe)
+        gather, reduction = self._collectives
+        reduced = 0.0 if c.reduces_once else reduction
+        if c.stage == 3:
+            inside = self._exposed(block.forward, gather) + self._exposed(block.backward, gather + reduced)
+            return blocks * inside + gather + reduced
+        return blocks * self._exposed(block.backward, reduced) + reduced if c.stage == 2 else 0.0
+
+    @property
+    def exposed_in_step(self) -> float:
+        """What a step waits for reductions after the last backward and for gathers before the first forward."""
+        c, block, blocks = self.candidate, self.block, -(-self.shape.layers // self.candidate.pipe)
+        gather, reduction = self._collectives
+        once = c.stage < 2 or c.reduces_once
+        found = self._reduction(self._outside_numel) * (1 if once else c.accumulation) + self._gather(self._outside_numel)
+        if once:
+            sent = blocks * reduction
+            found += self._exposed(blocks * block.backward, sent) if REDUCTIONS in c.hides else sent
+        if c.stage in (1, 2):
+            sent = blocks * gather
+            found += self._exposed(blocks * block.forward, sent) if GATHERS in c.hides else sent
+        return found
+
+    def update_seconds(self) -> float:
+        """Return the seconds of the optimizer's step, on the device or in host memory."""
+        c, cluster = self.candidate, self.cluster
+        numel = -(-self.shape.layers // c.pipe) * self._block_numel + self._outside_numel
+        own = numel / (c.shard if c.stage else 1)
+        if not c.offload_optimizer:
+            return own * (_FUSED_UPDATE if c.kernels is Kernels.FUSED else _UPDATE) / self.kernels.bandwidth
+        in_node = own * min(cluster.per_node, cluster.gpus)
+        copied = own * (c.wire_bytes + _WEIGHT) / cluster.gpu.host_link
+        return in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth) + copied
+
+
+def step_time(shape: ModelShape, candidate: Candidate, cluster: Cluster, calibration: Calibration) -> StepTime:
+    """Return the time of one step of ``candidate``."""
+    return StepModel(shape, candidate, cluster, calibration).step()
