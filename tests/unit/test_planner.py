@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from zerorun.errors import ConfigError
 from zerorun.planner import cli
 from zerorun.planner.calibration import Calibration, Constants, fitted
-from zerorun.planner.candidate import Candidate, Kernels
+from zerorun.planner.candidate import KernelGeneration, RunCandidate
 from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
-from zerorun.planner.links import Group, all_reduce_seconds, bandwidth, gather_seconds
+from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, gather_seconds
 from zerorun.planner.model_shape import ModelShape, read_shape, shape_of
 from zerorun.planner.published import PublishedRun, published_runs
 from zerorun.planner.step_time import StepModel, step_time
@@ -35,7 +35,7 @@ def runs() -> list[PublishedRun]:
     return [*published_runs(RUNS)]
 
 
-def seconds(shape: ModelShape, candidate: Candidate, cluster: Cluster, calibration: Calibration | None = None) -> float:
+def seconds(shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration | None = None) -> float:
     return step_time(shape, candidate, cluster, calibration or fitted()).seconds
 
 
@@ -58,10 +58,10 @@ def test_the_fastest_of_measured_configurations_is_predicted_to_be() -> None:
 
 def test_the_fit_has_few_numbers() -> None:
     assert len(Constants.__dataclass_fields__) == 12
-    assert all(key.split("/")[1] in {kernels.value for kernels in Kernels} for key in fitted().efficiencies)
+    assert all(key.split("/")[1] in {kernels.value for kernels in KernelGeneration} for key in fitted().efficiencies)
     assert fitted().median < 0.05
     assert fitted().p90 < 0.15
-    assert not fitted().has(GPUS["L40S"], Kernels.FLASH)  # nobody published a run that could be used
+    assert not fitted().has(GPUS["L40S"], KernelGeneration.FLASH)  # nobody published a run that could be used
 
 
 def test_the_command_writes_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,20 +121,20 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
 
 def test_a_group_has_its_share_of_the_cards() -> None:
     cluster = cluster_of("32xH200")
-    whole, one_each = Group.of(cluster, 32, 1), Group.of(cluster, 4, 8)
+    whole, one_each = RankGroup.of(cluster, 32, 1), RankGroup.of(cluster, 4, 8)
     assert (whole.near, whole.nodes) == (8, 4)
     assert (one_each.near, one_each.nodes) == (1, 4)
     assert bandwidth(cluster, whole) == pytest.approx(360 * GB)  # NVLink; 365 GB/s were measured on such nodes
     assert bandwidth(cluster, one_each) == pytest.approx(46 * GB)
     assert bandwidth(replace(cluster, nics=100 * GB), whole) == pytest.approx(92 * GB)
-    assert Group.of(cluster_of("64xGB200"), 64, 1).nodes == 1  # NVLink joins 72
+    assert RankGroup.of(cluster_of("64xGB200"), 64, 1).nodes == 1  # NVLink joins 72
 
 
 @given(st.integers(0, 9), st.integers(0, 3), st.floats(1, 1e10))
 def test_collectives_grow_with_bytes_and_shrink_with_links(doublings: int, apart: int, nbytes: float) -> None:
     cluster = cluster_of("4096xH100")
     faster = replace(cluster, nics=2 * cluster.nics, gpu=replace(cluster.gpu, nvlink=2 * cluster.gpu.nvlink))
-    group = Group.of(cluster, 2**doublings, 2**apart)
+    group = RankGroup.of(cluster, 2**doublings, 2**apart)
     for collective in (gather_seconds, all_reduce_seconds):
         assert collective(cluster, group, nbytes) <= collective(cluster, group, 2 * nbytes)
         assert collective(faster, group, nbytes) <= collective(cluster, group, nbytes)
@@ -158,7 +158,7 @@ def pipeline_of(gathers: Sequence[float], computes: Sequence[float], slots: int)
 def test_the_period_is_that_of_the_recurrence(nics: float) -> None:
     """With nothing to pay for what is hidden, blocks take as long as the recurrence says, block by block."""
     calibration = replace(fitted(), constants=replace(fitted().constants, interference=0.0))
-    candidate = Candidate(64, stage=3, shard=64, micro_batch=4, reduces_once=True)
+    candidate = RunCandidate(64, stage=3, shard=64, micro_batch=4, reduces_once=True)
     model = StepModel(SMALL, candidate, Cluster(GPUS["H100"], 64, 8, nics), calibration)
     gather = gather_seconds(model.cluster, model.shard_group, 2 * SMALL.block_weights)
     exact = pipeline_of([gather] * 24, [model.block.forward] * 24, 2) + pipeline_of(
@@ -169,7 +169,7 @@ def test_the_period_is_that_of_the_recurrence(nics: float) -> None:
 
 
 candidates = st.builds(
-    lambda tensor, pipe, data, stage, micro, accumulation, checkpointing, kernels: Candidate(
+    lambda tensor, pipe, data, stage, micro, accumulation, checkpointing, kernels: RunCandidate(
         data=8 // tensor * data,
         tensor=tensor,
         pipe=pipe,
@@ -182,13 +182,13 @@ candidates = st.builds(
     ),
     *(st.sampled_from(values) for values in ([1, 2, 8], [1, 2, 6], [1, 4], [0, 1, 2, 3], [1, 4], [1, 16])),
     st.sampled_from(["none", "selective", "full"]),
-    st.sampled_from(list(Kernels)),
+    st.sampled_from(list(KernelGeneration)),
 )
 
 
 @settings(deadline=None, max_examples=60)
 @given(candidates, st.sampled_from(sorted(GPUS)))
-def test_better_hardware_is_never_slower(candidate: Candidate, name: str) -> None:
+def test_better_hardware_is_never_slower(candidate: RunCandidate, name: str) -> None:
     cluster = Cluster(GPUS[name], candidate.world, min(8, candidate.world))
     base = seconds(SMALL, candidate, cluster)
     for better in ("hbm", "nvlink", "peak", "matmul", "host_link"):
@@ -202,7 +202,7 @@ def test_better_hardware_is_never_slower(candidate: Candidate, name: str) -> Non
 
 def test_blocks_are_divided_as_evenly_as_they_can_be() -> None:
     def stages(layers: int, pipe: int, head: float) -> float:
-        model = StepModel(replace(SMALL, layers=layers), Candidate(1, pipe=pipe), cluster_of("8xH100"), fitted())
+        model = StepModel(replace(SMALL, layers=layers), RunCandidate(1, pipe=pipe), cluster_of("8xH100"), fitted())
         return model.period(head * model.block.seconds) / model.block.seconds
 
     assert stages(24, 4, 0.0) == pytest.approx(6)
@@ -213,7 +213,7 @@ def test_blocks_are_divided_as_evenly_as_they_can_be() -> None:
 
 
 def test_an_update_in_host_memory_takes_what_the_node_can_move() -> None:
-    candidate: Any = Candidate(8, stage=3, shard=8, offload_optimizer=True)
+    candidate: Any = RunCandidate(8, stage=3, shard=8, offload_optimizer=True)
     cluster = cluster_of("8xH200")
     slow = replace(cluster, host_bandwidth=cluster.host_bandwidth / 2)
     more = seconds(SMALL, candidate, slow) - seconds(SMALL, candidate, cluster)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from .candidate import Kernels
+from .candidate import KernelGeneration
 from .hardware import GPUS, Gpu
 
 _UNKNOWN = 0.8  # the efficiency of kernels of which nothing is known
@@ -45,11 +45,11 @@ class Calibration:
     p90: float = 0.0
     held_out: tuple[float, float] = (0.0, 0.0)
 
-    def has(self, gpu: Gpu, kernels: Kernels) -> bool:
+    def has(self, gpu: Gpu, kernels: KernelGeneration) -> bool:
         """True if runs with these kernels on this GPU were fitted."""
         return key_of(gpu, kernels) in self.efficiencies
 
-    def efficiency(self, gpu: Gpu, kernels: Kernels) -> float:
+    def efficiency(self, gpu: Gpu, kernels: KernelGeneration) -> float:
         """Return the efficiency. Where there is none: that of GPUs with the same cores, of other kernels, of all GPUs."""
         found = self.efficiencies.get(key_of(gpu, kernels))
         if found is not None:
@@ -57,7 +57,7 @@ class Calibration:
         alike = {other.family for other in GPUS.values() if other.peak == gpu.peak and other.matmul == gpu.matmul}
         for near in (
             [f"{family}/{kernels.value}" for family in sorted(alike)],
-            [key_of(gpu, other) for other in Kernels],
+            [key_of(gpu, other) for other in KernelGeneration],
             [key for key in self.efficiencies if key.endswith(f"/{kernels.value}")],
         ):
             values = [self.efficiencies[key] for key in near if key in self.efficiencies]
@@ -66,7 +66,7 @@ class Calibration:
         return _UNKNOWN
 
 
-def key_of(gpu: Gpu, kernels: Kernels) -> str:
+def key_of(gpu: Gpu, kernels: KernelGeneration) -> str:
     """Return the name of an efficiency."""
     return f"{gpu.family}/{kernels.value}"
 

@@ -9,7 +9,7 @@ from enum import Enum
 REDUCTIONS, GATHERS, TENSOR = "reductions", "gathers", "tensor"
 
 
-class Kernels(str, Enum):
+class KernelGeneration(str, Enum):
     """Generations of kernels: what they fuse, and how attention works."""
 
     UNFUSED = "unfused"  # attention writes its scores to memory
@@ -18,7 +18,7 @@ class Kernels(str, Enum):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RunCandidate:
     """Degrees, stage and batch. ``data``: replicas of the model; ``shard``: ranks that divide the states.
 
     ``chunks``: parts of the model on each of ``pipe`` stages. ``sequence``: tokens; ``micro_batch``: sequences of a replica
@@ -42,7 +42,7 @@ class Candidate:
     offload_optimizer: bool = False
     precision: str = "bf16"
     sequence_parallel: bool = False
-    kernels: Kernels = Kernels.FLASH
+    kernels: KernelGeneration = KernelGeneration.FLASH
     wire_bytes: int = 4
     reduces_once: bool = False
     hides: frozenset[str] = frozenset((REDUCTIONS, GATHERS))

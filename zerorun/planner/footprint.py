@@ -17,7 +17,7 @@ from math import prod
 from ..distributed.layout import Layout, aligned_bytes, build_layout
 from ..pipeline.partition import LayerFacts, bounds_of
 from ..plan.policy import STAGES, Policy
-from .candidate import Candidate
+from .candidate import RunCandidate
 from .model_shape import ModelShape, Weight
 
 _SLOTS = 2  # shared by units, for parameters (one in use, one on its way) and for gradients
@@ -29,7 +29,7 @@ _SPARE = 1.05
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ElementSizes:
     """Bytes of each element: of a parameter, a gradient, the master (0: there is none) and the moments."""
 
     parameter: int
@@ -38,8 +38,8 @@ class Sizes:
     moments: int
 
 
-_SIZES = {"fp32": Sizes(4, 4, 0, 8), "bf16-pure": Sizes(2, 2, 0, 4)}
-_MIXED = Sizes(2, 4, 4, 8)
+_SIZES = {"fp32": ElementSizes(4, 4, 0, 8), "bf16-pure": ElementSizes(2, 2, 0, 4)}
+_MIXED = ElementSizes(2, 4, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Footprint:
         return self.device * _SPARE + CONTEXT
 
 
-def footprint(shape: ModelShape, candidate: Candidate) -> Footprint:
+def footprint(shape: ModelShape, candidate: RunCandidate) -> Footprint:
     """Return the footprint of the stage that takes the most. Raises PipelineError if there are too few layers."""
     return max(footprints(shape, candidate), key=lambda found: found.device)
 
 
-def footprints(shape: ModelShape, candidate: Candidate) -> list[Footprint]:
+def footprints(shape: ModelShape, candidate: RunCandidate) -> list[Footprint]:
     """Return those of the stages that may take the most."""
     return [_of_stage(shape, candidate, rank) for rank in _different(shape, candidate)]
 
 
-def _different(shape: ModelShape, candidate: Candidate) -> list[int]:
+def _different(shape: ModelShape, candidate: RunCandidate) -> list[int]:
     """Return the stages that may take the most: the first and the last, and of those between the first of each size."""
     cut = layers_of_stages(shape, candidate.pipe, candidate.chunks)
     found: dict[tuple[int, int], int] = {}
@@ -101,7 +101,7 @@ def layers_of_stages(shape: ModelShape, pipe: int, chunks: int = 1) -> tuple[int
     return tuple(found)
 
 
-def _of_stage(shape: ModelShape, candidate: Candidate, rank: int) -> Footprint:
+def _of_stage(shape: ModelShape, candidate: RunCandidate, rank: int) -> Footprint:
     c, blocks = candidate, layers_of_stages(shape, candidate.pipe, candidate.chunks)[rank]
     first, last = rank == 0, rank == c.pipe - 1
     outside = [[*(shape.before if first else ()), *(shape.after if last else ())]]
@@ -119,7 +119,7 @@ def _layout(weights: tuple[Weight, ...], tensor: int, degree: int) -> Layout:
     return build_layout([weight.name for weight in weights], [weight.on_rank(tensor) for weight in weights], degree)
 
 
-def _policy(candidate: Candidate) -> Policy:
+def _policy(candidate: RunCandidate) -> Policy:
     if candidate.shard > 1:
         return STAGES[candidate.stage]
     row = STAGES[min(candidate.stage, 1)]
@@ -127,7 +127,7 @@ def _policy(candidate: Candidate) -> Policy:
     return Policy(row.stage, row.shard_optimizer, shares, row.share_param_slots)
 
 
-def _held(c: Candidate, roots: list[Layout], block: Layout, blocks: int) -> tuple[dict[str, int], int]:
+def _held(c: RunCandidate, roots: list[Layout], block: Layout, blocks: int) -> tuple[dict[str, int], int]:
     """Return the bytes by kind, and those of gradients that autograd has made: see zerorun/plan/make.py."""
     policy, size = _policy(c), _SIZES.get(c.precision, _MIXED)
     kinds = dict.fromkeys(("parameters", "gradients", "master", "moments", "slots"), 0)
@@ -163,7 +163,7 @@ def _held(c: Candidate, roots: list[Layout], block: Layout, blocks: int) -> tupl
     return kinds, (sum(made[:-1]) + (made[-1] if blocks else 0)) * size.parameter
 
 
-def activation_bytes(shape: ModelShape, candidate: Candidate, rank: int, blocks: int) -> int:
+def activation_bytes(shape: ModelShape, candidate: RunCandidate, rank: int, blocks: int) -> int:
     """Return the bytes of activations that the stage ``rank`` keeps at its peak, with the schedule 1F1B."""
     c = candidate
     wide = 2 if c.precision == "fp32" else 1
@@ -180,7 +180,7 @@ def activation_bytes(shape: ModelShape, candidate: Candidate, rank: int, blocks:
     return int(c.tokens * (in_flight * blocks * kept + max(again, logits)))
 
 
-def candidate_config(candidate: Candidate) -> dict[str, object]:
+def candidate_config(candidate: RunCandidate) -> dict[str, object]:
     """Return the configuration of ``candidate``: what the JSON file says."""
     c = candidate
     zero: dict[str, object] = {"stage": c.stage}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .calibration import Constants
-from .candidate import Candidate, Kernels
+from .candidate import KernelGeneration, RunCandidate
 from .hardware import Gpu
 from .model_shape import ModelShape
 
@@ -57,13 +57,13 @@ def product_seconds(gpu: Gpu, rate: float, depth: float, m: int, n: int, k: int)
 class KernelModel:
     """Times of the kernels of one GPU and generation. ``efficiency``: of the best matrix product that was measured."""
 
-    def __init__(self, gpu: Gpu, kernels: Kernels, efficiency: float, constants: Constants) -> None:
+    def __init__(self, gpu: Gpu, kernels: KernelGeneration, efficiency: float, constants: Constants) -> None:
         self.gpu, self.kernels, self.constants = gpu, kernels, constants
         self.rate = gpu.matmul * efficiency
         self.bandwidth = gpu.hbm * _HBM
-        self._fused = _FUSED if kernels is Kernels.FUSED else 1.0
+        self._fused = _FUSED if kernels is KernelGeneration.FUSED else 1.0
 
-    def block(self, shape: ModelShape, candidate: Candidate) -> tuple[Work, Work]:
+    def block(self, shape: ModelShape, candidate: RunCandidate) -> tuple[Work, Work]:
         """Return the work of a block's forward and backward for a micro-batch, on one of its ranks."""
         t, tokens = candidate.tensor, candidate.tokens
         forward, backward = self._products(_products(shape, tokens, t), candidate.precision)
@@ -72,22 +72,22 @@ class KernelModel:
         traffic = self.constants.traffic * self._fused * shape.hidden * tokens * divided / self.bandwidth
         return Work(forward, attention, 0.4 * traffic), Work(backward, attention_backward, 0.6 * traffic)
 
-    def head(self, shape: ModelShape, candidate: Candidate) -> tuple[Work, Work]:
+    def head(self, shape: ModelShape, candidate: RunCandidate) -> tuple[Work, Work]:
         """Return the work of the head and the loss, forward and backward."""
         vocab = -(-shape.vocab // candidate.tensor)
         forward, backward = self._products([(candidate.tokens, vocab, shape.hidden)], "bf16")
         traffic = _LOGITS * self._fused * candidate.tokens * vocab / self.bandwidth
         return Work(forward, 0.0, traffic), Work(backward, 0.0, traffic)
 
-    def _attention(self, shape: ModelShape, candidate: Candidate) -> tuple[float, float]:
+    def _attention(self, shape: ModelShape, candidate: RunCandidate) -> tuple[float, float]:
         """Return the seconds of causal attention, forward and backward."""
         pairs = 1.0 * candidate.tokens * candidate.sequence / candidate.tensor * shape.heads  # half of them count
         flops = 2.0 * pairs * shape.head_dim
-        if self.kernels is Kernels.UNFUSED:  # which computes the other half, too
+        if self.kernels is KernelGeneration.UNFUSED:  # which computes the other half, too
             written = pairs * self.constants.scores / self.bandwidth
             forward = 2 * flops / (self.rate * _UNFUSED_ATTENTION) + written
             return forward, 2 * forward
-        rate = self.gpu.peak * self.gpu.attention[self.kernels is Kernels.FUSED]
+        rate = self.gpu.peak * self.gpu.attention[self.kernels is KernelGeneration.FUSED]
         return flops / rate, _BACKWARD * flops / rate
 
     def _products(self, products: list[tuple[int, int, int]], precision: str) -> tuple[float, float]:

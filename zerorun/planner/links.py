@@ -18,14 +18,14 @@ _HALF_NEAR, _HALF_FAR = 20 * 2**20, 128 * 2**20
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """``size`` ranks that call a collective together, ``near`` of them in each node."""
 
     size: int
     near: int
 
     @classmethod
-    def of(cls, cluster: Cluster, size: int, stride: int) -> Group:
+    def of(cls, cluster: Cluster, size: int, stride: int) -> RankGroup:
         """The group of ``size`` ranks whose neighbours are ``stride`` ranks apart."""
         return cls(size, max(1, min(size, max(cluster.per_node, cluster.gpu.domain) // stride)))
 
@@ -34,7 +34,7 @@ class Group:
         return -(-self.size // self.near)
 
 
-def bandwidth(cluster: Cluster, group: Group) -> float:
+def bandwidth(cluster: Cluster, group: RankGroup) -> float:
     """Return the bytes per second and rank of a ring: NVLink, or this group's share of the cards of a node."""
     near = cluster.gpu.nvlink * NVLINK
     if group.nodes == 1:
@@ -42,12 +42,12 @@ def bandwidth(cluster: Cluster, group: Group) -> float:
     return min(near, group.near / cluster.per_node * cluster.nics * NETWORK)
 
 
-def gather_seconds(cluster: Cluster, group: Group, nbytes: float) -> float:
+def gather_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> float:
     """Return the seconds of an all-gather of ``nbytes`` in all, or of a reduce-scatter of as many."""
     return _ring(cluster, group, nbytes, rounds=1)
 
 
-def all_reduce_seconds(cluster: Cluster, group: Group, nbytes: float) -> float:
+def all_reduce_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> float:
     """Return the seconds of an all-reduce of ``nbytes``: the faster of ring and tree."""
     if group.size == 1 or not nbytes:
         return 0.0
@@ -61,7 +61,7 @@ def all_reduce_seconds(cluster: Cluster, group: Group, nbytes: float) -> float:
     return min(ring, tree + half / rate / 4)
 
 
-def _ring(cluster: Cluster, group: Group, nbytes: float, rounds: int) -> float:
+def _ring(cluster: Cluster, group: RankGroup, nbytes: float, rounds: int) -> float:
     if group.size == 1 or not nbytes:
         return 0.0
     rate, moved = bandwidth(cluster, group), rounds * nbytes * (group.size - 1) / group.size

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import ConfigError, ConfigProblem
 from .calibration import Calibration
-from .candidate import GATHERS, REDUCTIONS, TENSOR, Candidate, Kernels
+from .candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate
 from .hardware import GB, Cluster, gpu_of
 from .model_shape import ModelShape
 from .step_time import StepTime, step_time
@@ -25,7 +25,7 @@ class PublishedRun:
 
     id: str
     shape: ModelShape
-    candidate: Candidate
+    candidate: RunCandidate
     cluster: Cluster
     fields: dict[str, str]
     tokens_per_s_gpu: float | None
@@ -80,7 +80,7 @@ def _run(row: dict[str, str]) -> PublishedRun:
     tensor, pipe, context = number("tp", 8), number("pp"), number("cp")
     data = number("dp", cluster.gpus // (tensor * pipe * context))
     stage, micro, kernels = number("zero"), number("micro_batch"), _kernels_of(row)
-    candidate = Candidate(
+    candidate = RunCandidate(
         data=data,
         tensor=tensor,
         pipe=pipe,
@@ -110,18 +110,18 @@ def _experts(text: str) -> tuple[int, int]:
     return (numbers[1], numbers[0]) if len(numbers) > 1 else (1, 1)
 
 
-def _kernels_of(row: dict[str, str]) -> Kernels:
+def _kernels_of(row: dict[str, str]) -> KernelGeneration:
     if row["compile"] in ("yes", "xla") or row["group"] in _MODERN:
-        return Kernels.FUSED
+        return KernelGeneration.FUSED
     if row["group"] in _MEGATRON:
-        return Kernels.UNFUSED if row["gpu"].startswith("A100") else Kernels.FUSED
-    return Kernels.FLASH
+        return KernelGeneration.UNFUSED if row["gpu"].startswith("A100") else KernelGeneration.FUSED
+    return KernelGeneration.FLASH
 
 
-def _hidden(kernels: Kernels, *, sequence_parallel: bool) -> frozenset[str]:
+def _hidden(kernels: KernelGeneration, *, sequence_parallel: bool) -> frozenset[str]:
     """Return what runtimes of the time of these kernels send behind the computation."""
-    if kernels is Kernels.FUSED:
+    if kernels is KernelGeneration.FUSED:
         return frozenset((REDUCTIONS, GATHERS, TENSOR))
-    if kernels is Kernels.FLASH:
+    if kernels is KernelGeneration.FLASH:
         return frozenset((REDUCTIONS, TENSOR) if sequence_parallel else (REDUCTIONS,))
     return frozenset()

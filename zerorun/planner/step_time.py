@@ -18,10 +18,10 @@ from functools import cached_property
 from math import log2
 
 from .calibration import Calibration
-from .candidate import GATHERS, REDUCTIONS, TENSOR, Candidate, Kernels
+from .candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate
 from .hardware import Cluster
 from .kernels import KernelModel, Work
-from .links import NETWORK, NVLINK, Group, all_reduce_seconds, gather_seconds
+from .links import NETWORK, NVLINK, RankGroup, all_reduce_seconds, gather_seconds
 from .model_shape import ModelShape
 
 _WEIGHT = 2  # bytes of a parameter in a gather
@@ -49,7 +49,7 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockTimes:
     """Seconds of a block for a micro-batch. ``forward``, ``backward``: with everything; ``on_gpu``: without the host."""
 
     forward: float
@@ -65,7 +65,7 @@ class Block:
 class StepModel:
     """The times of one candidate. Neighbouring ranks are those of a tensor group, then of a sequence, then replicas."""
 
-    def __init__(self, shape: ModelShape, candidate: Candidate, cluster: Cluster, calibration: Calibration) -> None:
+    def __init__(self, shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration) -> None:
         self.shape, self.candidate, self.cluster = shape, candidate, cluster
         self.constants = calibration.constants
         efficiency = calibration.efficiency(cluster.gpu, candidate.kernels)
@@ -97,11 +97,11 @@ class StepModel:
     # -- one block -----------------------------------------------------------------------------------------------
 
     @cached_property
-    def block(self) -> Block:
+    def block(self) -> BlockTimes:
         c, constants = self.candidate, self.constants
         forward, backward = self.kernels.block(self.shape, c)
         full = c.checkpointing == "full"
-        if c.checkpointing == "selective" and c.kernels is Kernels.UNFUSED:
+        if c.checkpointing == "selective" and c.kernels is KernelGeneration.UNFUSED:
             backward = backward + Work(attention=forward.attention)
         elif c.checkpointing != "none":
             backward = backward + forward.times(1.0 if full else constants.selective)
@@ -109,11 +109,11 @@ class StepModel:
         on_gpu = forward.seconds + sent, backward.seconds + sent * (1 + full) + self._context_seconds(forward, backward)
         host = self._host_seconds()
         times = max(on_gpu[0], host / 3), max(on_gpu[1], host * (2 + full) / 3)
-        return Block(*times, sum(on_gpu), (forward, backward))
+        return BlockTimes(*times, sum(on_gpu), (forward, backward))
 
     def _host_seconds(self) -> float:
         c, constants = self.candidate, self.constants
-        fused = c.kernels is Kernels.FUSED
+        fused = c.kernels is KernelGeneration.FUSED
         found = constants.host * (0.5 if fused else 1.0) * (2 if c.tensor > 1 else 1)
         if c.pipe > 1 and c.tensor > 1 and self.cluster.nodes > 1 and TENSOR in c.hides and not fused:
             found = max(found, constants.contention * c.tensor)
@@ -155,7 +155,7 @@ class StepModel:
         c, cluster = self.candidate, self.cluster
         if c.pipe == 1:
             return 0.0
-        divided = c.tensor if c.sequence_parallel or c.kernels is not Kernels.FLASH else 1
+        divided = c.tensor if c.sequence_parallel or c.kernels is not KernelGeneration.FLASH else 1
         nbytes = c.tokens * self.shape.hidden * _WEIGHT / divided
         near = 2 * c.world // c.pipe <= cluster.per_node
         rate = cluster.gpu.nvlink * NVLINK if near else cluster.nics / cluster.per_node * NETWORK
@@ -163,11 +163,11 @@ class StepModel:
 
     # -- parameters and gradients --------------------------------------------------------------------------------
 
-    def group(self, size: int, stride: int) -> Group:
-        return Group.of(self.cluster, size, stride)
+    def group(self, size: int, stride: int) -> RankGroup:
+        return RankGroup.of(self.cluster, size, stride)
 
     @cached_property
-    def shard_group(self) -> Group:
+    def shard_group(self) -> RankGroup:
         return self.group(self.candidate.shard, self.candidate.tensor * self.candidate.context)
 
     @property
@@ -236,12 +236,12 @@ class StepModel:
         numel = -(-self.shape.layers // c.pipe) * self._block_numel + self._outside_numel
         own = numel / (c.shard if c.stage else 1)
         if not c.offload_optimizer:
-            return own * (_FUSED_UPDATE if c.kernels is Kernels.FUSED else _UPDATE) / self.kernels.bandwidth
+            return own * (_FUSED_UPDATE if c.kernels is KernelGeneration.FUSED else _UPDATE) / self.kernels.bandwidth
         in_node = own * min(cluster.per_node, cluster.gpus)
         copied = own * (c.wire_bytes + _WEIGHT) / cluster.gpu.host_link
         return in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth) + copied
 
 
-def step_time(shape: ModelShape, candidate: Candidate, cluster: Cluster, calibration: Calibration) -> StepTime:
+def step_time(shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration) -> StepTime:
     """Return the time of one step of ``candidate``."""
     return StepModel(shape, candidate, cluster, calibration).step()
