@@ -312,12 +312,14 @@ def _all_gather(
     source: torch.Tensor | None,
     label: str,
 ) -> Pending:
-    channels = comm.of(group.plan.family)
-    if source is not None and channels.shard.takes_from_source and unit.placement.params and unit.link.apart:
-        rank = group.plan.shard_rank
-        full[bounds[rank] : bounds[rank + 1]].copy_(source)  # to the device, from where it can be sent
-        source = None
-    return channels.all_gather(full, bounds, label, source)
+    shard = comm.of(group.plan.family).shard
+    if source is None or not (unit.placement.params and unit.link.apart):
+        return shard.all_gather(full, bounds, label, source)
+    own = full[bounds[shard.rank] : bounds[shard.rank + 1]]
+    unit.link.open()  # what reads the slot goes first
+    arrival = unit.link.send([(source, own)])
+    comm.reads(source, arrival)
+    return shard.all_gather_after(arrival, full, bounds, label, own)
 
 
 def links_of(units: Sequence[Unit]) -> list[HostLink]:

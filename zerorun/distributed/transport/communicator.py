@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 
 from ...errors import OrderError
-from ..device import queues
+from ..device import Arrival, queues
 from ..layout import Piece
 from ..replication import Family
 from ..secondary import Secondary
@@ -148,6 +148,7 @@ class Communicator:
         self.traffic = self.statistics.traffic
         self.fences = 0  # so many: shards have not changed as long as this has not
         self.edits = 0  # and so many besides those of updates: nor have those that are not trained
+        self._uploads: dict[int, Arrival] = {}  # the last copy of each host shard, by its address
         families = list(Family) if topology.expert > 1 else [Family.DENSE]
         self._channels = {family: self._connect_family(family) for family in families}
         self.dense = self.of(Family.DENSE)
@@ -293,13 +294,20 @@ class Communicator:
         """Bytes of the buffers into which reductions receive."""
         return self.statistics.pool.bytes + sum(channels.buffer_bytes for channels in self._channels.values())
 
+    def reads(self, shard: torch.Tensor, until: Arrival) -> None:
+        """A copy to the device, over ``until`` then, reads ``shard`` in host memory: see ``fence``."""
+        self._uploads[shard.data_ptr()] = until
+
     def fence(self, *, update: bool = False) -> None:
-        """Return when no other rank reads buffers of this one any more: shards may change. All ranks must call it.
+        """Return when nobody reads buffers of this rank any more: shards may change. All ranks must call it.
 
         ``update``: only those that are trained will.
         """
         self.fences += 1
         self.edits += not update
+        for arrival in self._uploads.values():
+            arrival.synchronize()
+        self._uploads.clear()
         try:
             for axis in self._axes():
                 axis.fence()

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from ..device import CopyStream, is_simulated
+from ..device import Arrival, CopyStream, is_simulated
 from ..transports import NCCL
 from ..waits import waiting
 from .simulated_nccl import SimulatedNccl, group_of
@@ -43,7 +43,7 @@ class Nccl(Transport):
         return CopyStream(self.device)
 
     @contextmanager
-    def _beside_after(self, first: Pending) -> Iterator[None]:
+    def _beside_after(self, first: Pending | Arrival) -> Iterator[None]:
         """What the block gives the device to do comes after ``first``, and nothing else waits for either."""
         self._beside.follow()
         with self._beside.copying():
@@ -65,10 +65,10 @@ class Nccl(Transport):
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
 
     def all_gather_after(
-        self, first: Pending, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
+        self, first: Pending | Arrival, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
     ) -> Pending:
         """The device goes on from ``first`` to the gather by itself, on a stream for which nothing else waits."""
-        if _width(bounds) * self.size != full.numel():  # a buffer is made, and filled
+        if self.size == 1 or _width(bounds) * self.size != full.numel():  # for ranks of other sizes a buffer is made
             return super().all_gather_after(first, full, bounds, label, source)
         with self._beside_after(first):
             return self.all_gather(full, bounds, label, source)

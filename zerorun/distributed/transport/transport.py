@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ...errors import OrderError
 from ...watch.board import ALL, Span, span_of
+from ..device import Arrival
 from ..layout import Piece
 from ..waits import waiting
 from .mapped_shards import MappedShards
@@ -116,9 +117,17 @@ class Transport(ABC):
         unless ``takes_from_source``."""
 
     def all_gather_after(
-        self, first: Pending, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
+        self, first: Pending | Arrival, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
     ) -> Pending:
-        """``all_gather`` after ``first``, the collective of another axis that fills ``source``."""
+        """``all_gather`` after ``first``, which fills ``source``: the collective of another axis, or a copy."""
+
+        def finish() -> None:
+            first.wait()
+            if source.data_ptr() != full.data_ptr():
+                full.copy_(source)
+
+        if self.size == 1:
+            return Pending(self.statistics, label, (), finish)
         first.wait()
         return self.all_gather(full, bounds, label, source)
 
