@@ -72,6 +72,27 @@ _WAITS = (
         "tests/ranks/test_states_away.py::test_there_are_no_races_with_states_that_move",
     ),
     (
+        "upload-into-a-slot-that-is-read",
+        "zerorun/zero/unit.py",
+        "    unit.link.open()  # what reads the slot goes first",
+        "",
+        _SIMULATED + "test_there_are_no_races",
+    ),
+    (
+        "update-of-a-shard-that-goes-up",
+        "zerorun/zero/unit.py",
+        "    comm.reads(source, arrival)",
+        "",
+        _SIMULATED + "test_there_are_no_races",
+    ),
+    (
+        "upload-on-one-rank",
+        "zerorun/distributed/transport/transport.py",
+        "            first.wait()",
+        "            pass",
+        _SIMULATED + "test_equals_one_process",
+    ),
+    (
         "replicas-before-data",
         "zerorun/distributed/transport/nccl.py",
         "        self._beside.follow()",
