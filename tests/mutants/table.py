@@ -2111,8 +2111,8 @@ MUTANTS = (
         "experts-are-gathered-from-other-experts",
         "rank",
         "zerorun/zero/unit.py",
-        "    channels = comm.of(group.plan.family)",
-        "    channels = comm.dense",
+        "    shard = comm.of(group.plan.family).shard",
+        "    shard = comm.dense.shard",
         (_FAMILIES + "[4-2-stage 1-skipped]",),
     ),
     Mutant(
