@@ -88,8 +88,9 @@ def reference(training: Training) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "gradients": gradients, "weights": found}
 
 
-def train(training: Training) -> dict[str, Any]:
-    engine = zerorun.initialize(build(training.model).train(), training.config)
+def train(training: Training, model: nn.Module | None = None) -> dict[str, Any]:
+    """``model``: if not that of ``training``."""
+    engine = zerorun.initialize(model or build(training.model).train(), training.config)
     topology = engine.topology
     assert engine.train_batch_size() == 2 * training.accumulation * training.batches
     norms, losses, gradients = [], [], {}
