@@ -83,7 +83,7 @@ _WAITS = (
         "zerorun/zero/unit.py",
         "    comm.reads(source, arrival)",
         "",
-        _SIMULATED + "test_there_are_no_races",
+        _SIMULATED + "test_an_edit_behind_an_evaluation_has_no_races",
     ),
     (
         "upload-on-one-rank",

@@ -169,6 +169,25 @@ def test_there_are_no_races(stage: int, precision: str, offload: str, checkpoint
         assert not found, "\n".join(found)
 
 
+def look_at_an_edit(config: dict[str, Any]) -> list[str]:
+    """Shards in host memory are written to while the last gathers may still read them."""
+    with small_tensors_are_moved(), simulated_device(), looking_for_races() as races:
+        engine = make_engine(CASE, config)
+        with torch.no_grad():
+            CASE.loss(engine, Place(dist.get_rank()))
+        param = engine.module.blocks[3].up.weight
+        zero.safe_set_full_fp32_param(param, torch.ones(param.shape))
+        engine.destroy()
+    return list(races.found)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_an_edit_behind_an_evaluation_has_no_races(world: int) -> None:
+    config = configuration({"stage": 3, "precision": "bf16", "offload": "params", "checkpointing": "none", "accumulation": 1})
+    for found in run_ranks(world, look_at_an_edit, config):
+        assert not found, "\n".join(found)
+
+
 def look_at_branches(config: dict[str, Any]) -> list[str]:
     return look(config, CASES["branch"])
 
