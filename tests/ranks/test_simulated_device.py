@@ -183,7 +183,9 @@ def look_at_an_edit(config: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("world", (1, 2))
 def test_an_edit_behind_an_evaluation_has_no_races(world: int) -> None:
-    config = configuration({"stage": 3, "precision": "bf16", "offload": "params", "checkpointing": "none", "accumulation": 1})
+    config = configuration(
+        {"stage": 3, "precision": "bf16", "offload": "params", "checkpointing": "none", "accumulation": 1}
+    )
     for found in run_ranks(world, look_at_an_edit, config):
         assert not found, "\n".join(found)
 
