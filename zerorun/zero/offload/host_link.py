@@ -124,8 +124,8 @@ class HostLink:
     On a GPU all copies are asynchronous, on two streams of their own, from and to pinned memory. The thread, and not the
     program, waits for a gradient that comes down: it adds the gradient if a step has several, and squares it if it is the
     last. The thread also does the updates, one unit after the other, in the order in which the next forward needs them. New
-    weights go up after each update, and the gather of a unit waits for that unit's weights alone (``Unit.updated``). A shard
-    that lies in host memory goes up for each gather, on the stream of the weights; before shards are written to, the program
+    weights go up after each update, and the gather of a unit waits for that unit's weights alone (``Unit.updated``). A
+    shard in host memory goes up for each gather, on the stream of the weights; before shards are written to, the program
     waits for the last of these copies (``Communicator.fence``).
 
     On a CPU, whose cores the computation itself needs, there is no thread: the same work is done at once, and an update
