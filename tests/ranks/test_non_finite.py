@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from simulation import simulated_device
 from test_bad_input import attempt
 from test_foreign_values import Layers, build, data
 from training import make_config
@@ -101,11 +102,11 @@ class Penalised(Layers):
         return super().forward(x) + self.blocks[1].weight.square().sum()
 
 
-def penalty(precision: str, place: str) -> tuple[str, str]:
+def penalty(precision: str, place: str, steps: int = 2) -> tuple[str, str]:
     engine = zerorun.initialize(Penalised() if place == "model" else build(), make_config(3, precision=precision))
 
     def loop() -> None:
-        for _ in range(2):
+        for _ in range(steps):
             loss = engine(data())
             if place == "loop":
                 loss = loss + engine.module.blocks[1].weight.square().sum()
@@ -122,6 +123,18 @@ def penalty(precision: str, place: str) -> tuple[str, str]:
 @pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 def test_a_weight_outside_its_unit_is_named_though_the_unit_runs(precision: str, place: str) -> None:
     for kind, text in run_ranks(2, penalty, precision, place):
+        assert kind == "ReleasedParameterError"
+        assert "'blocks.1.weight' was used outside the forward of its unit 'blocks.1'" in text
+
+
+def penalty_on_a_device(precision: str) -> tuple[str, str]:
+    with simulated_device():
+        return penalty(precision, "loop", steps=30)
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+def test_a_device_that_tells_later_names_it_too(precision: str) -> None:
+    for kind, text in run_ranks(2, penalty_on_a_device, precision):
         assert kind == "ReleasedParameterError"
         assert "'blocks.1.weight' was used outside the forward of its unit 'blocks.1'" in text
 

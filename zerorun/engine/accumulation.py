@@ -47,6 +47,7 @@ class Notes:
     ``bad_losses``: with a loss that is NaN or infinite. ``empty``: of weight 0, with such a loss, which may be a mean of
     nothing. ``bad_weights``: with the weights that are of no use. ``culprits``: with the parameters whose gradients are not
     finite there. ``unread``: those whose losses are on a device, with ``marks`` and ``weights`` as in UnreadLosses.
+    ``released``: (parameter, unit) of placeholders that such losses were computed from.
     """
 
     bad_losses: list[int] = field(default_factory=list)
@@ -54,6 +55,7 @@ class Notes:
     bad_weights: list[tuple[int, float]] = field(default_factory=list)
     culprits: list[tuple[int, str]] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
+    released: list[tuple[str, str]] = field(default_factory=list)
     marks: list[torch.Tensor] = field(default_factory=list)
     weights: list[torch.Tensor] = field(default_factory=list)
 

@@ -191,6 +191,8 @@ class Engine(CurvatureTaking):
         dynamic, notes = self.history.scaler.dynamic, self.accumulation.notes
         if queues(self.device):
             self.accumulation.note_unread(None if dynamic else loss, weight)
+            if self.history.progress.applied_in == 0 and (name := find_released_use(loss, self.units)) is not None:
+                notes.released.append(name)
             return
         if math.isfinite(float(loss.detach())):
             return

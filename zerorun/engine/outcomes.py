@@ -19,6 +19,7 @@ from ..optim.loss_scaler import LossScaler
 from ..pipeline.schedule.simulate import Span
 from ..watch.board import board
 from ..zero.norm import Decision, Outcome, Summary
+from ..zero.placeholders import released_parameter
 from .accumulation import UNUSABLE_WEIGHT, Notes, refuse_no_weight
 from .batches import Batches
 from .queries import LoopQueries
@@ -355,18 +356,27 @@ class Outcomes(Reports, Counters, LoopQueries):
         self.history.progress.count(-1, samples=self.train_batch_size())
         failure()
 
+    def _refuse_released(self, notes: Notes) -> None:
+        """Raise ReleasedParameterError if a loss of this step was computed from a placeholder. Collective."""
+        for released in self.comm.control.values(notes.released):
+            if released:
+                raise released_parameter(*released[0])
+
     def _raise_bad_losses(self, notes: Notes) -> NoReturn:
         weights = [(rank, *found[0]) for rank, found in enumerate(self.comm.control.values(notes.bad_weights)) if found]
         if weights:
             rank, micro_batch, weight = weights[0]
             raise StepError(f"{UNUSABLE_WEIGHT.format(weight)} It is that of micro-batch {micro_batch} on rank {rank}.")
+        self._refuse_released(notes)
         raise NonFiniteError(self._explain("the loss is NaN or infinite", notes.bad_losses))
 
     def _raise_not_finite(self, notes: Notes, names: Sequence[str]) -> NoReturn:
+        self._refuse_released(notes)
         first = self._first_culprit(notes)
         raise NonFiniteError(self._explain("gradients are NaN or infinite", notes.empty, names, first))
 
     def _raise_no_scale(self, notes: Notes, what: str) -> NoReturn:
+        self._refuse_released(notes)
         where = self._first_culprit(notes) or "none in the gradients of a single rank: the sum over ranks overflows"
         raise LossScaleError(
             f"{what} Non-finite values: {where}. Weights are those before this step and can be saved."
