@@ -14,13 +14,15 @@ An order of the launcher has the key ``do``, a message of the agent the key ``is
 | pause     | on                               | stops or goes on reading the workers' output                         |
 | stacks    | rank                             | sends ``stacks``, what the threads of a worker are doing             |
 | slow      | rank, thousandths                | tells rank 0 that this rank is slow, for the monitors                |
+| warm      | workers                          | keeps a process in reserve for each of them                          |
 | ping      | t                                | answers ``pong`` with t and its own clock                            |
 | leave     | status                           | ends what still runs, and exits with that status                     |
 | refuse    | text                             | prints the text and exits with status 2                              |
 
-Unasked it sends ``seen`` of workers that do not move, and ``windows``: what all were busy in steps that are over. A failure
-before the workers run is reported as ``trouble``, with a text. A launcher from which nothing has been heard for
-SILENT_SECONDS is taken for dead: if its host has gone down, the kernel would notice only after many minutes.
+Unasked it sends ``seen`` of workers that do not move, ``windows``: what all were busy in steps that are over, and
+``progress``: how far its first worker is. A failure before the workers run is reported as ``trouble``, with a text. A
+launcher from which nothing has been heard for SILENT_SECONDS is taken for dead: if its host has gone down, the kernel would
+notice only after many minutes.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from zerorun.errors import LaunchError
+from zerorun.watch.board import Progress
 from zerorun.watch.pace import Window
 
 from .boards import Seen
@@ -46,8 +50,8 @@ from .line import UNHEARD_OF, Line, Message, encode
 from .loop import dispatch
 from .node import LocalNode, make_log_dir
 
-PING_SECONDS = 2.0
-SILENT_SECONDS = 12.0
+PING_SECONDS = 1.0
+SILENT_SECONDS = 6.0
 _CONGESTED = 1 << 18  # bytes that the launcher has not taken yet; beyond this, the workers' output is not read
 HURRY_SECONDS = 0.005  # between two attempts to write what the other end has not taken yet
 LOST_STATUS = 70  # the line to the launcher was cut
@@ -64,6 +68,9 @@ class _BoardsOnLine:
 
     def on_windows(self, windows: list[Window]) -> None:
         self._line.send({"is": "windows", "of": windows})  # some 80 bytes for a rank and 20 steps
+
+    def on_progress(self, rank: int, progress: Progress) -> None:
+        self._line.send({"is": "progress", "rank": rank, "of": asdict(progress)})
 
     def on_stacks(self, rank: int, text: str) -> None:
         self._line.send({"is": "stacks", "rank": rank, "text": text})
@@ -90,6 +97,8 @@ class Agent:
         while True:
             node = self._node
             if (self._status is not None or self._lost) and (node is None or not node.busy):
+                if node is not None:
+                    node.warm_workers.end()
                 self._hang_up()
                 return LOST_STATUS if self._status is None else self._status
             patience = node.patience() if node is not None else 1.0
@@ -138,6 +147,8 @@ class Agent:
                 self._line.send({"is": "probed", "interface": probe(message["address"], message["port"])})
             case "start":
                 self._start(message["workers"])
+            case "warm" if self._node is not None:
+                self._node.warm_workers.keep([self._command(worker) for worker in message["workers"]])
             case "pause":
                 self._paused = message["on"]
             case "ping":

@@ -18,8 +18,10 @@ from zerorun.watch.board import (
     STACKS_NAME,
     VARIABLE,
     Phase,
+    Progress,
     Sight,
     read,
+    read_progress,
     read_times,
     show_slow,
 )
@@ -92,6 +94,7 @@ class _Page:
     events: int = -1
     moved_at: float = 0.0
     window: int = 0  # the last one that was told
+    step: int = -1  # the last one that was told
     told: tuple[int, bool] | None = None  # what was reported: events, and whether it was stopped; None: that it moves
 
 
@@ -170,6 +173,15 @@ class Boards:
                 page.window, half = number, len(busy) // 2
                 found.append(Window(page.rank, stage, number, tuple(busy[:half]), tuple(busy[half:])))
         return found
+
+    def new_progress(self, rank: int | None = None) -> list[tuple[int, Progress]]:
+        """Return how far ``rank`` is, by default the first of the workers, if that is further than at the last call."""
+        page = self._pages.get(min(self._pages, default=-1) if rank is None else rank)
+        progress = None if page is None else read_progress(page.page)
+        if page is None or progress is None or progress.step == page.step:
+            return []
+        page.step = progress.step
+        return [(page.rank, progress)]
 
     def show_slow(self, rank: int, thousandths: int) -> None:
         """Tell rank 0, if it is here, which rank is slow: it writes that to the monitors. -1: none is."""

@@ -18,6 +18,7 @@ import ctypes
 import os
 import secrets
 import signal
+from collections.abc import Mapping
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -37,32 +38,45 @@ def die_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
+def die_with(parent: int) -> None:
+    """Let this process die with its parent, the process ``parent``. To be called in a child, between fork and exec."""
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def new_mark() -> dict[str, str]:
+    """Return a variable by which the processes of one supervisor are found."""
+    return {_MARK: secrets.token_hex(8)}
+
+
 class Guard:
     """A process that kills the workers' process groups if the launcher is killed.
 
     Each worker writes the id of its group to a pipe whose writing end the launcher holds. End of file without ``done``
     means that the launcher was killed. Processes that have left their group, as daemons do, are found by
-    ``mark``, a variable in their environment.
+    ``mark``, a variable in their environment (``new_mark``).
     """
 
-    def __init__(self) -> None:
-        self.mark = {_MARK: secrets.token_hex(8)}
+    def __init__(self, mark: Mapping[str, str]) -> None:
         reader, self._writer = os.pipe()
         self._launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                _guard_main(reader, f"{_MARK}={self.mark[_MARK]}".encode())
+                _guard_main(reader, f"{_MARK}={mark[_MARK]}".encode())
             finally:
                 os._exit(0)
         os.close(reader)
 
     def tie_worker(self) -> None:
         """Let this worker die with the launcher, and tell the guard its group. To be called between fork and exec."""
-        die_with_parent()
-        if os.getppid() != self._launcher:  # the launcher died before the line above
-            os._exit(1)
-        os.write(self._writer, b"%d\n" % os.getpid())
+        die_with(self._launcher)
+        self.watch(os.getpid())
+
+    def watch(self, group: int) -> None:
+        """Tell the guard of a group of processes."""
+        os.write(self._writer, b"%d\n" % group)
 
     def dismiss(self) -> None:
         """End the guard: the job is over, and no process of it is left."""

@@ -34,6 +34,7 @@ from .job_plan import JobOptions, LaunchRequest, Rendezvous, WorkerCommand, buil
 from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
+from .places import Places
 from .remote import LONGEST_MESSAGE, Node, RemoteNode
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 
@@ -151,13 +152,14 @@ class LeadingJob(Job):
         guests = [node for node in self._nodes if isinstance(node, RemoteNode)]
         joined = [Host(guest.name, tuple(range(guest.facts["slots"]))) for guest in guests]
         self._request = replace(self._request, hosts=(*hosts, *joined))
+        self._places = Places([host.name for host in self._request.hosts], 0)
 
-    def _open(self, hosts: Sequence[Host]) -> list[Node]:
+    def _open(self, hosts: Sequence[Host], seconds: float = JOIN_SECONDS) -> list[Node]:
         """Return the leader's own node and a guest for each other host. Any other host that connects is sent away."""
         own = [self._own_node(host.name) for host in hosts if host.name == self._names[0]]
         wanted = [host.name for host in hosts if host.name != self._names[0]]
         kept = list(self._nodes)
-        seconds = RETURN_SECONDS if kept else JOIN_SECONDS
+        seconds = RETURN_SECONDS if kept else seconds
 
         def joined() -> dict[str, RemoteNode]:
             there = [node for node in self._nodes if isinstance(node, RemoteNode) and node.lost is None]

@@ -82,6 +82,7 @@ def _launch(args: argparse.Namespace) -> int:
         log_dir=args.log_dir,
         max_restarts=args.max_restarts,
         min_nodes=args.min_nodes,
+        keep_warm=args.spares is not None,
         shown=args.tee,
         shown_local_ranks=args.local_ranks_filter,
     )
@@ -151,6 +152,10 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
     from .job import Job
     from .secret import guests_secret, leaders_secret
 
+    if args.spares is not None:
+        raise LaunchError(
+            f"--spares {args.spares}: hosts that join by themselves are not kept in reserve. Remedy: a hostfile."
+        )
     address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")
     address, port = args.master_addr or address, args.master_port or int(port_text or 29500)
     if not address:
@@ -310,6 +315,14 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         metavar="N",
         help="start and restart without hosts that cannot be had, if N or more are left",
+    )
+    _add(
+        parser,
+        "--spares",
+        type=_count,
+        metavar="N",
+        help="keep the last N hosts (with --nnodes, N more) in reserve for those that are lost, and on all hosts processes "
+        "that have imported PyTorch, for the next restart; 0: only those",
     )
     _add(
         parser,
@@ -559,8 +572,23 @@ def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tu
         return "local", _own_host(args, environment)
     else:
         raise LaunchError(f"--launcher {launcher}: no hosts are given. Remedy: give --hostfile.")
-    hosts = select(hosts, args.include, args.exclude)
-    return launcher, limit_slots(first_hosts(hosts, args.num_nodes, args.min_nodes), asked)
+    hosts, spares = select(hosts, args.include, args.exclude), args.spares or 0
+    count = None if args.num_nodes is None else args.num_nodes + spares
+    hosts = limit_slots(first_hosts(hosts, count, args.min_nodes), asked)
+    _check_spares(hosts, spares)
+    return launcher, hosts
+
+
+def _check_spares(hosts: Sequence[Host], spares: int) -> None:
+    if spares >= len(hosts):
+        raise LaunchError(
+            f"--spares {spares}: of {len(hosts)} hosts, none is left. Remedy: give more hosts, or fewer spares."
+        )
+    slots = [len(host.slots or ()) for host in hosts]
+    if spares and len(set(slots)) > 1:
+        raise LaunchError(
+            f"--spares {spares}: hosts have {slots} slots, and one cannot stand in for another. Remedy: equal slots."
+        )
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
@@ -572,6 +600,10 @@ def in_allocation(environment: Mapping[str, str]) -> bool:
 def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:
     from .hosts import Host, limit_slots, select
 
+    if args.spares:
+        raise LaunchError(
+            f"--spares {args.spares}: no hosts are given to be in reserve. Remedy: --spares 0, or --hostfile."
+        )
     if args.num_nodes not in (None, 1) and not by_hand(args):
         raise LaunchError(f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM.")
     if not args.include and not args.exclude:
@@ -631,6 +663,7 @@ def make_request(
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
         local_names=local,
         restarts=args.max_restarts,
+        spares=args.spares or 0,
     )
 
 

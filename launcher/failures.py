@@ -23,6 +23,14 @@ SAME_BATCHES = (
     "all of them at the same step."
 )
 
+# What another start would raise, too.
+_AT_START = re.compile(
+    r"([\w.]+\.)?(ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError|FileNotFoundError|NotADirectoryError"
+    r"|IsADirectoryError|PermissionError|JSONDecodeError|ConfigError|ModelError|LaunchError)\b"
+)
+_USAGE_CODES = (2, 126, 127)  # of argparse and Python; of a shell that cannot run a program
+_START_SECONDS = 120.0  # in which a script comes to its first step, where zerorun does not see it
+
 _SIGNAL_HINTS = {
     "SIGKILL": "probably out of host memory, or killed by hand or by the scheduler",
     "SIGSEGV": "segmentation fault in native code",
@@ -111,6 +119,13 @@ def failure_line(end: WorkerEnd) -> str:
             return line
     spoken = [line for line in end.stderr_tail if line.strip()]
     return spoken[-1] if spoken else end.how
+
+
+def fails_again(end: WorkerEnd, *, seen: bool) -> bool:
+    """True for a failure at the start of a script that another start would repeat. ``seen``: zerorun has run in it."""
+    if end.batches or not (seen or end.seconds < _START_SECONDS):
+        return False
+    return end.returncode in _USAGE_CODES or (end.returncode > 0 and _AT_START.match(failure_line(end)) is not None)
 
 
 def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: int = 0) -> str:

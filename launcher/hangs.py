@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from zerorun.watch.board import Progress
 from zerorun.watch.pace import Pace, Window
 from zerorun.watch.verdict import Ended, Hang, Standing, judge
 
@@ -27,6 +28,7 @@ class Hangs:
     say: Callable[[str], None]
     ask_stacks: Callable[[int], None]
     show_slow: Callable[[int, int], None]  # a rank and its slowness in thousandths, for rank 0
+    progress: dict[int, Progress] = field(default_factory=dict)  # of the ranks that have told, the last
     _seen: dict[int, tuple[float, Seen]] = field(default_factory=dict)
     _stacks: dict[int, str] = field(default_factory=dict)
     _verdict: Hang | None = None
@@ -51,6 +53,10 @@ class Hangs:
     def on_stacks(self, rank: int, text: str) -> None:
         """Note the stacks of a worker."""
         self._stacks[rank] = text
+
+    def on_progress(self, rank: int, progress: Progress) -> None:
+        """Note how far a worker is."""
+        self.progress[rank] = progress
 
     def on_windows(self, windows: Iterable[Window]) -> None:
         """Note what workers were busy, and tell the user of those that are slow."""

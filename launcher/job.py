@@ -3,7 +3,8 @@
 Everything happens in one thread and one ``select`` loop. What ends a job:
 
 * *A worker fails.* The others get ``SETTLE_SECONDS`` to fail by themselves, so that the report can tell a failure of one
-  rank from a failure of all, and find the first one by the hosts' clocks. Then all are ended.
+  rank from a failure of all, and find the first one by the hosts' clocks. Then all are ended, without grace if the job
+  begins again.
 * *A host is lost*: its carrier ends, or it is silent for SILENT_SECONDS. A worker that failed less than SETTLE_SECONDS
   before that is taken to have failed because of it.
 * *The job hangs*: ranks wait for one that does not come (zerorun/watch). The user is told first.
@@ -13,7 +14,8 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
 * *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 
 A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one.
-Lost hosts are tried again; they are left out if they do not come back and at least ``min_nodes`` hosts remain.
+Lost hosts are tried again; they are left out if they do not come back and at least ``min_nodes`` hosts remain. A failure at
+the start, and three restarts in a row without a new step, are final (restarts.py).
 """
 
 from __future__ import annotations
@@ -31,16 +33,19 @@ from zerorun.errors import LaunchError
 from .failures import HostEnd, WorkerEnd
 from .hangs import Hangs
 from .hosts import Host
-from .job_plan import JobOptions, LaunchRequest, ProgramKind, build_plan
+from .job_plan import JobOptions, LaunchRequest, ProgramKind, build_plan, warm_commands
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .meeting import Meeting
 from .node import STREAMS, log_file, make_log_dir
 from .outcome import SETTLE_SECONDS, Round
 from .outputs import Outputs
+from .places import Places
 from .remote import Node, OwnNode, RemoteNode
+from .restarts import Restarts
 from .sbatch import REQUEUE_STATUS
 
 CONNECT_SECONDS = 30.0  # until an agent has said hello
+BACK_SECONDS = 5.0  # the same for a host that was lost, where the job can go on without it
 ANSWER_SECONDS = 20.0  # until a host has answered a question
 FAN_OUT = 64  # carriers that connect at the same time
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
@@ -62,10 +67,13 @@ class Job:
     def __init__(self, request: LaunchRequest, options: JobOptions) -> None:
         self._request, self._options = request, options
         self._selector = selectors.DefaultSelector()
-        self._nodes: list[Node] = []
+        self._nodes: list[Node] = []  # that have ranks
+        self._spares: list[Node] = []  # that are in reserve
         self._round: Round | None = None
         self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None, lambda *_: None)
         self._meeting = Meeting(options.master_addr, options.master_port, self._await)
+        self._places = Places([host.name for host in request.hosts], request.spares)
+        self._restarts = Restarts(options.max_restarts, self.say)
         self._stopped = False  # a signal has asked for the end: no restart follows
 
     def run(self) -> int:
@@ -87,9 +95,15 @@ class Job:
 
     def _run_rounds(self) -> int:
         self._connect(self._request.hosts)
+        self._take_places()
+        self._warm(self._spares)
         status, fine = self._run_round(0)
         for restart in range(1, self._options.max_restarts + 1):
             if fine or self._stopped:
+                break
+            refusal = self._restarts.refusal()
+            if refusal is not None:
+                self.say(f"[zerorun] no restart: {refusal}")
                 break
             try:
                 if not self._regroup(restart):
@@ -98,6 +112,9 @@ class Job:
             except LaunchError as error:
                 self.say(f"[zerorun] no restart: {error}")
                 break
+        goodput = self._restarts.goodput()
+        if goodput is not None:
+            self.say(f"[zerorun] {goodput}")
         return status
 
     def say(self, text: str) -> None:
@@ -114,7 +131,7 @@ class Job:
         dispatch(self._selector, timeout)
         self._outputs.drain()
         now = time.monotonic()
-        for node in self._nodes:
+        for node in (*self._nodes, *self._spares):
             node.tick(now)
         for node in self._nodes:
             node.pause(self._outputs.congested)
@@ -143,8 +160,8 @@ class Job:
         nodes = self._open(hosts)
         problems = [f"{node.name}: {node.lost}" for node in nodes if node.lost is not None]
         nodes = [node for node in nodes if node.lost is None]
-        least = self._options.min_nodes
-        if least is None or len(nodes) < least:
+        least = self._options.min_nodes or len(hosts) - self._request.spares
+        if len(nodes) < least:
             _refuse(problems)
         elif problems:
             self.say("\n  ".join([f"[zerorun] {len(nodes)} hosts take part, without", *problems]))
@@ -155,7 +172,7 @@ class Job:
         self._nodes = nodes
         self._prepare(nodes)
 
-    def _open(self, hosts: Sequence[Host]) -> list[Node]:
+    def _open(self, hosts: Sequence[Host], seconds: float = CONNECT_SECONDS) -> list[Node]:
         """Return a node for each host, either greeted or lost. At most FAN_OUT connect at a time. Raises LaunchError."""
         nodes: list[Node] = []
         waiting: list[RemoteNode] = []
@@ -164,7 +181,7 @@ class Job:
             if carrier is None:
                 nodes.append(self._own_node(host.name))
                 continue
-            self._until(lambda: sum(not _greeted(node) for node in waiting) < FAN_OUT, CONNECT_SECONDS)
+            self._until(lambda: sum(not _greeted(node) for node in waiting) < FAN_OUT, seconds)
             node = RemoteNode(host.name, self._selector, self, self.say)
             try:
                 node.open(carrier)
@@ -175,10 +192,10 @@ class Job:
             nodes.append(node)
             waiting.append(node)
             self._nodes.append(node)
-        self._until(lambda: all(_greeted(node) for node in waiting), CONNECT_SECONDS)
+        self._until(lambda: all(_greeted(node) for node in waiting), seconds)
         for node in waiting:
             if not _greeted(node):
-                node.lose(f"no answer within {CONNECT_SECONDS:.0f} s")
+                node.lose(f"no answer within {seconds:.0f} s")
         return nodes
 
     def _own_node(self, name: str) -> OwnNode:
@@ -242,7 +259,9 @@ class Job:
         self._advance(current, time.monotonic())
         self._meeting.release()
         self._round = None
-        status, lines = current.conclude(self._outputs.tails())
+        tails, found = self._outputs.tails(), self.hangs.progress
+        self._restarts.end(current.attempt(tails, found, time.monotonic()), found)
+        status, lines = current.conclude(tails)
         for line in lines:
             self.say(line)
         self._outputs.flush()
@@ -255,16 +274,25 @@ class Job:
             ranks = [worker.rank for worker in share.workers]
             known = node.name in [end.host for end in current.lost] or all(rank in current.ends for rank in ranks)
             if reason is not None and not known:
+                current.refused = current.refused or node.lost is None
+                current.noticed = current.noticed or now
                 seen = node.since if isinstance(node, RemoteNode) and node.lost else now
                 current.lost.append(HostEnd(node.name, reason, now - current.start, ranks, seen - current.start))
                 if current.settle_until is None:
                     current.settle_until = now + SETTLE_SECONDS
         if not current.stopping and self.hangs.must_end(current.ends, now):
             current.hang, current.settle_until = self.hangs.report(), now
+            current.noticed = current.noticed or now
         if current.settle_until is not None and now >= current.settle_until and not current.terminated:
             current.terminated = True
+            # Of a job that begins again, survivors have nothing to save: a save needs all ranks.
+            again = self._restarts.left and not self._stopped and not current.asks_again
             for node in self._nodes:
-                node.terminate(self._options.grace)
+                node.terminate(0.0 if again else self._options.grace)
+        self._restarts.look(current.start, self.hangs.progress)
+        if not current.warm and any(progress.began for progress in self.hangs.progress.values()):
+            current.warm = True
+            self._warm(self._nodes)
         note = current.early_note(now)
         if note is not None:
             self.say(f"[zerorun] {note}")
@@ -284,6 +312,7 @@ class Job:
         current.ends[rank] = WorkerEnd(rank, returncode, at - current.start, (), asked, log, host, batches)
         if returncode != 0 and not asked and current.by_signal is None:
             current.failed.append(rank)
+            current.noticed = current.noticed or time.monotonic()
             # All ranks save at the same step, but do not all finish at the same time.
             patience = self._options.grace if returncode == REQUEUE_STATUS else SETTLE_SECONDS
             until = time.monotonic() + patience
@@ -312,7 +341,12 @@ class Job:
             if self._round is None:
                 raise Interrupted(number)
             if not self._round.stopping:
-                self._stop_for(self._round, number)
+                self._round.by_signal, grace = number, self._options.grace
+                again = "; Ctrl-C again kills them now" if number == signal.SIGINT else ""
+                name = signal.Signals(number).name
+                self.say(f"[zerorun] {name}: passed on to the workers, which have {grace:g} s to end{again}")
+                for node in self._nodes:
+                    node.interrupt(number, grace)
             elif number == signal.SIGINT:
                 for node in self._nodes:
                     node.kill()
@@ -320,43 +354,54 @@ class Job:
     def on_signal(self, number: int) -> None:
         self._on_signals(bytes([number]))
 
-    def _stop_for(self, current: Round, number: int) -> None:
-        current.by_signal = number
-        grace = self._options.grace
-        again = "; Ctrl-C again kills them now" if number == signal.SIGINT else ""
-        name = signal.Signals(number).name
-        self.say(f"[zerorun] {name}: passed on to the workers, which have {grace:g} s to end{again}")
-        for node in self._nodes:
-            node.interrupt(number, grace)
+    def _take_places(self) -> None:
+        """Let each node that is there have ranks, or be in reserve."""
+        by_name = {node.name: node for node in (*self._nodes, *self._spares) if node.lost is None}
+        for lost, spare in self._places.fill(by_name):
+            self.say(f"[zerorun] {spare} takes the place of {lost}")
+        self._nodes = [by_name[name] for name in self._places.names if name in by_name]
+        self._spares = [by_name[name] for name in self._places.reserve if name in by_name]
+
+    def _warm(self, nodes: Sequence[Node]) -> None:
+        """Have processes in reserve on ``nodes``, if that is asked for."""
+        by_name = {host.name: host for host in self._request.hosts}
+        for node in nodes if self._options.keep_warm else ():
+            try:
+                node.keep_warm(warm_commands(self._request, by_name[node.name], node.facts["cores"]))
+            except LaunchError as error:
+                self.say(f"[zerorun] {node.name}: no process is in reserve: {error}")
 
     def _regroup(self, restart: int) -> bool:
         """Gather nodes for another round: those left, and those of lost hosts that return. True if they suffice."""
-        kept = [node for node in self._nodes if node.lost is None]
-        for node in kept:
+        for node in self._nodes:
             node.trouble = None
-        by_name = {host.name: host for host in self._request.hosts}
-        missing = [host for name, host in by_name.items() if name not in {node.name for node in kept}]
-        self._nodes = list(kept)
-        back = [node for node in self._open(missing) if node.lost is None] if missing else []
+        self._take_places()
+        alive = [node.name for node in (*self._nodes, *self._spares)]
+        by_name, wanted = {host.name: host for host in self._request.hosts}, len(self._places.names)
+        missing = [by_name[name] for name in self._places.missing(alive)]
+        enough = wanted if self._options.min_nodes is None else self._options.min_nodes
+        seconds = BACK_SECONDS if len(self._nodes) >= enough else CONNECT_SECONDS
+        back = [node for node in self._open(missing, seconds) if node.lost is None] if missing else []
         _refuse(_other_versions(back))
-        self._nodes = sorted([*kept, *back], key=lambda node: list(by_name).index(node.name))
-        enough = len(by_name) if self._options.min_nodes is None else self._options.min_nodes
+        self._nodes += back
+        self._take_places()
         if len(self._nodes) < enough:
-            self.say(f"[zerorun] no restart: {len(self._nodes)} of {len(by_name)} hosts are left, {enough} are needed")
+            self.say(f"[zerorun] no restart: {len(self._nodes)} of {wanted} hosts are left, {enough} are needed")
             return False
         self._prepare(back)
-        where = f" on {len(self._nodes)} of {len(by_name)} hosts" if self._several else ""
+        where = f" on {len(self._nodes)} of {wanted} hosts" if self._several else ""
         self.say(f"[zerorun] restart {restart} of {self._options.max_restarts}{where}")
         return True
 
     def _close(self, status: int) -> None:
         self._meeting.release()
-        for node in self._nodes:
+        nodes = [*self._nodes, *self._spares]
+        for node in nodes:
             node.leave(status)
         deadline = time.monotonic() + LEAVE_SECONDS
-        while not all(node.gone for node in self._nodes) and time.monotonic() < deadline:
+        while not all(node.gone for node in nodes) and time.monotonic() < deadline:
             time.sleep(0.01)
-        for node in self._nodes:
+        for node in nodes:
             node.close()
         self._outputs.flush()
         self._selector.close()

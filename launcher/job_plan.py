@@ -69,6 +69,7 @@ class JobOptions:
     log_dir: Path | None = None
     max_restarts: int = 0
     min_nodes: int | None = None  # None: all
+    keep_warm: bool = False  # processes in reserve that have imported
     shown: Mapping[str, bool] = field(default_factory=dict)  # by stream; a stream that is missing here is shown
     shown_local_ranks: frozenset[int] | None = None  # None: all
 
@@ -91,6 +92,7 @@ class LaunchRequest:
     visible_devices: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES, for workers on its own host
     local_names: tuple[str, ...] = ()  # hosts that are the launcher's own
     restarts: int = 0  # how many are allowed
+    spares: int = 0  # the last of the hosts, which are in reserve
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def build_plan(
     ``cores``: host name -> its usable cores, where they are known, with those of one NUMA node next to each other.
     ``restart``: how often the job has been started before. ``hosts``: the hosts of the request that are left; None for all.
     """
-    chosen = request.hosts if hosts is None else hosts
+    chosen = request.hosts[: len(request.hosts) - request.spares] if hosts is None else hosts
     counts = [len(host.slots or ()) for host in chosen]
     nodes, first = [], 0
     for node_rank, (host, count) in enumerate(zip(chosen, counts, strict=True)):
@@ -166,6 +168,13 @@ class _WorkerPlace:
     world_size: int
     node_count: int
     counts: tuple[int, ...]  # workers of each node
+
+
+def warm_commands(request: LaunchRequest, host: Host, cores: Sequence[int]) -> tuple[WorkerCommand, ...]:
+    """Return the workers of ``host`` as far as they do not depend on the others; none if there is nothing to import."""
+    if request.kind is ProgramKind.PROGRAM:
+        return ()
+    return build_plan(request, Rendezvous("", 0), cores={host.name: cores}, hosts=[host]).workers
 
 
 def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:

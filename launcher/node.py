@@ -21,20 +21,24 @@ import errno
 import os
 import selectors
 import signal
+import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from zerorun.errors import LaunchError
+from zerorun.watch.board import Progress
 from zerorun.watch.pace import Window
 
 from .boards import Boards, Seen
-from .bootstrap import Guard, adopt_orphans
+from .bootstrap import Guard, adopt_orphans, die_with, new_mark
 from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .job_plan import WorkerCommand, full_environment
+from .warm import SAFE_PATH, WarmWorker, command_of
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended
@@ -51,6 +55,9 @@ class BoardListener(Protocol):
 
     def on_windows(self, windows: list[Window]) -> None:
         """What workers were busy in steps that have ended."""
+
+    def on_progress(self, rank: int, progress: Progress) -> None:
+        """A worker has made a step; told of one worker at least once a second, and of each at its end."""
 
     def on_stacks(self, rank: int, text: str) -> None:
         """The stacks that ``ask_stacks`` has asked for; empty if the worker cannot tell."""
@@ -131,6 +138,8 @@ class LocalNode:
         self._pidfds: set[int] = set()
         self._reading = True
         self._guard: Guard | None = None
+        self._mark = new_mark()
+        self.warm_workers = WarmWorkers(base, self._mark)
         self._has_pidfds = True
         self._boards = Boards()
         self._next_look = 0.0  # when to look at boards and for orphans next
@@ -159,7 +168,7 @@ class LocalNode:
         self._terminated, self._kill_at, self._drain_until = False, None, None
         self._boards, self._stacks = Boards(), {}
         try:
-            self._guard = Guard()
+            self._guard = Guard(self._mark)
             logs = {
                 (command.rank, stream): Log(self._log_dir, command.rank, stream, self._listener.on_note)
                 for command in commands
@@ -186,21 +195,19 @@ class LocalNode:
                 os.sched_setaffinity(0, cores)
 
         files, told = self._boards.make(command.rank)
-        try:
-            process = subprocess.Popen(
-                command.argv,
-                env={**full_environment(command, self._base), **guard.mark, **told},
+        environment = {**full_environment(command, self._base), **self._mark}
+        gives_stdin = self._gives_stdin and command.rank == 0
+        process = self.warm_workers.become(command, environment, files, gives_stdin)
+        if process is not None:
+            guard.watch(process.pid)
+        else:
+            process = _popen(
+                command,
+                env={**environment, **told},
                 pass_fds=files,
-                stdin=None if self._gives_stdin and command.rank == 0 else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
+                stdin=None if gives_stdin else subprocess.DEVNULL,
                 preexec_fn=before_exec,
             )
-        except (OSError, subprocess.SubprocessError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]!r}: {reason}") from None
         assert process.stdout is not None and process.stderr is not None
         worker = Worker(command, process)
         self._boards.started(command.rank, process.pid, files, time.monotonic())
@@ -276,7 +283,7 @@ class LocalNode:
             self._orphans()
             for rank, seen in self._boards.look(now):
                 self._listener.hangs.on_seen(rank, seen)
-            self._tell_windows()
+            self._tell_of_steps()
         for rank in [rank for rank, ready in self._stacks.items() if now >= ready]:
             del self._stacks[rank]
             self._listener.hangs.on_stacks(rank, self._boards.stacks(rank))
@@ -322,16 +329,19 @@ class LocalNode:
         if info is None:
             return
         worker.returncode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        self._tell_windows()
+        self._tell_of_steps(worker.command.rank)
         rank, last = worker.command.rank, self._boards.take_last(worker.command.rank)
         if last is not None:
             self._listener.hangs.on_seen(rank, last)
         self._listener.on_end(rank, worker.returncode, time.monotonic(), worker.asked)
 
-    def _tell_windows(self) -> None:
+    def _tell_of_steps(self, rank: int | None = None) -> None:
+        """Tell what the boards say of steps that are over; ``rank``: how far this one is, None: the first one."""
         windows = self._boards.new_windows()
         if windows:
             self._listener.hangs.on_windows(windows)
+        for which, progress in self._boards.new_progress(rank):
+            self._listener.hangs.on_progress(which, progress)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -377,6 +387,7 @@ class LocalNode:
 
     def end_now(self) -> None:
         """Kill and reap all workers before returning. For errors, and for the end of the job."""
+        self.warm_workers.end()
         for worker in self._workers:
             worker.send_group(signal.SIGKILL)
         for worker in self._workers:
@@ -418,6 +429,78 @@ class LocalNode:
         guard = [] if self._guard is None else [self._guard.pid]
         known = {*guard, *(worker.pid for worker in self._workers), *_other_children}
         return [pid for pid in _children() if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
+
+
+def _popen(command: WorkerCommand, **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a group of its own, with pipes. Raises LaunchError."""
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(command.argv, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, **options)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]!r}: {reason}") from None
+
+
+class WarmWorkers:
+    """Processes in reserve, which have imported what workers import, at most one for each local rank."""
+
+    def __init__(self, base: Mapping[str, str], mark: Mapping[str, str]) -> None:
+        self._base, self._mark = base, mark
+        self._workers: dict[int, WarmWorker] = {}
+
+    def keep(self, commands: Iterable[WorkerCommand]) -> None:
+        """Have one in reserve for each of ``commands``, of which only what is the same for all ranks counts.
+
+        Those that do not suit are replaced. Raises LaunchError.
+        """
+        for command in commands:
+            kept = self._workers.get(command.local_rank)
+            if kept is None or not kept.suits(command):
+                self._end(command.local_rank)
+                self._workers[command.local_rank] = self._start(command)
+
+    def _start(self, command: WorkerCommand) -> WarmWorker:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+
+        def before_exec() -> None:
+            die_with(parent)
+            if command.cores:
+                os.sched_setaffinity(0, command.cores)
+
+        with theirs:
+            environment = {**full_environment(command, self._base), **self._mark, **SAFE_PATH}
+            files, start = (theirs.fileno(),), replace(command, argv=command_of(command, theirs.fileno()))
+            process = _popen(start, env=environment, pass_fds=files, stdin=subprocess.DEVNULL, preexec_fn=before_exec)
+        own_child(process.pid)
+        return WarmWorker(command, process, ours, environment)
+
+    def become(
+        self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool
+    ) -> subprocess.Popen[bytes] | None:
+        """Let one become ``command``, and return its process; None if none suits. The arguments: as of WarmWorker."""
+        kept = self._workers.get(command.local_rank)
+        if kept is None or not kept.suits(command):
+            return None
+        try:
+            kept.become(command, environment, files, stdin)
+        except OSError:  # it has ended meanwhile
+            self._end(command.local_rank)
+            return None
+        del self._workers[command.local_rank]
+        _other_children.discard(kept.process.pid)
+        return kept.process
+
+    def _end(self, local_rank: int) -> None:
+        kept = self._workers.pop(local_rank, None)
+        if kept is not None:
+            _other_children.discard(kept.process.pid)
+            kept.end()
+
+    def end(self) -> None:
+        """End them all."""
+        for local_rank in list(self._workers):
+            self._end(local_rank)
 
 
 _other_children: set[int] = set()

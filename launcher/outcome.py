@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from .failures import HostEnd, WorkerEnd, early_end_note, exit_status, failure_report, host_report
+from .failures import (
+    HostEnd,
+    WorkerEnd,
+    early_end_note,
+    exit_status,
+    fails_again,
+    failure_line,
+    failure_report,
+    host_report,
+)
 from .hangs import HANG_STATUS
 from .job_plan import JobPlan
+from .restarts import Attempt
 from .sbatch import REQUEUE_STATUS
 
 SETTLE_SECONDS = 1.0
@@ -27,6 +37,9 @@ class Round:
     lost: list[HostEnd] = field(default_factory=list)
     by_signal: int | None = None
     settle_until: float | None = None
+    noticed: float | None = None  # when the first thing that ends it was
+    warm: bool = False  # whether nodes have been told to keep processes in reserve
+    refused: bool = False  # a host could not start its workers
     hang: str | None = None  # the report, if the job was ended because it stood still
     terminated: bool = False
     early_said: bool = False  # whether the user was told that some have ended well and others have not
@@ -39,6 +52,32 @@ class Round:
 
     def host_of(self, rank: int) -> str:
         return next(node.host for node in self.plan.nodes if any(worker.rank == rank for worker in node.workers))
+
+    @property
+    def asks_again(self) -> bool:
+        """True if the workers that failed ask to be started again: others may still save."""
+        return bool(self.failed) and all(self.ends[rank].returncode == REQUEUE_STATUS for rank in self.failed)
+
+    def first_failure(self, tails: Mapping[int, list[str]]) -> WorkerEnd | None:
+        """Return the end of the worker that failed first by itself; None if it was none, or a host before it."""
+        if not self.failed or (self.lost and not self._failed_before()):
+            return None
+        rank = min(self.failed, key=lambda rank: self.ends[rank].seconds)
+        return replace(self.ends[rank], stderr_tail=tails.get(rank, ()))
+
+    def attempt(self, tails: Mapping[int, list[str]], seen: Container[int], now: float) -> Attempt:
+        """Return what this round came to, at its end. ``seen``: the ranks in which zerorun has run."""
+        first, noticed = self.first_failure(tails), self.noticed or now
+        failed, cause, hopeless = noticed, "nothing has failed", self.refused
+        if self.hang is not None:
+            cause = self.hang.splitlines()[1].removeprefix("zerorun: ")
+        elif first is not None:
+            line = failure_line(first)
+            failed, cause = self.start + first.seconds, f"{first.where}: {line if first.returncode > 0 else first.how}"
+            hopeless = fails_again(first, seen=first.rank in seen)
+        elif self.lost:
+            failed, cause = self.start + self.lost[0].last_seen, f"host {self.lost[0].host}: {self.lost[0].reason}"
+        return Attempt(self.start, min(failed, noticed), noticed, now, cause, hopeless)
 
     def early_note(self, now: float) -> str | None:
         """Return, once, a note that a worker ended well EARLY_SECONDS ago or earlier and others still run; else None.
@@ -65,14 +104,14 @@ class Round:
             return HANG_STATUS, [*stuck, self.hang]
         if self.lost and not self._failed_before():
             return HOST_LOST_STATUS, [*stuck, host_report(self.lost, list(ends.values()))]
-        if self.failed and all(ends[rank].returncode == REQUEUE_STATUS for rank in self.failed):
+        if self.asks_again:
             asked = f"[zerorun] the workers ask to be started again (exit code {REQUEUE_STATUS})"
             return REQUEUE_STATUS, [*stuck, asked]
-        if self.failed:
-            first = min(self.failed, key=lambda rank: ends[rank].seconds)
-            others = [end for rank, end in ends.items() if rank != first]
-            report = failure_report(ends[first], others, oom_kills=self.oom_kills)
-            return exit_status(ends[first].returncode), [*stuck, report]
+        first = self.first_failure(tails)
+        if first is not None:
+            others = [end for rank, end in ends.items() if rank != first.rank]
+            report = failure_report(first, others, oom_kills=self.oom_kills)
+            return exit_status(first.returncode), [*stuck, report]
         return 1 if self.unkillable else 0, stuck
 
     def _after_signal(self, number: int, ends: list[WorkerEnd]) -> tuple[int, list[str]]:

@@ -10,10 +10,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from typing import Any
 
-from zerorun.watch.board import TIMED
+from zerorun.watch.board import TIMED, Progress
 from zerorun.watch.pace import Window
 
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
@@ -56,6 +56,12 @@ def _is_window(row: Any) -> bool:
     return all(_numbers(times) and len(times) == len(TIMED) for times in row[3:])
 
 
+def _is_progress(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != {field.name for field in fields(Progress)}:
+        return False
+    return _whole(value["step"]) and all(_number(value[name]) or (name, value[name]) == ("loaded", None) for name in value)
+
+
 # The messages that an agent may send, and a check for each field that they must have.
 _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "hello": {"version": _text, "machine": _text, "hostname": _text, "cores": _numbers},
@@ -68,6 +74,7 @@ _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "note": {"text": _text},
     "seen": {"rank": _whole, "seen": lambda seen: seen is None or isinstance(seen, dict)},
     "windows": {"of": lambda rows: isinstance(rows, list) and all(map(_is_window, rows))},
+    "progress": {"rank": _whole, "of": _is_progress},
     "stacks": {"rank": _whole, "text": _text},
     "pong": {"t": _number, "now": _number},
     "trouble": {"text": _text},
@@ -91,6 +98,11 @@ class HostClock:
         if now - asked < self._best_trip:
             self._best_trip = now - asked
             self.ahead = answered - (now + asked) / 2
+
+    def here(self, progress: Progress) -> Progress:
+        """Return ``progress`` with its moments by our clock."""
+        moments = {name: getattr(progress, name) for name in ("at", "shown", "met", "began")}
+        return replace(progress, **{name: moment - self.ahead for name, moment in moments.items() if moment})
 
 
 class RemoteNode:
@@ -190,7 +202,7 @@ class RemoteNode:
         message = plain(message)
         if not all(is_right(message[name]) for name, is_right in _ANSWERS[str(kind)].items()):
             raise ValueError(kind)
-        if kind in ("output", "end", "seen", "stacks") and message["rank"] not in self._ranks:
+        if kind in ("output", "end", "seen", "progress", "stacks") and message["rank"] not in self._ranks:
             raise ValueError(message["rank"])
         match kind:
             case "output":
@@ -211,6 +223,8 @@ class RemoteNode:
                 self._listener.hangs.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
             case "windows":
                 self._listener.hangs.on_windows([_window(*row) for row in message["of"] if row[0] in self._ranks])
+            case "progress":
+                self._listener.hangs.on_progress(message["rank"], self.clock.here(Progress(**message["of"])))
             case "stacks":
                 self._listener.hangs.on_stacks(message["rank"], message["text"])
             case "note":
@@ -314,6 +328,9 @@ class RemoteNode:
         self._ranks, self._cleaners = frozenset(worker.rank for worker in workers), {}
         self.send("start", workers=[self._told(worker) for worker in workers])
 
+    def keep_warm(self, workers: Sequence[WorkerCommand]) -> None:
+        self.send("warm", workers=[self._told(worker) for worker in workers])
+
     def _told(self, worker: WorkerCommand) -> Message:
         """Return what the agent needs to know about ``worker``."""
         return asdict(worker)
@@ -354,6 +371,10 @@ class OwnNode(LocalNode):
         self.facts = describe_host(os.environ)
         self.trouble: str | None = None
         self.lost: str | None = None
+
+    def keep_warm(self, workers: Sequence[WorkerCommand]) -> None:
+        """Have a process in reserve for each of ``workers``. Raises LaunchError."""
+        self.warm_workers.keep(workers)
 
     def leave(self, status: int) -> None:
         """Do nothing: no agent waits for the exit status."""

@@ -9,7 +9,7 @@ import pytest
 from covering import by_day
 from harness import patience
 from jobs import Job, assert_nothing_left
-from testbed import Cluster
+from testbed import Cluster, wait_for
 
 NOTE = "print('attempt', attempt, 'rank', rank, 'of', world, 'port', os.environ['MASTER_PORT'], flush=True)\n"
 
@@ -80,6 +80,27 @@ def test_too_few_hosts_are_left(cluster: Cluster, tmp_path: Path) -> None:
     assert code == 69
     assert "no restart: 2 of 3 hosts are left, 3 are needed" in err, err
     assert time.monotonic() - begin < 45 * patience()
+    assert_nothing_left(cluster, 0.5)
+
+
+@pytest.mark.parametrize("how", by_day(("crash", "power_off"), "power_off"))
+def test_a_spare_takes_the_place_of_a_lost_host(cluster: Cluster, tmp_path: Path, how: str) -> None:
+    """And its ranks, at once: nobody waits for the lost one. A host that goes silent is lost after six seconds."""
+    script = NOTE + "meet()\nprint('at', time.monotonic(), flush=True)\nif attempt == 0: time.sleep(100)\n"
+    script += "print('host', rank, os.uname().nodename, flush=True)\n"
+    job = Job(cluster, tmp_path, script, "--max-restarts=1", "--spares=1", hosts=4)
+    wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == 3, 20, "all ranks run")
+    begin = time.monotonic()
+    getattr(cluster[1], how)()
+    code, out, err = job.finish(60)
+    assert code == 0, err
+    assert {tuple(line.rpartition("host ")[2].split()) for line in out.splitlines() if "host" in line} == {
+        ("0", "node0"),
+        ("1", "node3"),
+        ("2", "node2"),
+    }
+    assert "[zerorun] node3 takes the place of node1" in err and "restart 1 of 1 on 3 of 3 hosts" in err
+    assert max(float(line.split()[-1]) for line in out.splitlines() if "at " in line) - begin < 9 * patience()
     assert_nothing_left(cluster, 0.5)
 
 

@@ -1191,8 +1191,8 @@ MUTANTS = (
         "hosts-that-come-back",
         "order",
         "launcher/job.py",
-        "        self._nodes = sorted([*kept, *back], key=lambda node: list(by_name).index(node.name))",
-        "        self._nodes = [*kept, *back]",
+        "        self._nodes = [by_name[name] for name in self._places.names if name in by_name]",
+        "        self._nodes = [by_name[name] for name in by_name if name in self._places.names]",
         ("tests/unit/test_launcher_hosts.py::test_hosts_keep_their_order_over_a_restart",),
     ),
     Mutant(
@@ -2138,5 +2138,21 @@ MUTANTS = (
         "        sources += _of_column(choice[own if own in choice else min(choice)], tensor, writer)",
         "        sources += _of_column(choice.get(own, {}), tensor, writer)",
         ("tests/ranks/test_expert_families.py::test_checkpoints_cross_degrees_bit_for_bit",),
+    ),
+    Mutant(
+        "repeated-steps-are-new",
+        "stale",
+        "launcher/restarts.py",
+        "        if (self.step or 0) > furthest:",
+        "        if (self.step or 0) > (self.loaded or 0):",
+        ("tests/unit/test_restarts.py::test_three_restarts_without_a_new_step_end_the_job",),
+    ),
+    Mutant(
+        "a-spare-for-the-wrong-ranks",
+        "rank",
+        "launcher/places.py",
+        "                self.names[index] = spare",
+        "                self.names = [*self.names[:index], *self.names[index + 1 :], spare]",
+        ("tests/unit/test_restarts.py::test_spares_take_the_places_of_the_lost",),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..checkpoint.requests import translate
 from ..config.parse import Config
 from ..errors import StepError
 from ..log import logger
-from ..watch.board import Phase, during
+from ..watch.board import Phase, board, during
 from .outcomes import Outcomes
 
 
@@ -107,7 +108,11 @@ class Saving(Outcomes):
         self.settle()
         self.history.fail(None)
         self.zero_grad()
-        return self.checkpointer.load(named.get("dir", dir), tag, wanted)
+        begun = monotonic_ns()
+        path, client_state = self.checkpointer.load(named.get("dir", dir), tag, wanted)
+        if path is not None:
+            board.note_load(begun, self.global_steps)
+        return path, client_state
 
     def resume(self, dir: str | Path | None = None) -> tuple[Path | None, dict[str, Any]]:
         """Call ``load_checkpoint`` without a tag. ``dir`` defaults to ``checkpoint.dir`` of the configuration."""

@@ -92,6 +92,11 @@ class Word(IntEnum):
     SLOW = auto()  # the supervisor's: 1 + the number of a slow rank, or 0
     SLOWNESS = auto()  # thousandths of what others take in that phase
     STEPS = auto()  # that were timed, of all engines
+    SHOWN = auto()  # ns of the monotonic clock: when the page was first written, its imports behind it
+    MET = auto()  # when it had met the other ranks
+    BEGAN = auto()  # when its first optimizer step was over
+    LOADING = auto()  # ns that it took to load a checkpoint
+    LOADED = auto()  # 1 + the optimizer steps that the checkpoint had, or 0
 
 
 WINDOW = 20  # steps, whose times become one
@@ -172,6 +177,7 @@ class Board:
         if over:
             if self._missed < 0:  # its start does not count
                 self._missed = _without_core()
+                words[Word.BEGAN] = monotonic_ns()
             self._steps.append(self._busy)
             self._busy = [0] * len(Phase)
             if len(self._steps) == WINDOW:
@@ -197,6 +203,15 @@ class Board:
         words[at] = number
         words[1] += 1
         self._steps, self._device = [], -1 if self._device else 0
+
+    @property
+    def shown(self) -> int:
+        """When the page was first shown, in ns of the monotonic clock; 0: not yet."""
+        return self._words[Word.SHOWN]
+
+    def note_load(self, begun: int, step: int) -> None:
+        """A checkpoint of ``step`` optimizer steps is loaded, since ``begun`` of the monotonic clock."""
+        self.write(LOADING=monotonic_ns() - begun, LOADED=1 + step)
 
     def note_device(self, ns: int) -> None:
         """Show with this window what a GPU was busy in a step; -1: there is one, and that is not known."""
@@ -316,7 +331,7 @@ def stay_off_the_board() -> None:
 def show_board() -> None:
     """Go on at a page that a supervisor of this host reads, if there is one. Called again, do nothing."""
     files = os.environ.pop(VARIABLE, None)  # not for programs that this one starts, which do not have the files
-    board.write(RANK=int(os.environ.get("RANK", 0)))
+    board.write(RANK=int(os.environ.get("RANK", 0)), SHOWN=board.shown or monotonic_ns())
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a wrapper of the script may have closed them
         if files is not None:
             page, stacks = map(int, files.split(","))
@@ -373,6 +388,19 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How a rank has started, and how far it is. Moments are in seconds of its host's monotonic clock, 0: not yet."""
+
+    step: int  # optimizer steps that were made, also before this start
+    at: float  # when it was read
+    shown: float = 0.0  # its imports were behind it
+    met: float = 0.0  # it had met the other ranks
+    began: float = 0.0  # its first optimizer step was over
+    load_s: float = 0.0
+    loaded: int | None = None  # the step of the checkpoint that it has gone on from
+
+
+@dataclass(frozen=True)
 class Sight:
     """What was seen on a board. Times are in seconds, and end when it was read."""
 
@@ -406,6 +434,17 @@ def read(page: mmap.mmap) -> Sight | None:
     """What is on ``page``, also before the rank has written on it; None if it is being written all the time."""
     copy = _copied(page)
     return None if copy is None else _sight(memoryview(copy).cast("q"), copy)
+
+
+def read_progress(page: mmap.mmap) -> Progress | None:
+    """How far the rank is; None if it has not shown itself, or is writing all the time."""
+    copy = _copied(page)
+    words = memoryview(copy or bytes(PAGE)).cast("q")
+    if not words[Word.SHOWN]:
+        return None
+    shown, met, began, load_s = (words[word] / 1e9 for word in (Word.SHOWN, Word.MET, Word.BEGAN, Word.LOADING))
+    loaded = words[Word.LOADED] - 1 if words[Word.LOADED] else None
+    return Progress(words[Word.STEP], monotonic_ns() / 1e9, shown, met, began, load_s, loaded)
 
 
 def read_times(page: mmap.mmap, after: int) -> tuple[int, dict[int, list[int]]]:

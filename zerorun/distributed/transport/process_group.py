@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
 from ...log import warn_once
-from ...watch.board import show_board
+from ...watch.board import board, show_board
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..topology import forget_everyone
 from ..waits import waiting
@@ -92,6 +92,7 @@ def init_distributed(
         store = _meet(rank, world_size, address, limit)
         backends = _backends(device, store, world_size, dist_backend)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
+    board.write(MET=time.monotonic_ns())
     _owns_process_group = True
 
 

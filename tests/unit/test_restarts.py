@@ -1,0 +1,172 @@
+"""Restarts: which make sense, what they cost, and how the launcher carries that out, by scripts without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import patience
+
+from zerorun.launcher.failures import WorkerEnd, fails_again
+from zerorun.launcher.places import Places
+from zerorun.launcher.restarts import Attempt, Restarts
+from zerorun.watch.board import Progress
+
+# As an engine writes it: the checkpoint's step, then a step.
+TRAINS = """\
+import os, sys, time
+from zerorun.watch.board import board, show_board
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def train(first, last):
+    show_board()
+    if first: board.note_load(time.monotonic_ns(), first)
+    for step in range(first, last):
+        time.sleep(0.05)
+        board.end_batch(step + 1, step + 1, over=True)
+"""
+
+
+def launch(folder: Path, script: str, *options: str, seconds: float = 30) -> tuple[int, str]:
+    """(exit status, stderr) of a job of one worker."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds * patience(), check=False)
+    return done.returncode, done.stderr
+
+
+def progress(step: int, *, at: float, began: float, loaded: int | None = None) -> dict[int, Progress]:
+    return {0: Progress(step, at, shown=began - 3, met=began - 2, began=began, load_s=0.5, loaded=loaded)}
+
+
+def test_what_a_restart_has_cost_is_told_once() -> None:
+    """Four seconds of the nine are repeated steps: 56 and 57, at 0.5 s each, are one of them."""
+    said: list[str] = []
+    restarts = Restarts(3, said.append)
+    lost = Attempt(begun=0.0, failed=100.0, noticed=106.0, ended=107.0, cause="host node1: gone", hopeless=False)
+    restarts.end(lost, progress(57, at=100.0, began=44.0))
+    restarts.look(110.0, {})
+    restarts.look(110.0, progress(57, at=116.5, began=116.0, loaded=55))
+    assert not said
+    for step in (58, 59):
+        restarts.look(110.0, progress(step, at=117.0 + 0.5 * (step - 58), began=116.0, loaded=55))
+    assert said == [
+        "[zerorun] back at step 57 after 16.5 s, 2 steps repeated: detect 6.0, end 1.0, regroup 3.0, start 3.0, rendezvous "
+        "1.0, load 0.5, build 1.0, repeat 1.0"
+    ]
+
+
+def test_goodput_is_the_share_of_new_steps() -> None:
+    restarts = Restarts(1, lambda text: None)
+    restarts.end(Attempt(0.0, 60.0, 60.0, 61.0, "", False), progress(50, at=60.0, began=11.0))  # 1 s a step
+    restarts.end(Attempt(65.0, 111.0, 111.0, 111.0, "", False), progress(75, at=111.0, began=72.0, loaded=35))
+    assert restarts.goodput() == "goodput 67.6%: 75.0 s of 111.0 s went into 75 steps, 1 restart"
+
+
+@pytest.mark.parametrize(
+    ("code", "line", "seconds", "seen", "again"),
+    [
+        (1, "ModuleNotFoundError: No module named 'nothing'", 2.0, False, True),
+        (1, "zerorun.errors.ConfigError: stage: 7", 2.0, True, True),
+        (1, "zerorun.errors.ConfigError: stage: 7", 900.0, True, True),
+        (1, "FileNotFoundError: [Errno 2] No such file or directory: 'data'", 900.0, False, False),  # it may have trained
+        (2, "train.py: error: unrecognized arguments: --epoch", 1.0, False, True),
+        (1, "RuntimeError: connection reset", 2.0, True, False),
+        (1, "torch.OutOfMemoryError: CUDA out of memory", 2.0, True, False),
+        (-9, "", 2.0, False, False),
+    ],
+)
+def test_which_failures_another_start_repeats(code: int, line: str, seconds: float, seen: bool, again: bool) -> None:
+    assert fails_again(WorkerEnd(0, code, seconds, [line], asked_to_stop=False), seen=seen) == again
+
+
+def test_a_failure_at_the_start_is_final(tmp_path: Path) -> None:
+    code, err = launch(tmp_path, "import nothing_of_this_name\n", "--max-restarts=5")
+    assert code == 1 and err.count("failed first") == 1, err
+    assert "[zerorun] no restart: it has failed at its start, and would do so again" in err
+
+
+def test_the_same_failure_after_steps_is_not_final(tmp_path: Path) -> None:
+    script = TRAINS + "train(2 * attempt, 2 * attempt + 2)\nif attempt == 0: import nothing_of_this_name\n"
+    code, err = launch(tmp_path, script, "--max-restarts=5")
+    assert code == 0 and "restart 1 of 5" in err, err
+    assert "back at step 2 after" in err and "0 steps repeated" in err
+    assert "went into 4 steps, 1 restart" in err
+
+
+def test_three_restarts_without_a_new_step_end_the_job(tmp_path: Path) -> None:
+    """Steps that are only repeated count for nothing; a restart that makes a new one begins the count anew."""
+    script = TRAINS + (
+        "train(*{0: (0, 3), 1: (1, 3), 2: (1, 3), 3: (1, 5)}.get(attempt, (4, 5)))\n"
+        "if attempt == 5: os.kill(os.getpid(), 9)\n"
+        "raise ValueError(f'sample {attempt}')\n"
+    )
+    code, err = launch(tmp_path, script, "--max-restarts=9", seconds=60)
+    assert code == 1 and err.count("failed first") == 7, err
+    table = err[err.index("no restart:") :].splitlines()
+    assert table[0] == "no restart: 3 restarts in a row have made no step that was not made before"
+    assert [line.split()[0] for line in table[1:9]] == ["start", *"0123456"]
+    assert table[2].endswith("1 to 3  rank 0: ValueError: sample 0")
+    assert table[5].endswith("2 to 5  rank 0: ValueError: sample 3")
+    assert "rank 0: killed by SIGKILL" in table[7]
+
+
+def test_short_starts_of_scripts_that_zerorun_does_not_see_are_in_vain(tmp_path: Path) -> None:
+    code, err = launch(tmp_path, "raise RuntimeError('always')\n", "--max-restarts=9")
+    assert code == 1 and err.count("failed first") == 4, err
+
+
+def test_survivors_of_a_job_that_begins_again_have_no_grace(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, time\nrank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif attempt == '0': time.sleep(0 if rank == '1' else 100)\n"
+        "if rank == '1' and attempt == '0': raise RuntimeError\n"
+    )
+    options = ("--max-restarts=1", "--nproc-per-node=2", "--grace=200")
+    code, err = launch(tmp_path, script, *options, seconds=20)
+    assert code == 0, err
+
+
+def test_spares_take_the_places_of_the_lost() -> None:
+    """The ranks of the others stay where they are. A lost host is in reserve when it is back."""
+    places = Places(["a", "b", "c", "d", "e"], 2)
+    assert places.fill("abcde") == [] and places.missing("abc") == []
+    assert places.fill("acde") == [("b", "d")] and places.names == ["a", "d", "c"]
+    assert places.fill("ac") == [] and places.missing("ac") == ["d", "b", "e"]
+    assert places.fill("abc") == [("d", "b")] and places.names == ["a", "b", "c"] and places.reserve == ["d", "e"]
+
+
+WARM = (
+    """\
+import os, pickle, sys
+import multiprocessing
+class Kept: pass
+assert pickle.loads(pickle.dumps(Kept())).__class__ is Kept and sys.modules["__main__"].Kept is Kept
+print("ARGV", sys.argv, __file__, __name__, sys.path[0] == os.path.dirname(os.path.abspath(__file__)), flush=True)
+print("ENV", sorted(set(os.environ) - {"ZERORUN_BOARD"}), os.environ.get("PYTHONSAFEPATH"), flush=True)
+imported = "torch" in sys.modules
+"""
+    + TRAINS
+)
+
+
+def test_a_worker_in_reserve_becomes_as_one_that_is_started(tmp_path: Path) -> None:
+    """Of the first start only imports differ. Its exception is shown as Python shows it; a daemon ends with it."""
+    script = WARM + (
+        "print('IMPORTED', imported, flush=True)\n"
+        "if attempt == 1: os.posix_spawnp('setsid', ['setsid', 'sleep', '61.5'], os.environ)\n"
+        "train(attempt, attempt + 1)\nif attempt == 0: time.sleep(8)\n"
+        "if attempt < 2: raise KeyError('of attempt', attempt)\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--spares=0", "--max-restarts=3", "train.py", "--one", "two"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * patience(), check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    told = [line for line in lines if line.startswith(("ARGV", "ENV"))]
+    assert len(set(told)) == 2 and len(told) == 6, told
+    assert [line for line in lines if line.startswith("IMPORTED")][:2] == ["IMPORTED False", "IMPORTED True"]
+    assert "warm.py" not in done.stderr and "runpy" not in done.stderr
+    assert done.stderr.count("KeyError: ('of attempt', 1)") == 2  # by the worker, and in the report
+    assert "61.5" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
