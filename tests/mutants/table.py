@@ -2145,7 +2145,7 @@ MUTANTS = (
         "launcher/restarts.py",
         "        if (self.step or 0) > furthest:",
         "        if (self.step or 0) > (self.loaded or 0):",
-        ("tests/unit/test_restarts.py::test_three_restarts_without_a_new_step_end_the_job",),
+        ("tests/unit/test_told_restarts.py::test_three_restarts_without_a_new_step_end_the_job",),
     ),
     Mutant(
         "a-spare-for-the-wrong-ranks",
@@ -2153,6 +2153,6 @@ MUTANTS = (
         "launcher/places.py",
         "                self.names[index] = spare",
         "                self.names = [*self.names[:index], *self.names[index + 1 :], spare]",
-        ("tests/unit/test_restarts.py::test_spares_take_the_places_of_the_lost",),
+        ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),
     ),
 )
