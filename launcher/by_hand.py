@@ -34,8 +34,8 @@ from .job_plan import JobOptions, LaunchRequest, Rendezvous, WorkerCommand, buil
 from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
-from .places import Places
 from .remote import LONGEST_MESSAGE, Node, RemoteNode
+from .reserve import Places
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 
 JOIN_SECONDS = 300.0  # long, because the commands are typed one after the other

@@ -39,8 +39,8 @@ from .meeting import Meeting
 from .node import STREAMS, log_file, make_log_dir
 from .outcome import SETTLE_SECONDS, Round
 from .outputs import Outputs
-from .places import Places
 from .remote import Node, OwnNode, RemoteNode
+from .reserve import Places
 from .restarts import Restarts
 from .sbatch import REQUEUE_STATUS
 

@@ -17,12 +17,14 @@ import subprocess
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from .job_plan import WorkerCommand
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # while it imports: nothing from the current folder
 _MOST_FILES = 3
+_IMPORTS = ("torch", "zerorun.engine.initialize")  # by this process alone: the launcher has no use for them
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 # They say which rank the worker is, and matter only when it runs.
 _OF_A_RANK = frozenset(
@@ -81,10 +83,9 @@ def command_of(command: WorkerCommand, line: int) -> tuple[str, ...]:
 
 def main(line: socket.socket) -> None:
     """Import, wait for an order, and obey it. Without one there is nothing to do."""
-    with contextlib.suppress(ImportError):  # the script will say so, if it needs them
-        import torch  # noqa: F401
-
-        import zerorun.engine.initialize  # noqa: F401
+    for module in _IMPORTS:
+        with contextlib.suppress(ImportError):  # the script will say so, if it needs it
+            import_module(module)
     head, files, _, _ = socket.recv_fds(line, 4, _MOST_FILES)
     if len(head) < 4:
         return

@@ -2150,7 +2150,7 @@ MUTANTS = (
     Mutant(
         "a-spare-for-the-wrong-ranks",
         "rank",
-        "launcher/places.py",
+        "launcher/reserve.py",
         "                self.names[index] = spare",
         "                self.names = [*self.names[:index], *self.names[index + 1 :], spare]",
         ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),

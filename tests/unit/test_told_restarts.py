@@ -10,7 +10,7 @@ import pytest
 from harness import patience
 
 from zerorun.launcher.failures import WorkerEnd, fails_again
-from zerorun.launcher.places import Places
+from zerorun.launcher.reserve import Places
 from zerorun.launcher.restarts import Attempt, Restarts
 from zerorun.watch.board import Progress
 

@@ -1,4 +1,4 @@
-"""Places: which host has which place in a job. A host that replaces a lost one gets its place, and so its ranks."""
+"""Reserve: which host has which place in a job. A host that replaces a lost one gets its place, and so its ranks."""
 
 from __future__ import annotations
 
