@@ -96,7 +96,7 @@ class Job:
     def _run_rounds(self) -> int:
         self._connect(self._request.hosts)
         self._take_places()
-        self._warm(self._spares)
+        _keep_warm(self._spares, self._request, self._options, self.say)
         status, fine = self._run_round(0)
         for restart in range(1, self._options.max_restarts + 1):
             if fine or self._stopped:
@@ -292,7 +292,7 @@ class Job:
         self._restarts.look(current.start, self.hangs.progress)
         if not current.warm and any(progress.began for progress in self.hangs.progress.values()):
             current.warm = True
-            self._warm(self._nodes)
+            _keep_warm(self._nodes, self._request, self._options, self.say)
         note = current.early_note(now)
         if note is not None:
             self.say(f"[zerorun] {note}")
@@ -362,15 +362,6 @@ class Job:
         self._nodes = [by_name[name] for name in self._places.names if name in by_name]
         self._spares = [by_name[name] for name in self._places.reserve if name in by_name]
 
-    def _warm(self, nodes: Sequence[Node]) -> None:
-        """Have processes in reserve on ``nodes``, if that is asked for."""
-        by_name = {host.name: host for host in self._request.hosts}
-        for node in nodes if self._options.keep_warm else ():
-            try:
-                node.keep_warm(warm_commands(self._request, by_name[node.name], node.facts["cores"]))
-            except LaunchError as error:
-                self.say(f"[zerorun] {node.name}: no process is in reserve: {error}")
-
     def _regroup(self, restart: int) -> bool:
         """Gather nodes for another round: those left, and those of lost hosts that return. True if they suffice."""
         for node in self._nodes:
@@ -405,6 +396,16 @@ class Job:
             node.close()
         self._outputs.flush()
         self._selector.close()
+
+
+def _keep_warm(nodes: Sequence[Node], request: LaunchRequest, options: JobOptions, say: Callable[[str], None]) -> None:
+    """Have processes in reserve on ``nodes``, if that is asked for."""
+    by_name = {host.name: host for host in request.hosts}
+    for node in nodes if options.keep_warm else ():
+        try:
+            node.keep_warm(warm_commands(request, by_name[node.name], node.facts["cores"]))
+        except LaunchError as error:
+            say(f"[zerorun] {node.name}: no process is in reserve: {error}")
 
 
 def _refuse(problems: Sequence[str]) -> None:
