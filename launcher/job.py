@@ -25,6 +25,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import zerorun
@@ -402,8 +403,12 @@ def _keep_warm(nodes: Sequence[Node], request: LaunchRequest, options: JobOption
     """Have processes in reserve on ``nodes``, if that is asked for."""
     by_name = {host.name: host for host in request.hosts}
     for node in nodes if options.keep_warm else ():
+        commands = warm_commands(request, by_name[node.name], node.facts["cores"])
         try:
-            node.keep_warm(warm_commands(request, by_name[node.name], node.facts["cores"]))
+            if isinstance(node, RemoteNode):
+                node.send("warm", workers=[asdict(command) for command in commands])
+            else:
+                node.warm_workers.keep(commands)
         except LaunchError as error:
             say(f"[zerorun] {node.name}: no process is in reserve: {error}")
 

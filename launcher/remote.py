@@ -328,9 +328,6 @@ class RemoteNode:
         self._ranks, self._cleaners = frozenset(worker.rank for worker in workers), {}
         self.send("start", workers=[self._told(worker) for worker in workers])
 
-    def keep_warm(self, workers: Sequence[WorkerCommand]) -> None:
-        self.send("warm", workers=[self._told(worker) for worker in workers])
-
     def _told(self, worker: WorkerCommand) -> Message:
         """Return what the agent needs to know about ``worker``."""
         return asdict(worker)
@@ -371,10 +368,6 @@ class OwnNode(LocalNode):
         self.facts = describe_host(os.environ)
         self.trouble: str | None = None
         self.lost: str | None = None
-
-    def keep_warm(self, workers: Sequence[WorkerCommand]) -> None:
-        """Have a process in reserve for each of ``workers``. Raises LaunchError."""
-        self.warm_workers.keep(workers)
 
     def leave(self, status: int) -> None:
         """Do nothing: no agent waits for the exit status."""
