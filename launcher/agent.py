@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from zerorun.errors import LaunchError
-from zerorun.watch.board import Progress
+from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Window
 
 from .boards import Seen
@@ -69,7 +69,7 @@ class _BoardsOnLine:
     def on_windows(self, windows: list[Window]) -> None:
         self._line.send({"is": "windows", "of": windows})  # some 80 bytes for a rank and 20 steps
 
-    def on_progress(self, rank: int, progress: Progress) -> None:
+    def on_progress(self, rank: int, progress: RankProgress) -> None:
         self._line.send({"is": "progress", "rank": rank, "of": asdict(progress)})
 
     def on_stacks(self, rank: int, text: str) -> None:

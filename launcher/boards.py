@@ -18,7 +18,7 @@ from zerorun.watch.board import (
     STACKS_NAME,
     VARIABLE,
     Phase,
-    Progress,
+    RankProgress,
     Sight,
     read,
     read_progress,
@@ -174,7 +174,7 @@ class Boards:
                 found.append(Window(page.rank, stage, number, tuple(busy[:half]), tuple(busy[half:])))
         return found
 
-    def new_progress(self, rank: int | None = None) -> list[tuple[int, Progress]]:
+    def new_progress(self, rank: int | None = None) -> list[tuple[int, RankProgress]]:
         """Return how far ``rank`` is, by default the first of the workers, if that is further than at the last call."""
         page = self._pages.get(min(self._pages, default=-1) if rank is None else rank)
         progress = None if page is None else read_progress(page.page)

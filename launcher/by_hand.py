@@ -35,7 +35,7 @@ from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import LocalNode, make_log_dir
 from .remote import LONGEST_MESSAGE, Node, RemoteNode
-from .reserve import Places
+from .reserve import HostPlaces
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
 
 JOIN_SECONDS = 300.0  # long, because the commands are typed one after the other
@@ -152,7 +152,7 @@ class LeadingJob(Job):
         guests = [node for node in self._nodes if isinstance(node, RemoteNode)]
         joined = [Host(guest.name, tuple(range(guest.facts["slots"]))) for guest in guests]
         self._request = replace(self._request, hosts=(*hosts, *joined))
-        self._places = Places([host.name for host in self._request.hosts], 0)
+        self._places = HostPlaces([host.name for host in self._request.hosts], 0)
 
     def _open(self, hosts: Sequence[Host], seconds: float = JOIN_SECONDS) -> list[Node]:
         """Return the leader's own node and a guest for each other host. Any other host that connects is sent away."""

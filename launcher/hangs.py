@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from zerorun.watch.board import Progress
+from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Pace, Window
 from zerorun.watch.verdict import Ended, Hang, Standing, judge
 
@@ -28,7 +28,7 @@ class Hangs:
     say: Callable[[str], None]
     ask_stacks: Callable[[int], None]
     show_slow: Callable[[int, int], None]  # a rank and its slowness in thousandths, for rank 0
-    progress: dict[int, Progress] = field(default_factory=dict)  # of the ranks that have told, the last
+    progress: dict[int, RankProgress] = field(default_factory=dict)  # of the ranks that have told, the last
     _seen: dict[int, tuple[float, Seen]] = field(default_factory=dict)
     _stacks: dict[int, str] = field(default_factory=dict)
     _verdict: Hang | None = None
@@ -54,7 +54,7 @@ class Hangs:
         """Note the stacks of a worker."""
         self._stacks[rank] = text
 
-    def on_progress(self, rank: int, progress: Progress) -> None:
+    def on_progress(self, rank: int, progress: RankProgress) -> None:
         """Note how far a worker is."""
         self.progress[rank] = progress
 

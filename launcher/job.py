@@ -41,7 +41,7 @@ from .node import STREAMS, log_file, make_log_dir
 from .outcome import SETTLE_SECONDS, Round
 from .outputs import Outputs
 from .remote import Node, OwnNode, RemoteNode
-from .reserve import Places
+from .reserve import HostPlaces
 from .restarts import Restarts
 from .sbatch import REQUEUE_STATUS
 
@@ -73,7 +73,7 @@ class Job:
         self._round: Round | None = None
         self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None, lambda *_: None)
         self._meeting = Meeting(options.master_addr, options.master_port, self._await)
-        self._places = Places([host.name for host in request.hosts], request.spares)
+        self._places = HostPlaces([host.name for host in request.hosts], request.spares)
         self._restarts = Restarts(options.max_restarts, self.say)
         self._stopped = False  # a signal has asked for the end: no restart follows
 

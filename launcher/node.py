@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from zerorun.errors import LaunchError
-from zerorun.watch.board import Progress
+from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Window
 
 from .boards import Boards, Seen
@@ -56,7 +56,7 @@ class BoardListener(Protocol):
     def on_windows(self, windows: list[Window]) -> None:
         """What workers were busy in steps that have ended."""
 
-    def on_progress(self, rank: int, progress: Progress) -> None:
+    def on_progress(self, rank: int, progress: RankProgress) -> None:
         """A worker has made a step; told of one worker at least once a second, and of each at its end."""
 
     def on_stacks(self, rank: int, text: str) -> None:

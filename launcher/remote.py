@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from zerorun.watch.board import TIMED, Progress
+from zerorun.watch.board import TIMED, RankProgress
 from zerorun.watch.pace import Window
 
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
@@ -57,7 +57,7 @@ def _is_window(row: Any) -> bool:
 
 
 def _is_progress(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {field.name for field in fields(Progress)}:
+    if not isinstance(value, dict) or set(value) != {field.name for field in fields(RankProgress)}:
         return False
     return _whole(value["step"]) and all(_number(value[name]) or (name, value[name]) == ("loaded", None) for name in value)
 
@@ -99,7 +99,7 @@ class HostClock:
             self._best_trip = now - asked
             self.ahead = answered - (now + asked) / 2
 
-    def here(self, progress: Progress) -> Progress:
+    def here(self, progress: RankProgress) -> RankProgress:
         """Return ``progress`` with its moments by our clock."""
         moments = {name: getattr(progress, name) for name in ("at", "shown", "met", "began")}
         return replace(progress, **{name: moment - self.ahead for name, moment in moments.items() if moment})
@@ -224,7 +224,7 @@ class RemoteNode:
             case "windows":
                 self._listener.hangs.on_windows([_window(*row) for row in message["of"] if row[0] in self._ranks])
             case "progress":
-                self._listener.hangs.on_progress(message["rank"], self.clock.here(Progress(**message["of"])))
+                self._listener.hangs.on_progress(message["rank"], self.clock.here(RankProgress(**message["of"])))
             case "stacks":
                 self._listener.hangs.on_stacks(message["rank"], message["text"])
             case "note":

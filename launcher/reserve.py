@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 
-class Places:
+class HostPlaces:
     """Those of a job on the first of the hosts ``names``; the last ``spares`` of them are in reserve."""
 
     def __init__(self, names: Sequence[str], spares: int) -> None:

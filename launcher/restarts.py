@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from zerorun.log import counted
-from zerorun.watch.board import Progress
+from zerorun.watch.board import RankProgress
 
 MOST_IN_VAIN = 3  # restarts in a row that make no step which was not made before
 VAIN_SECONDS = 60.0  # where zerorun cannot see the steps, a shorter start has made none
@@ -46,7 +46,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StartPace:
     """What progress of the ranks together says of a start: when it trained, from which step, and how long steps take."""
 
     step: int
@@ -59,7 +59,7 @@ class Pace:
     at: float
 
     @classmethod
-    def of(cls, found: Mapping[int, Progress]) -> Pace | None:
+    def of(cls, found: Mapping[int, RankProgress]) -> StartPace | None:
         """Return it for ranks that have all made a step; None before."""
         told = list(found.values())
         if not told or any(not progress.began for progress in told):
@@ -96,9 +96,9 @@ class Restarts:
     def _furthest(self) -> int:
         return max((attempt.step or 0 for attempt in self._attempts), default=0)
 
-    def look(self, begun: float, found: Mapping[int, Progress]) -> None:
+    def look(self, begun: float, found: Mapping[int, RankProgress]) -> None:
         """Tell the user, once, what the restart has cost: when the workers are further than those before them were."""
-        if self._told or (pace := Pace.of(found)) is None or pace.step <= self._furthest:
+        if self._told or (pace := StartPace.of(found)) is None or pace.step <= self._furthest:
             return
         self._told, last, furthest = True, self._attempts[-1], self._furthest
         repeated = max(0, furthest - pace.loaded)
@@ -117,10 +117,10 @@ class Restarts:
         again = f"{counted(repeated, 'step')} repeated"
         self._say(f"[zerorun] back at step {furthest} after {total:.1f} s, {again}: {words}")
 
-    def end(self, attempt: Attempt, found: Mapping[int, Progress]) -> None:
+    def end(self, attempt: Attempt, found: Mapping[int, RankProgress]) -> None:
         """Note what a start came to. ``found``: what the ranks have told of it."""
         if found:
-            last, pace = max(found.values(), key=lambda progress: progress.step), Pace.of(found)
+            last, pace = max(found.values(), key=lambda progress: progress.step), StartPace.of(found)
             useful_s = 0.0 if pace is None else pace.useful_s(self._furthest)
             attempt = replace(attempt, step=last.step, loaded=last.loaded, useful_s=useful_s)
         self._attempts.append(attempt)

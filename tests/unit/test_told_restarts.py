@@ -10,9 +10,9 @@ import pytest
 from harness import patience
 
 from zerorun.launcher.failures import WorkerEnd, fails_again
-from zerorun.launcher.reserve import Places
+from zerorun.launcher.reserve import HostPlaces
 from zerorun.launcher.restarts import Attempt, Restarts
-from zerorun.watch.board import Progress
+from zerorun.watch.board import RankProgress
 
 # As an engine writes it: the checkpoint's step, then a step.
 TRAINS = """\
@@ -36,8 +36,8 @@ def launch(folder: Path, script: str, *options: str, seconds: float = 30) -> tup
     return done.returncode, done.stderr
 
 
-def progress(step: int, *, at: float, began: float, loaded: int | None = None) -> dict[int, Progress]:
-    return {0: Progress(step, at, shown=began - 3, met=began - 2, began=began, load_s=0.5, loaded=loaded)}
+def progress(step: int, *, at: float, began: float, loaded: int | None = None) -> dict[int, RankProgress]:
+    return {0: RankProgress(step, at, shown=began - 3, met=began - 2, began=began, load_s=0.5, loaded=loaded)}
 
 
 def test_what_a_restart_has_cost_is_told_once() -> None:
@@ -130,7 +130,7 @@ def test_survivors_of_a_job_that_begins_again_have_no_grace(tmp_path: Path) -> N
 
 def test_spares_take_the_places_of_the_lost() -> None:
     """The ranks of the others stay where they are. A lost host is in reserve when it is back."""
-    places = Places(["a", "b", "c", "d", "e"], 2)
+    places = HostPlaces(["a", "b", "c", "d", "e"], 2)
     assert places.fill("abcde") == [] and places.missing("abc") == []
     assert places.fill("acde") == [("b", "d")] and places.names == ["a", "d", "c"]
     assert places.fill("ac") == [] and places.missing("ac") == ["d", "b", "e"]

@@ -388,7 +388,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankProgress:
     """How a rank has started, and how far it is. Moments are in seconds of its host's monotonic clock, 0: not yet."""
 
     step: int  # optimizer steps that were made, also before this start
@@ -436,7 +436,7 @@ def read(page: mmap.mmap) -> Sight | None:
     return None if copy is None else _sight(memoryview(copy).cast("q"), copy)
 
 
-def read_progress(page: mmap.mmap) -> Progress | None:
+def read_progress(page: mmap.mmap) -> RankProgress | None:
     """How far the rank is; None if it has not shown itself, or is writing all the time."""
     copy = _copied(page)
     words = memoryview(copy or bytes(PAGE)).cast("q")
@@ -444,7 +444,7 @@ def read_progress(page: mmap.mmap) -> Progress | None:
         return None
     shown, met, began, load_s = (words[word] / 1e9 for word in (Word.SHOWN, Word.MET, Word.BEGAN, Word.LOADING))
     loaded = words[Word.LOADED] - 1 if words[Word.LOADED] else None
-    return Progress(words[Word.STEP], monotonic_ns() / 1e9, shown, met, began, load_s, loaded)
+    return RankProgress(words[Word.STEP], monotonic_ns() / 1e9, shown, met, began, load_s, loaded)
 
 
 def read_times(page: mmap.mmap, after: int) -> tuple[int, dict[int, list[int]]]:
