@@ -22,7 +22,7 @@ from training import make_config, make_engine
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import zerorun
-from zerorun.checkpoint import ranks
+from zerorun.checkpoint import gather, ranks
 from zerorun.checkpoint import save as saving
 from zerorun.errors import CheckpointError, ModelError, StepError
 from zerorun.zero.placeholders import tensors_in
@@ -418,6 +418,36 @@ def measure(folder: str, stage: int) -> tuple[int, int, int, int]:
     state += sum(part.tensor.nbytes for part in engine.checkpointer.inventory.optimizer_state()[0])
     engine.destroy()
     return save.most, load.most, state, 4 * 256 * 256
+
+
+def pieces_of_a_device(folder: str) -> tuple[int, int, bool]:
+    """(most elements that come to host memory at once, those of the largest tensor, whether what was saved is loaded)"""
+    module = nn.Linear(1500, 1500)
+    engine = zerorun.initialize(module, make_config(1))
+    sizes: list[int] = []
+
+    def noted(piece: torch.Tensor) -> torch.Tensor:
+        sizes.append(piece.numel())
+        return piece.clone()
+
+    usual, gather._on_host = gather._on_host, noted
+    try:
+        engine.save_checkpoint(folder)
+    finally:
+        gather._on_host = usual
+    saved = {name: value.clone() for name, value in engine.state_dict().items()}
+    with zerorun.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+        module.weight.data.zero_()
+    engine.load_checkpoint(folder)
+    same = all(torch.equal(value, saved[name]) for name, value in engine.state_dict().items())
+    engine.destroy()
+    return max(sizes), 1500 * 1500, same
+
+
+def test_what_is_on_a_device_comes_to_host_memory_in_pieces(tmp_path: Path) -> None:
+    ((most, largest, same),) = run_ranks(1, pieces_of_a_device, str(tmp_path))
+    assert most == 1 << 20 < largest  # 4 MiB
+    assert same
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -3,7 +3,8 @@
 Ranks of one shard group on one host read each other's memory; other ranks are sent what they need. A rank issues all its
 sends at the beginning, straight from the memory of its parts. Each is carried out when the writer asks for it, so the ranks
 need not work in step. Beside its own state, a writer holds no more than one part of one tensor; or one whole tensor and a
-part of it, if tensor parallelism divides the tensor so that rows of the parts have to be joined.
+part of it, if tensor parallelism divides the tensor so that rows of the parts have to be joined. What is on a GPU comes to
+host memory one stretch at a time, or, if another rank writes it, at the beginning.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..distributed.device import on_host
 from ..distributed.waits import waiting
 from .cuts import put
 from .ranks import Ranks
@@ -24,7 +26,10 @@ PeerReader = Callable[[int, int, torch.Tensor], None]  # (rank, one of this rank
 
 
 class Collector:
-    """Collects the tensors of ``plan`` from all ranks. ``memory``: (set, name) -> this rank's part, as a 1-D CPU tensor."""
+    """Collects the tensors of ``plan`` from all ranks. ``memory``: (set, name) -> this rank's part, as a 1-D tensor.
+
+    Parts must be in host memory if others read them.
+    """
 
     def __init__(
         self, plan: WritePlan, memory: dict[tuple[str, str], torch.Tensor], ranks: Ranks, read_peer: PeerReader | None
@@ -40,7 +45,7 @@ class Collector:
         for task in plan.tasks:
             for source in task.sources:
                 if source.rank == self._ranks.rank != task.writer and source.numel and task.writer not in self._read:
-                    yield self._ranks.send(self._own(task, source), task.writer, task.number)
+                    yield self._ranks.send(_on_host(self._own(task, source)), task.writer, task.number)
 
     def _own(self, task: Task, source: Source) -> torch.Tensor:
         return self._memory[task.set, task.tensor.name][source.offset : source.offset + source.numel]
@@ -66,7 +71,7 @@ class Collector:
         dtype = dtype_of(task.tensor.dtype)
         length = _STRETCH // dtype.itemsize
         if source.rank == self._ranks.rank:
-            yield from self._own(task, source).split(length)
+            yield from map(_on_host, self._own(task, source).split(length))
         elif source.rank in self._read:
             assert self._read_peer is not None
             for begin in range(0, source.numel, length):
@@ -84,6 +89,10 @@ class Collector:
             with waiting("checkpoint: a part of a tensor that another rank takes"):
                 send.wait()  # type: ignore[attr-defined]
         self._sends = []
+
+
+def _on_host(piece: torch.Tensor) -> torch.Tensor:
+    return piece if on_host(piece) else piece.cpu()
 
 
 def _room(buffer: torch.Tensor, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,7 +89,8 @@ class Saver:
         """
         self.wait()
         if not asynchronous:
-            captured.parts, captured.frozen = host_copies(captured.parts), host_copies(captured.frozen)
+            if self._read_peer is not None:  # others read the parts where they lie
+                captured.parts = host_copies(captured.parts)
             return self._write(captured, target)
         captured.parts = self._stage(captured.parts)
         captured.frozen = host_copies(captured.frozen)
@@ -201,7 +202,8 @@ def frozen_sums(
 
     ``order``: the tensor names of this rank's module, in order.
     """
-    parts = host_copies(parts)
+    if read_peer is not None:
+        parts = host_copies(parts)
     plan = _plan_together(parts, order, ranks)
     collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
     sums = {}
