@@ -24,12 +24,14 @@ def enough(rows: Sequence[Mapping[str, Hashable]], strength: int) -> list[int]:
 
     Greedy and deterministic: not always the fewest that there are.
     """
+    places: dict[Any, int] = {}  # of each value of each setting; numbers are looked up faster
     numbers: dict[Any, int] = {}  # of the combinations; from 0
     masks: list[int] = []  # by row, its combinations as the bits of one number
     having: list[list[int]] = []  # by combination, the rows that have it
     for row, settings in enumerate(rows):
         mask = 0
-        for choice in combinations(settings.items(), min(strength, len(settings))):
+        values = [places.setdefault(item, len(places)) for item in settings.items()]
+        for choice in combinations(values, min(strength, len(values))):
             number = numbers.setdefault(choice, len(having))
             if number == len(having):
                 having.append([])

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from harness import tensor_of
 from torch.utils import _pytree
 
 from zerorun.engine.engine import Engine
@@ -56,15 +57,19 @@ def _on_the_host(compare: Any) -> Any:
 
 class _InHostMemory(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_cuda:
-            return value.detach().cpu().__reduce_ex__(self.proto)  # type: ignore[attr-defined]
-        return NotImplemented
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.is_cuda:
+            value = value.detach().cpu()
+        plain = type(value) is torch.Tensor and value.layout == torch.strided and value.is_contiguous()
+        if not plain or value.requires_grad or value.is_conj() or value.is_neg():
+            return value.__reduce_ex__(pickle.DEFAULT_PROTOCOL)  # type: ignore[no-untyped-call]
+        content = value.reshape(-1).view(torch.uint8).numpy().tobytes()  # torch's own way takes seven times as long
+        return tensor_of, (content, value.dtype, tuple(value.shape))
 
 
 def packed(value: Any) -> bytes:
     """``value`` pickled, its tensors in host memory."""
     file = io.BytesIO()
-    pickler = _InHostMemory(file)
-    pickler.proto = pickle.DEFAULT_PROTOCOL  # type: ignore[attr-defined]
-    pickler.dump(value)
+    _InHostMemory(file, pickle.DEFAULT_PROTOCOL).dump(value)
     return file.getvalue()

@@ -268,6 +268,13 @@ class Pool:
             process.wait()
 
 
+def tensor_of(content: bytes, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor as a rank has sent it: its elements in order."""
+    import torch
+
+    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+
+
 def stack_file(folder: str, rank: int) -> Path:
     """Where a rank that is asked for its stacks writes them."""
     return Path(folder) / f"stacks-{rank}"
