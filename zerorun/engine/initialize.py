@@ -128,28 +128,36 @@ def initialize(
         topology = model.topology()
     device = default_device()
     init_distributed(device)
-    _agree(lambda: refuse_managed(model) if isinstance(model, nn.Module) else None)
     given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
-    wanted, raw = _agree(lambda: take_in(model, config, args, *given))
+
+    def read() -> tuple[Config, RawOptimizer]:
+        if isinstance(model, nn.Module):
+            refuse_managed(model)
+        return take_in(model, config, args, *given)
+
+    wanted, raw = _agree(read)
     _compare_ranks(model, wanted, topology, raw.group_of)
 
-    def refuse() -> None:
+    def refuse() -> Any:
         limit_waits(wanted.hang_timeout_s)
         refuse_overwritten(model)
         refuse_elsewhere(model, device)
         refuse_unusable_extras(raw, lr_scheduler, training_data)
         refuse_unsavable_states(raw)
         refuse_missing_libraries(wanted, writes=dist.get_rank() == 0)
+        in_fp8 = float8_layers(model, wanted.fp8)
+        return in_fp8, described(model, wanted.fp8, in_fp8, device.type)
 
-    _agree(refuse)
-    in_fp8 = _agree(lambda: float8_layers(model, wanted.fp8))
-    wanted = wanted.noting(_agree(lambda: described(model, wanted.fp8, in_fp8, device.type)))
+    in_fp8, note = _agree(refuse)
+    wanted = wanted.noting(note)
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
-    experts = _agree(lambda: plan_experts(model, planned))
-    layers = _agree(lambda: plan_layers(model, wanted, planned, experts))
-    way = _agree(lambda: plan_sequences(model, wanted, planned))
+
+    def look() -> Any:
+        return plan_layers(model, wanted, planned, plan_experts(model, planned)), plan_sequences(model, wanted, planned)
+
+    layers, way = _agree(look)
     model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
     if wanted.communication_timeout_s is not None:
