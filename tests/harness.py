@@ -307,7 +307,7 @@ def close_pool() -> None:
         pool.close()
         pool.folder.cleanup()
     while _scripts:
-        _scripts.popitem()[1].close()
+        _scripts.pop().close()
 
 
 atexit.register(close_pool)
@@ -315,21 +315,20 @@ atexit.register(close_pool)
 
 # -- scripts without a launcher --------------------------------------------------------------------------------------
 
-_scripts: dict[bool, ForkedScripts] = {}  # by whether they have imported zerorun
+_scripts: list[ForkedScripts] = []  # at most one
 
 
 def start_script(text: str, *arguments: str, modules: Sequence[str] = (), **variables: str) -> RunningScript:
     """A program on one rank, which may import zerorun. ``variables``: of its environment.
 
-    With variables that zerorun may look at when it is imported, the program imports it by itself. ``modules``: what several
+    It has been imported before: of its variables, only ZERORUN_ORDER_TIMEOUT_S is read then. ``modules``: what several
     ranks, or programs, need not import each.
     """
-    ours = not any(name.startswith("ZERORUN_") for name in variables)
-    if ours not in _scripts:
-        _scripts[ours] = ForkedScripts("torch", "torch._dynamo", *(["zerorun.engine.initialize"] if ours else []))
+    if not _scripts:
+        _scripts.append(ForkedScripts("torch", "torch._dynamo", "zerorun.engine.initialize"))
     if modules:
-        _scripts[ours].load(*modules)
-    return _scripts[ours].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
+        _scripts[0].load(*modules)
+    return _scripts[0].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)
 
 
 @contextlib.contextmanager

@@ -158,9 +158,12 @@ def test_gradients_of_divided_layers_are_whole(stage: int) -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time, torch, zerorun
+import importlib, os, sys, time, torch, zerorun
 from torch import nn
+from zerorun.zero import gathers, gradients
 
+for module in (gathers, gradients):  # which read the variable when they are imported
+    importlib.reload(module)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8)) for _ in range(4)))
 engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
                                     "zero_optimization": {"stage": int(sys.argv[1])}})
