@@ -325,13 +325,14 @@ def inspect(stage: int, precision: str) -> dict[str, list[float]]:
     engine = zerorun.initialize(model, make_config(stage, precision=precision), topology=shared_topology())
     names = [name for name, _ in engine.module.named_parameters()]
     params = dict(engine.module.named_parameters())
+    shapes = {name: value.shape for name, value in engine.state_dict().items()}
     found: dict[str, list[float]] = {}
     for step in range(2):
         engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
         for name in names:
             gradient = zerorun.zero.safe_get_full_grad(params[name])
             assert gradient is not None
-            assert gradient.shape == engine.state_dict()[name].shape
+            assert gradient.shape == shapes[name]
             found[f"{name} gradient {step}"] = gradient.flatten().tolist()[:5]
         engine.step()
         assert zerorun.zero.safe_get_full_grad(params[names[0]]) is None

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 # The folders (and the files at the top) from the ground up. Each may import from those before it. A row is a floor: the
@@ -60,6 +62,20 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All of it, in the order of ``ast.walk``, which takes as long as to parse it."""
+    return [*ast.walk(parsed(path))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten() -> Iterator[None]:
+    """Half a million objects would be looked through by every collection of garbage that follows."""
+    yield
+    parsed.cache_clear()
+    nodes.cache_clear()
+
+
+@cache
 def sources() -> dict[str, Path]:
     """Every module of the package, by its name after "zerorun."."""
     found = {}
@@ -83,7 +99,7 @@ def imports(name: str, path: Path) -> Iterator[str]:
     package = ["zerorun", *name.split(".")]
     if path.name != "__init__.py":
         package.pop()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -161,11 +177,11 @@ def test_ops_and_launcher_keep_to_themselves() -> None:
             assert not outside, f"{name} imports {outside}"
 
 
-def devices(tree: ast.AST) -> Iterator[str]:
+def devices(path: Path) -> Iterator[str]:
     """What a file says of CUDA and of types of devices."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
-            if node.attr == "is_cuda" or ast.unparse(node) == "torch.cuda":
+            if node.attr == "is_cuda" or (node.attr == "cuda" and ast.unparse(node) == "torch.cuda"):
                 yield ast.unparse(node)
         elif isinstance(node, ast.Compare):
             constants = [side.value for side in node.comparators if isinstance(side, ast.Constant)]
@@ -173,11 +189,11 @@ def devices(tree: ast.AST) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-def collectives(tree: ast.AST) -> Iterator[str]:
+def collectives(path: Path) -> Iterator[str]:
     """Those of torch that a file calls."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.Attribute):
-            of_torch = ast.unparse(node.value) in ("dist", "torch.distributed") and node.attr in COLLECTIVES
+            of_torch = node.attr in COLLECTIVES and ast.unparse(node.value) in ("dist", "torch.distributed")
             if of_torch or node.attr in OF_GROUPS:
                 yield ast.unparse(node)
 
@@ -187,7 +203,7 @@ def test_devices_and_collectives_have_one_place() -> None:
         (devices, KNOW_DEVICES, "distributed.device"),
         (collectives, KNOW_COLLECTIVES, "distributed.transport.world"),
     ):
-        found = {name: [*what(parsed(path))] for name, path in sources().items()}
+        found = {name: [*what(path)] for name, path in sources().items()}
         inside = {name for name in found if any(f"{name}.".startswith(f"{place}.") for place in places)}
         assert not {name: said for name, said in found.items() if said and name not in inside}
         assert found[one]
@@ -200,7 +216,6 @@ def test_nobody_imports_the_bare_roots() -> None:
             r"^\s*(?:import|from) .*\b(?:ops|launcher)\b", path.read_text(), re.MULTILINE
         ):
             continue
-        tree = parsed(path)
-        names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
-        names += [n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and not n.level]
+        names = [a.name for n in nodes(path) if isinstance(n, ast.Import) for a in n.names]
+        names += [n.module or "" for n in nodes(path) if isinstance(n, ast.ImportFrom) and not n.level]
         assert not [name for name in names if name.split(".")[0] in ("ops", "launcher")], path
