@@ -118,9 +118,9 @@ def train(case: Case, config: dict[str, Any], steps: int, **options: Any) -> Res
     return result
 
 
-def run_steps(engine: zerorun.Engine, case: Case, steps: int) -> Result:
+def run_steps(engine: zerorun.Engine, case: Case, steps: int, first: int = 0) -> Result:
     result = Result()
-    for step in range(steps):
+    for step in range(first, first + steps):
         total = 0.0
         for micro in range(engine.gradient_accumulation_steps()):
             loss = case.loss(engine, Place(dist.get_rank(), step, micro))

@@ -8,6 +8,7 @@ import pytest
 import test_simulated_device
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import of_this_job, run_ranks
 from models import CASES, Case, Gpt
 from reference import Result, differences
@@ -215,9 +216,10 @@ def test_it_is_the_same_however_gradients_travel() -> None:
 ON_HOST = {"device": "cpu"}
 
 
-@pytest.mark.parametrize(
-    "places", [{}, {"offload_param": ON_HOST}, {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}]
-)
+BOTH_ON_HOST = {"offload_param": ON_HOST, "offload_optimizer": ON_HOST}
+
+
+@pytest.mark.parametrize("places", by_day([{}, {"offload_param": ON_HOST}, BOTH_ON_HOST], {}, BOTH_ON_HOST))
 def test_codes_have_no_races(places: dict[str, Any]) -> None:
     """Of weights and of gradients, on the simulated device, with units gathered ahead, wherever they are kept."""
     config = quantised(3, 2, "bf16", zero_quantized_weights=True, **places)
@@ -269,7 +271,7 @@ def train_each(configs: list[dict[str, Any]], ranks_per_host: int | None, steps:
     return [train(CASES["plain"], config, steps, topology=topology_of(ranks_per_host)) for config in configs]
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("steps", [12, pytest.param(200, marks=pytest.mark.nightly)])
 def test_the_loss_is_that_of_exact_gradients_within_a_hundredth(steps: int) -> None:
     """4 bits between two hosts of two ranks, with weights in codes as well: all that ZeRO++ rounds."""
     configs = [quantised(zero_quantized_weights=True), quantised(zeropp_loco_param={}), make_config(3)]
