@@ -42,7 +42,7 @@ UNITS: dict[str, dict[str, Any]] = {
     "layers": {"unit_policy": ["Linear"]},
     "sized": {"unit_policy": "size_based", "unit_numel": 600},
 }
-STEPS = 3
+STEPS = 2
 # By day: a recomputation meets frozen and shared parameters, branches, blocks that run twice, checkpoints of the model.
 MODELS = ("tied", "frozen", "branch", "repeated", "two_forwards", "checkpoint_groups")
 

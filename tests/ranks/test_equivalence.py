@@ -22,7 +22,7 @@ from training import make_config, train
 
 from zerorun.ops import native, single_pass
 
-STEPS = 3
+STEPS = 2
 POLICIES: dict[str, dict[str, Any]] = {
     "by_block": {},
     "groups": {"unit_policy": "by_block_group", "unit_block_count": 2},

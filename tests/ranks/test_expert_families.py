@@ -49,7 +49,7 @@ from zerorun.zero import (
     safe_set_full_grad,
 )
 
-STEPS = 3
+STEPS = 2
 WIDE = 4096  # hidden elements of an expert: then shards are mapped, and gradients summed where autograd leaves them
 
 

@@ -17,7 +17,7 @@ from training import make_config
 
 import zerorun
 
-STEPS = 4
+STEPS = 2
 
 
 class Critic(nn.Module):

@@ -27,7 +27,7 @@ from zerorun.distributed.transport import huge_pages
 from zerorun.distributed.transport.mapped_shards import _places
 from zerorun.plan import make
 
-STEPS = 3
+STEPS = 2
 MODELS = ("tied", "unused_alternating_steps", "moe", "repeated_apart", "two_forwards", "checkpoint_groups")  # by day
 CASE = CASES["plain"]
 

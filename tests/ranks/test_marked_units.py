@@ -17,7 +17,7 @@ from training import make_config, make_engine, train
 from zerorun import zero
 from zerorun.errors import ConfigError, ModelError, ReleasedParameterError
 
-STEPS = 3
+STEPS = 2
 
 
 class Borrower(Mlp):

@@ -32,7 +32,7 @@ from zerorun.plan.matrices import FROM_OWNERS, TO_OWNERS
 from zerorun.plan.step import step_collectives
 from zerorun.zero import matrix_updates
 
-STEPS = 10
+STEPS = 4
 ADAM = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 PARAMS = {"lr": 0.02, "adam_lr": 2e-3, "weight_decay": 0.1, "eps": 1e-4, "ns_dtype": "fp32"}
 

@@ -24,7 +24,7 @@ from zerorun.plan.placement import Placement, place_units
 from zerorun.zero import builder
 from zerorun.zero.offload.host_link import HostLink, Staging
 
-STEPS = 3
+STEPS = 2
 DISK = tempfile.gettempdir()  # files there have no names
 PLACES: dict[str, dict[str, Any]] = {
     "optimizer": {"offload_optimizer": {"device": "cpu"}},

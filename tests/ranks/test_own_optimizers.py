@@ -14,7 +14,7 @@ from training import make_config, make_engine, shared_topology, train
 
 from zerorun.errors import ModelError
 
-STEPS = 4
+STEPS = 3
 PARAMS = {"lr": 0.05, "momentum": 0.6}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 

@@ -22,7 +22,7 @@ from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
 from zerorun.plan.weights import inner_tensors, inside, named_members, scale_bytes, stored_bytes
 from zerorun.zero.init import part_of
 
-STEPS = 3
+STEPS = 2
 
 
 OFFLOADED = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}

@@ -17,7 +17,7 @@ from training import make_config
 
 import zerorun
 
-STEPS = 3
+STEPS = 2
 
 
 class Recursive(nn.Module):

@@ -22,7 +22,7 @@ import zerorun
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.zero.access import safe_get_full_optimizer_state
 
-STEPS = 5
+STEPS = 3
 CASE = CASES["plain"]
 
 

@@ -27,7 +27,7 @@ from zerorun.plan.make import make_plan, planned_topology
 from zerorun.plan.step import step_collectives
 from zerorun.startup.inputs import take_in
 
-STEPS = 3
+STEPS = 2
 
 
 def hpz(size: int = 2, accumulation: int = 1, precision: str = "fp32", **zero: Any) -> dict[str, Any]:

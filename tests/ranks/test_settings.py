@@ -28,7 +28,7 @@ import zerorun
 from zerorun.errors import StepError
 from zerorun.zero import safe_get_full_grad
 
-STEPS = 3
+STEPS = 2
 STAGES = range(4)
 every_stage = pytest.mark.parametrize("stage", by_day(STAGES, 0, 3))
 

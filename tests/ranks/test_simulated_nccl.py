@@ -29,7 +29,7 @@ from zerorun.distributed.transport.statistics import CommunicationStatistics, Pe
 from zerorun.errors import OrderError
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS
 
-STEPS = 3
+STEPS = 2
 SETTINGS: dict[str, Any] = {
     "world": (4, 2, 3, 8),
     "stage": (3, 2, 1, 0),
