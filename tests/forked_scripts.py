@@ -3,37 +3,102 @@
 ``python forked_scripts.py DESCRIPTOR MODULE ...`` imports the modules and forks a process for every script that it is sent.
 A script ends as any program does, with its atexit handlers and exit code; only what is decided while the modules are
 imported was decided before.
+
+``python forked_scripts.py --listen SOCKET`` is the *origin* of a run with several processes of tests: who forks scripts or
+ranks (rank_process.py) for one of these is forked from it, so that all share what it has imported. It has imported nothing
+until the first one asks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Client, Connection, Listener, Pipe
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_ORIGIN = "TESTS_FORK_FROM"  # the socket of the run's origin: in the environment of all its processes
+# Of whatever computes. Asking for a GPU takes none, so that processes can be forked.
+ALONE = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+class Origin:
+    """The process from which others are forked, for all that are started after it is made. Its socket is in ``folder``."""
+
+    def __init__(self, folder: str) -> None:
+        os.environ[_ORIGIN] = f"{folder}/origin"
+        command = [sys.executable, __file__, "--listen", os.environ[_ORIGIN]]
+        nothing = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, env=_kept() | ALONE, **nothing)  # type: ignore[call-overload]
+
+    def close(self) -> None:
+        """End it, and all that were forked from it."""
+        os.environ.pop(_ORIGIN, None)
+        self._process.kill()
+        self._process.wait()
+
+
+class Forked:
+    """A process that is another one's child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self._handle = pid, os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def wait(self) -> None:
+        select.select([self._handle], [], [])
+        os.close(self._handle)
+
+
+def start_server(
+    file: str, environment: Mapping[str, str], *arguments: str, shares: bool
+) -> tuple[Connection, Forked | subprocess.Popen[bytes]]:
+    """Run ``file`` with ``arguments`` behind the descriptor of a pipe. Returns its other end, and the process.
+
+    ``shares``: it may be forked from the origin of the run, if there is one. Then its function ``main`` is called, and its
+    module and all of ``arguments`` that are names of modules are imported before.
+    """
+    if shares and _ORIGIN in os.environ:
+        deadline = time.monotonic() + 60
+        while not os.path.exists(os.environ[_ORIGIN]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        control: Connection = Client(os.environ[_ORIGIN], "AF_UNIX")
+        control.send((Path(file).stem, dict(environment), arguments))
+        return control, Forked(control.recv())
+    control, theirs = Pipe()
+    command = [sys.executable, file, str(theirs.fileno()), *arguments]
+    process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    theirs.close()
+    return control, process
+
+
+def _kept() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "ZERORUN_"))}
 
 
 class ForkedScripts:
-    """The process that forks. ``modules`` are imported in it, by their names."""
+    """The process that forks. ``modules`` are imported in it, by their names. ``shares``: see ``start_server``."""
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, shares: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zerorun-scripts-")
-        self._control, theirs = Pipe()
-        command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "ZERORUN_"))}
-        environment = {**kept, **one_thread}
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
+        self._control, self._process = start_server(__file__, _kept() | ALONE, *modules, shares=shares)
         self._started = 0
 
     def start(self, text: str, environment: Mapping[str, str], arguments: Sequence[str] = ()) -> RunningScript:
@@ -133,8 +198,49 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
+def listen(socket: str) -> tuple[Any, Connection, Sequence[str]]:
+    """Fork a process for everyone who asks. Returns in each: the module whose ``main`` is to be called, and with what."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    with Listener(socket, "AF_UNIX") as listener:
+        while True:
+            control = listener.accept()
+            name, environment, arguments = control.recv()
+            module = importlib.import_module(name)
+            module.prepare(*arguments)
+            gc.collect()
+            gc.freeze()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            pid = os.fork()
+            if not pid:
+                break
+            control.send(pid)
+            control.close()
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(environment)
+    tempfile.tempdir = None
+    return module, control, arguments
+
+
+def prepare(*modules: str) -> None:
+    """Import what scripts share."""
+    for module in modules:
+        importlib.import_module(module)
+
+
+def main(control: Connection, *modules: str) -> None:
+    """Serve; and in each forked process, be the script."""
+    exec(compile(serve(control), "script", "exec"), {"__name__": "__main__"})
+
+
 if __name__ == "__main__":
     end_with_parent()
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    exec(compile(serve(Connection(int(sys.argv[1]))), "script", "exec"), {"__name__": "__main__"})
+    if sys.argv[1] == "--listen":
+        program, pipe, given = listen(sys.argv[2])
+    else:
+        program, pipe, given = sys.modules["__main__"], Connection(int(sys.argv[1])), sys.argv[2:]
+        prepare(*given)
+    program.main(pipe, *given)

@@ -16,7 +16,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +26,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from forked_scripts import ForkedScripts, RunningScript
+from forked_scripts import ALONE, ForkedScripts, RunningScript, start_server
 
 TESTS = Path(__file__).parent
 DEFAULT_TIMEOUT_S = 60.0
@@ -81,18 +80,13 @@ class Nursery:
     def __init__(self, folder: str) -> None:
         names = ("SLURM_", "ZERORUN_")
         kept = {key: value for key, value in os.environ.items() if not key.startswith(names)}
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         settings = {"RANK": "0", "LOCAL_RANK": "0", "ZERORUN_DEVICE": device(), "ZERORUN_ORDER_TIMEOUT_S": "15"}
-        settings["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking for a GPU takes none, so that ranks can be forked
-        self._control, theirs = Pipe()
         self._is_on_gpu = device().startswith("cuda")
         if self._is_on_gpu:  # libraries may use it as they are imported, and then no process that is forked could
             settings["ZERORUN_TEST_DEVICE"] = device()
         libraries = [name for name in _LIBRARIES if name.split(".")[0] in sys.modules and not self._is_on_gpu]
-        command = [sys.executable, str(TESTS / "rank_process.py"), str(theirs.fileno()), folder, *libraries]
-        environment = {**kept, **one_thread, **settings}
-        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
+        file, environment = str(TESTS / "rank_process.py"), {**kept, **ALONE, **settings}
+        self._control, self._process = start_server(file, environment, folder, *libraries, shares=not self._is_on_gpu)
         self._modules: set[str] = set()
 
     def has(self, module: str, file: str) -> bool:
@@ -325,7 +319,7 @@ def start_script(text: str, *arguments: str, modules: Sequence[str] = (), **vari
     ranks, or programs, need not import each.
     """
     if not _scripts:
-        _scripts.append(ForkedScripts("torch", "torch._dynamo", "zerorun.engine.initialize"))
+        _scripts.append(ForkedScripts("torch", "torch._dynamo", "zerorun.engine.initialize", shares=True))
     if modules:
         _scripts[0].load(*modules)
     return _scripts[0].start(text, {**os.environ, "ZERORUN_DEVICE": "cpu", **variables}, arguments)

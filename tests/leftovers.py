@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked_scripts import Origin
 
 _RUN = "TESTS_OF_RUN"  # the folder of the run: in the environment of all its processes
 _SHARED_MEMORY = Path("/dev/shm")
@@ -143,6 +144,7 @@ class Run:
         os.chmod(self.folder, 0o755)
         os.environ[_RUN] = self.folder
         self.config, self.told = config, _told(config)
+        self._origin = Origin(self.folder) if config.getoption("numprocesses", None) else None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
@@ -153,6 +155,8 @@ class Run:
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         result = yield
         os.environ.pop("PYTEST_CURRENT_TEST", None)
+        if self._origin is not None:
+            self._origin.close()
         self.told.extend(end_processes(self.folder))
         if self.told and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -41,6 +41,7 @@ import zerorun.engine.initialize  # noqa: F401  (what engines need)
 from zerorun import log
 from zerorun.distributed.transport import communicator as comm
 from zerorun.distributed.transport import open_shards
+from zerorun.zero import gathers, gradients
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
 _GRACE_S = 1.0  # for threads that are ending
@@ -271,10 +272,23 @@ def be_rank(rank: int, pipe: Connection, folder: str) -> NoReturn:
         os._exit(code)
 
 
-if __name__ == "__main__":
-    end_with_parent()
-    for library in sys.argv[3:]:
+def prepare(folder: str, *libraries: str) -> None:
+    """Import what nurseries share."""
+    for library in libraries:
         importlib.import_module(library)
+
+
+def main(control: Connection, folder: str, *libraries: str) -> None:
+    """Be the nursery of a process of tests."""
+    for module in (gathers, gradients):  # zerorun may have been imported in another environment
+        module.ORDER_TIMEOUT_S = float(os.environ["ZERORUN_ORDER_TIMEOUT_S"])
+        module.IN_TIME = f"within {module.ORDER_TIMEOUT_S:.0f} s"
     if on_gpu():
         follow_the_device()
-    nursery(Connection(int(sys.argv[1])), sys.argv[2])
+    nursery(control, folder)
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    prepare(*sys.argv[2:])
+    main(Connection(int(sys.argv[1])), *sys.argv[2:])
