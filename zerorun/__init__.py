@@ -37,6 +37,8 @@ if TYPE_CHECKING:  # the names that ``__getattr__`` resolves, for type checkers;
     from .pipeline.layer_spec import LayerSpec as LayerSpec
     from .pipeline.layer_spec import TiedLayerSpec as TiedLayerSpec
     from .pipeline.module import PipelineModule as PipelineModule
+    from .planner.answer import RunPlan as RunPlan
+    from .planner.answer import plan_run as plan_run
     from .tensor_parallel.sampling import sampled_labels as sampled_labels
 
 __version__ = "0.1.0"
@@ -61,6 +63,8 @@ _EXPORTS = {
     "DoesNotFitError": "zerorun.errors",
     "ZerorunError": "zerorun.errors",
     "PipelineModule": "zerorun.pipeline.module",
+    "RunPlan": "zerorun.planner.answer",
+    "plan_run": "zerorun.planner.answer",
     "sampled_labels": "zerorun.tensor_parallel.sampling",
     "LayerSpec": "zerorun.pipeline.layer_spec",
     "TiedLayerSpec": "zerorun.pipeline.layer_spec",

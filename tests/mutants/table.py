@@ -722,6 +722,14 @@ MUTANTS = (
         ("tests/unit/test_planner.py::test_a_group_has_its_share_of_the_cards",),
     ),
     Mutant(
+        "room-without-cuda",
+        "bytes",
+        "zerorun/planner/search.py",
+        "    room = memory.needed <= cluster.gpu.memory",
+        "    room = memory.device <= cluster.gpu.memory",
+        ("tests/unit/test_plan_search.py::test_will_it_fit_on_one_and_how_many_are_needed",),
+    ),
+    Mutant(
         "padded-moments",
         "bytes",
         "zerorun/planner/footprint.py",

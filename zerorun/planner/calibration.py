@@ -54,7 +54,8 @@ class Calibration:
         found = self.efficiencies.get(key_of(gpu, kernels))
         if found is not None:
             return found
-        alike = {other.family for other in GPUS.values() if other.peak == gpu.peak and other.matmul == gpu.matmul}
+        table = GPUS.get(gpu.name, gpu)
+        alike = {other.family for other in GPUS.values() if other.peak == table.peak and other.matmul == table.matmul}
         for near in (
             [f"{family}/{kernels.value}" for family in sorted(alike)],
             [key_of(gpu, other) for other in KernelGeneration],

@@ -1,19 +1,37 @@
-"""The ``zerorun-plan`` command: how long a training step takes, before there is a cluster."""
+"""The ``zerorun-plan`` command: the fastest configuration, how long it takes and what it costs, before there are GPUs."""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
-from zerorun.log import counted, run_command
+from zerorun.errors import ConfigError, ConfigProblem
+from zerorun.log import counted, in_bytes, positive, run_command
 
+from .answer import RunPlan, compared, named, plan_run
 from .calibration import fitted
+from .candidate import KernelGeneration
+from .hardware import cluster_of
 from .published import published_runs
+from .search import Goal, fits
 
 FAILED = 2
+_PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32", "fp8")
+_DESCRIPTION = """\
+Find the fastest configuration of a model on a cluster that fits into memory:
+its JSON file, the time of a step and what it goes into, days and GPU-hours.
+"""
+_EPILOG = """\
+MODEL is a config.json of Hugging Face. GPUs: 384xH100.
+
+exit status: 0 done. 2 the command could not be understood or carried out, or
+nothing fits.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,17 +43,73 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zerorun-plan",
-        description="Predict how fast a model trains on a cluster.",
-        epilog="exit status: 0 done. 2 the command could not be understood or carried out.",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--predict", metavar="FILE", required=True, help="a table of runs (CSV); see docs/planning.md")
-    parser.add_argument("--out", metavar="FILE", required=True, help="for the predictions (CSV: id,tokens_per_s_gpu)")
+    add = parser.add_argument
+    add("--model", metavar="FILE", help="the model's config.json")
+    add("--gpus", metavar="NxGPU", help="such as 384xH100")
+    add("--sequence", type=positive, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
+    add("--batch", type=positive, default=0, metavar="N", help="sequences of a step (default: about 4M tokens)")
+    add("--tokens", type=float, default=0.0, metavar="N", help="tokens of the whole run, such as 1e12")
+    add("--precision", choices=_PRECISIONS, default="bf16", help="of weights and activations (default: bf16)")
+    add("--compile", action="store_true", help="blocks are compiled")
+    add("--no-offload", action="store_true", help="keep optimizer states on the GPUs")
+    add("--nics", type=float, metavar="GBPS", help="gigabits per second of all network cards of a node")
+    add("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
+    add("--days", type=float, default=0.0, metavar="N", help="say how many GPUs are done with --tokens in so many days")
+    add("--price", type=float, default=0.0, metavar="N", help="of a GPU-hour")
+    add("--compare", metavar="FILE", help="a configuration to compare the best one with")
+    add("--write", metavar="FILE", help="write the configuration")
+    add("--json", action="store_true", help="print all figures as JSON")
+    add("--predict", metavar="FILE", help="a table of runs (CSV) whose speed is to be predicted")
+    add("--out", metavar="FILE", help="for the predictions (CSV: id,tokens_per_s_gpu)")
     return parser
 
 
 def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
-    return 0, [_predict(args.predict, args.out)]
+    needed = ("predict", "out") if args.predict or args.out else ("model", "gpus")
+    missing = [key for key in needed if getattr(args, key) is None]
+    if missing:
+        reason = "is needed."
+        raise ConfigError([ConfigProblem(f"--{key}", None, reason, "see --help.") for key in missing], "arguments")
+    if args.predict:
+        return 0, [_predict(args.predict, args.out)]
+    goal = Goal(
+        sequence=args.sequence,
+        batch=args.batch,
+        precision=args.precision,
+        kernels=KernelGeneration.FUSED if args.compile else KernelGeneration.FLASH,
+        offload=not args.no_offload,
+        tokens=args.tokens,
+        price=args.price,
+        days=args.days,
+    )
+    plan = plan_run(args.model, cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node), goal)
+    if args.write:
+        Path(args.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        return 0, json.dumps(plan.as_json(), indent=2).splitlines()
+    return 0, [*plan.page(), *(_comparison(args.compare, plan) if args.compare else ()), *_configuration(args, plan)]
+
+
+def _configuration(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
+    if args.write:
+        yield f"the configuration is in {args.write}"
+    else:
+        yield json.dumps(plan.config)
+
+
+def _comparison(path: str, plan: RunPlan) -> Iterator[str]:
+    given = compared(path, plan)
+    ratio = given.step.seconds / given.candidate.batch / (plan.best.step.seconds / plan.best.candidate.batch)
+    memory = f"{in_bytes(given.memory.needed)} of {in_bytes(plan.cluster.gpu.memory)}"
+    yield f"{path}: {named(given.candidate)}"
+    yield f"  {ratio:.2f} x the time for a sequence; needs {memory}" + (
+        "" if fits(given.memory, plan.cluster) else ": too much"
+    )
 
 
 def _predict(path: str, out: str) -> str:

@@ -4,7 +4,7 @@ What lies still (parameters, gradients, master, moments, slots) is what ``zeroru
 byte, for Hugging Face models with AdamW and the keys of ``candidate_config``. Blocks are equal, so it takes no time.
 
 Activations of a block are those that ``checkpointing.kept_bytes`` finds for Llama's: 20 bytes per token for each element of
-the width, 4 for each of the keys, 4 for each inner element and matrix.
+the width, 4 for each of the keys, 4 for each inner element and matrix. Fused kernels keep what their products need.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise
 from math import prod
+from typing import NamedTuple
 
 from ..distributed.layout import Layout, aligned_bytes, build_layout
 from ..pipeline.partition import LayerFacts, bounds_of
 from ..plan.policy import STAGES, Policy
-from .candidate import RunCandidate
+from .candidate import KernelGeneration, RunCandidate
 from .model_shape import ModelShape, Weight
 
 _SLOTS = 2  # shared by units, for parameters (one in use, one on its way) and for gradients
-_WIDTH, _DIVIDED_WIDTH, _KEYS, _INNER = 16, 4, 4, 4  # bytes of activations per token: see the note above
+# Bytes of activations per token, for each element: of the width (in rows, and in heads), of the keys, of inner layers.
+_EAGER, _FUSED = (16, 4, 4, 4), (8, 4, 4, 2)
 _LOGIT = 12  # bytes for each logit: in 2 bytes, in fp32, and its gradient
 _KEPT_SHARE = 0.4  # of what "full" frees, kept by "selective"
 CONTEXT = 2.5 * 2**30  # bytes that CUDA and NCCL take
@@ -101,17 +103,36 @@ def layers_of_stages(shape: ModelShape, pipe: int, chunks: int = 1) -> tuple[int
     return tuple(found)
 
 
+class _Degrees(NamedTuple):
+    """What decides on what lies still. ``degree``: of flat buffers."""
+
+    tensor: int
+    pipe: int
+    stage: int
+    shard: int
+    degree: int
+    precision: str
+    offload: bool
+
+
 def _of_stage(shape: ModelShape, candidate: RunCandidate, rank: int) -> Footprint:
     c, blocks = candidate, layers_of_stages(shape, candidate.pipe, candidate.chunks)[rank]
-    first, last = rank == 0, rank == c.pipe - 1
-    outside = [[*(shape.before if first else ()), *(shape.after if last else ())]]
-    if shape.tied and c.pipe > 1 and (first or last):  # both ends have the weight, in a flat group of its own
-        outside = [[shape.before[0]], [weight for weight in outside[0] if weight is not shape.before[0]]]
-    roots = [_layout(tuple(weights), c.tensor, c.shard if c.stage else c.data) for weights in outside if weights]
-    block = _layout(shape.block, c.tensor, c.shard if c.stage else c.data)
-    kinds, made = _held(c, roots, block, blocks)
-    kinds["buffers"] = shape.rotary
+    degree = c.shard if c.stage else c.data
+    degrees = _Degrees(c.tensor, c.pipe, c.stage, c.shard, degree, c.precision, c.offload_optimizer)
+    kinds, made = _at_rest(shape, degrees, rank, blocks)
     return Footprint(kinds, made, activation_bytes(shape, candidate, rank, blocks), rank)
+
+
+@lru_cache(maxsize=1 << 14)
+def _at_rest(shape: ModelShape, degrees: _Degrees, rank: int, blocks: int) -> tuple[dict[str, int], int]:
+    """Return the bytes by kind on the stage ``rank``, and those of gradients that autograd has made."""
+    first, last = rank == 0, rank == degrees.pipe - 1
+    outside = [[*(shape.before if first else ()), *(shape.after if last else ())]]
+    if shape.tied and degrees.pipe > 1 and (first or last):  # both ends have the weight, in a flat group of its own
+        outside = [[shape.before[0]], [weight for weight in outside[0] if weight is not shape.before[0]]]
+    roots = [_layout(tuple(weights), degrees.tensor, degrees.degree) for weights in outside if weights]
+    kinds, made = _held(degrees, roots, _layout(shape.block, degrees.tensor, degrees.degree), blocks)
+    return {**kinds, "buffers": shape.rotary}, made
 
 
 @lru_cache(maxsize=1 << 14)
@@ -119,21 +140,21 @@ def _layout(weights: tuple[Weight, ...], tensor: int, degree: int) -> Layout:
     return build_layout([weight.name for weight in weights], [weight.on_rank(tensor) for weight in weights], degree)
 
 
-def _policy(candidate: RunCandidate) -> Policy:
-    if candidate.shard > 1:
-        return STAGES[candidate.stage]
-    row = STAGES[min(candidate.stage, 1)]
-    shares = candidate.stage >= 2 and candidate.offload_optimizer
+def _policy(degrees: _Degrees) -> Policy:
+    if degrees.shard > 1:
+        return STAGES[degrees.stage]
+    row = STAGES[min(degrees.stage, 1)]
+    shares = degrees.stage >= 2 and degrees.offload
     return Policy(row.stage, row.shard_optimizer, shares, row.share_param_slots)
 
 
-def _held(c: RunCandidate, roots: list[Layout], block: Layout, blocks: int) -> tuple[dict[str, int], int]:
+def _held(degrees: _Degrees, roots: list[Layout], block: Layout, blocks: int) -> tuple[dict[str, int], int]:
     """Return the bytes by kind, and those of gradients that autograd has made: see zerorun/plan/make.py."""
-    policy, size = _policy(c), _SIZES.get(c.precision, _MIXED)
+    policy, size = _policy(degrees), _SIZES.get(degrees.precision, _MIXED)
     kinds = dict.fromkeys(("parameters", "gradients", "master", "moments", "slots"), 0)
-    host = "host " if c.offload_optimizer else ""
+    host = "host " if degrees.offload else ""
     kinds |= dict.fromkeys((f"{host}{kind}" for kind in ("gradients", "master", "moments")), 0)
-    master = size.master or (size.parameter if c.offload_optimizer else 0)
+    master = size.master or (size.parameter if degrees.offload else 0)
     for layout, times, shares in (*((root, 1, False) for root in roots), (block, blocks, True)):
         shard = layout.shard_numel(0)
         owned = shard if policy.shard_optimizer else layout.numel
@@ -148,14 +169,14 @@ def _held(c: RunCandidate, roots: list[Layout], block: Layout, blocks: int) -> t
         kinds[f"{host}moments"] += times * end * size.moments
         if not shares_grads:
             kinds["slots" if policy.share_grad_slots else "gradients"] += times * layout.numel * size.gradient
-        if c.offload_optimizer or policy.share_grad_slots:
+        if degrees.offload or policy.share_grad_slots:
             kinds[f"{host}gradients"] += times * shard * size.gradient
     count = min(_SLOTS, max(blocks, 1))
     if policy.share_param_slots and blocks:
         kinds["slots"] += count * aligned_bytes(block.numel * size.parameter)
     if policy.share_grad_slots and blocks:
         kinds["slots"] += _SLOTS * aligned_bytes(block.numel * size.gradient)
-    if c.offload_optimizer:
+    if degrees.offload:
         largest = max(layout.shard_numel(0) for layout in (*roots, block))
         rounded = size.parameter if size.parameter < master else 0
         kinds["host staging"] = 2 * largest * (size.gradient + rounded)
@@ -167,15 +188,16 @@ def activation_bytes(shape: ModelShape, candidate: RunCandidate, rank: int, bloc
     """Return the bytes of activations that the stage ``rank`` keeps at its peak, with the schedule 1F1B."""
     c = candidate
     wide = 2 if c.precision == "fp32" else 1
-    rows = _WIDTH * shape.hidden / (c.tensor if c.sequence_parallel else 1)
+    width, heads, keys, inner = _FUSED if c.kernels is KernelGeneration.FUSED else _EAGER
+    rows = width * shape.hidden / (c.tensor if c.sequence_parallel else 1)
     used = shape.used_experts * shape.ffn * (shape.matrices - 1)
-    inside = _DIVIDED_WIDTH * shape.heads * shape.head_dim + _KEYS * shape.kv_heads * shape.head_dim + _INNER * used
+    inside = shape.head_dim * (heads * shape.heads + keys * shape.kv_heads) + inner * used
     whole, least = wide * (rows + inside / c.tensor), wide * 2.0 * shape.hidden
     kept = {"none": whole, "full": least}.get(c.checkpointing, least + _KEPT_SHARE * (whole - least))
     again = whole - kept  # of the block that is being recomputed
     in_flight: float = min(c.accumulation, c.pipe - rank)
     if c.chunks > 1:
-        in_flight = min(c.accumulation, in_flight + (c.pipe - 1) / c.chunks)
+        in_flight = min(c.accumulation, c.pipe + (c.pipe - 1 - 2 * rank) / c.chunks)
     logits = _LOGIT * wide * shape.vocab / c.tensor if rank == c.pipe - 1 else 0.0
     return int(c.tokens * (in_flight * blocks * kept + max(again, logits)))
 
@@ -209,6 +231,8 @@ def candidate_config(candidate: RunCandidate) -> dict[str, object]:
         config["pipeline"] = {"stages": c.pipe, **chunks}
     if c.context > 1:
         config["sequence_parallel_size"] = c.context
+    if c.kernels is KernelGeneration.FUSED:
+        config["compile"] = {"enabled": True}
     if c.checkpointing != "none":
         config["activation_checkpointing"] = {"policy": c.checkpointing}
     return config

@@ -8,7 +8,7 @@ reaches in a training step, from published steps with 64K tokens and more: eager
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..errors import ConfigError, ConfigProblem
 
@@ -89,10 +89,6 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.per_node)
-
-    def of(self, gpus: int) -> Cluster:
-        """Return such a cluster of ``gpus`` GPUs."""
-        return replace(self, gpus=gpus)
 
 
 def gpu_of(name: str) -> Gpu:

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log2
 
+from ..pipeline.schedule.schedules import make_schedule
+from ..pipeline.schedule.simulate import simulate
+from ..pipeline.schedule.times import Times
 from .calibration import Calibration
 from .candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate
+from .footprint import layers_of_stages
 from .hardware import Cluster
 from .kernels import KernelModel, Work
 from .links import NETWORK, NVLINK, RankGroup, all_reduce_seconds, gather_seconds
@@ -27,6 +31,7 @@ from .model_shape import ModelShape
 _WEIGHT = 2  # bytes of a parameter in a gather
 _UPDATE, _FUSED_UPDATE = 40, 28  # bytes that an update moves per parameter
 _HOST_UPDATE, _OF_HOST = 28, 0.8  # the same in host memory, and the part of its bandwidth that the update reaches
+_ROUNDS = 4  # micro-batches that are simulated, for each stage
 _MESSAGE = 20e-6  # seconds before a message between stages begins to arrive
 
 
@@ -93,6 +98,34 @@ class StepModel:
         causes["waiting for others"] = sum(causes.values()) * constants.jitter * log2(self.cluster.nodes)
         forward = (mean + slower + exposed) * block.forward / block.seconds
         return StepTime(causes, forward, mean + slower + exposed - forward)
+
+    def simulated(self) -> StepTime:
+        """Return the step with the bubble of a simulated schedule, in which stages have the blocks that they will have."""
+        c, found = self.candidate, self.step()
+        if c.pipe == 1:
+            return found
+        bubble = self._simulated_bubble()
+        causes = {**found.causes, "pipeline bubble": bubble}
+        causes["waiting for others"] *= (found.seconds - found.causes["pipeline bubble"] + bubble) / found.seconds
+        return StepTime(causes, found.forward, found.backward)
+
+    def _simulated_bubble(self) -> float:
+        """Return the makespan beyond the mean work of a stage. Long schedules are periodic, so few rounds are simulated."""
+        c, block = self.candidate, self.block
+        head = [work.seconds for work in self.kernels.head(self.shape, c)]
+        blocks = layers_of_stages(self.shape, c.pipe, c.chunks)
+        waits = self.exposed_in_micro_batch / 2
+        forward = [count * block.forward + waits for count in blocks]
+        backward = [count * block.backward + waits for count in blocks]
+        forward[-1], backward[-1] = forward[-1] + head[0], backward[-1] + head[1]
+        rounds = min(c.accumulation, _ROUNDS * c.pipe)
+        half = [time / 2 for time in backward]
+        times = Times.make(c.pipe, forward, half, half, self.boundary_seconds() / (2 * c.chunks))
+        kind = "interleaved" if c.chunks > 1 else "1f1b"
+        makespan = simulate(make_schedule(kind, c.pipe, rounds, chunks=c.chunks), times).makespan
+        makespan += (c.accumulation - rounds) * max(map(sum, zip(forward, backward, strict=True)))
+        mean = (self.shape.layers * block.seconds + sum(head)) / c.pipe + 2 * waits + self.boundary_seconds()
+        return max(0.0, makespan - c.accumulation * mean)
 
     # -- one block -----------------------------------------------------------------------------------------------
 

@@ -1,0 +1,157 @@
+"""zerorun-plan: the questions that people ask before a run, and what must hold for all of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_planner import LLAMA_8B
+
+import zerorun
+from zerorun.config import load_config
+from zerorun.errors import ConfigError, DoesNotFitError
+from zerorun.planner import cli
+from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration
+from zerorun.planner.hardware import GB, cluster_of
+from zerorun.planner.model_shape import ModelShape, shape_of
+from zerorun.planner.search import Goal, fits, least_gpus, search
+
+# OLMo 1B and 7B (arXiv:2402.00838), Llama 2 70B's shape, Falcon 40B (arXiv:2311.16867), Llama 3.1 405B, and one of 10B.
+OLMO_1B = ModelShape(16, 2048, 16, 16, 128, 8192, 3, 50304, True, gains=0, final_gains=0)
+OLMO_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 3, 50304, gains=0, final_gains=0)
+OLMO_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 3, 32000)
+FALCON_40B = ModelShape(60, 8192, 128, 8, 64, 32768, 2, 65024, True, gains=4, final_gains=2)
+LLAMA_405B = ModelShape(126, 16384, 128, 8, 128, 53248, 3, 128256)
+OF_10B = ModelShape(40, 4608, 36, 36, 128, 12288, 3, 50304)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpu", "precision", "alone", "with_offload"),
+    [
+        (OLMO_1B, "A100-40", "bf16", 1, 1),
+        (OLMO_7B, "A100-40", "bf16", 4, 2),
+        (OLMO_7B, "H100", "bf16", 2, 1),
+        (OLMO_70B, "A100-40", "bf16", 64, 8),
+        (OLMO_70B, "H100", "bf16", 32, 4),
+        (FALCON_40B, "A100-40", "bf16", 32, 4),
+        (FALCON_40B, "H100", "bf16", 16, 2),
+        (OF_10B, "H100", "bf16", 4, 1),
+        (OF_10B, "H100", "bf16-pure", 2, 1),  # 8 bytes for each parameter: 85 GB
+        (OF_10B, "H200", "bf16-pure", 1, 1),
+    ],
+)
+def test_will_it_fit_on_one_and_how_many_are_needed(
+    shape: ModelShape, gpu: str, precision: str, alone: int, with_offload: int
+) -> None:
+    cluster = cluster_of(f"8x{gpu}")
+    found = [least_gpus(shape, cluster, Goal(2048, precision=precision, offload=offload)) for offload in (False, True)]
+    assert found == [alone, with_offload]
+
+
+@pytest.mark.parametrize(("gpus", "mfu"), [(8192, 0.43), (16384, 0.41)])
+def test_llama_405b_is_planned_as_it_was_trained(gpus: int, mfu: float) -> None:
+    """Tensor ranks x stages of the Llama 3 report (arXiv:2407.21783, table 4) with a runtime that hides what theirs did."""
+    begun, cluster = time.process_time(), cluster_of(f"{gpus}xH100")
+    goal = Goal(8192, 2048, kernels=KernelGeneration.FUSED, hides=frozenset((REDUCTIONS, GATHERS, TENSOR)))
+    found = search(LLAMA_405B, cluster, goal)
+    assert time.process_time() - begun < 5
+    best = next(one for one in found[:5] if (one.candidate.tensor, one.candidate.pipe) == (8, 16))
+    flops = best.tokens_per_second * LLAMA_405B.flops_per_token(8192)
+    assert flops / (gpus * cluster.gpu.peak) == pytest.approx(mfu, abs=0.03)
+
+
+def test_384_h100s_for_a_trillion_tokens() -> None:
+    plan = zerorun.plan_run(LLAMA_8B, "384xH100", {"sequence": 8192, "tokens": 1e12, "price": 2.0})
+    assert plan.best.candidate.world == 384
+    assert 0.3 < plan.mfu < 0.5
+    assert plan.as_json()["cost"] == pytest.approx(2 * plan.as_json()["days"] * 24 * 384)
+    assert all(fits(one.memory, plan.cluster) for one in (plan.best, *plan.others))
+    assert plan.best.step.seconds <= min(one.step.seconds for one in plan.others)
+    assert 0.95 < plan.goodput < 1
+    assert load_config(plan.config).zero_optimization.stage == plan.best.candidate.stage
+
+
+@pytest.mark.parametrize("gpus", ["16xA100-40", "64xH100"])
+def test_better_clusters_never_plan_worse(gpus: str) -> None:
+    cluster, goal = cluster_of(gpus), Goal(2048, 256)
+    base = search(OLMO_7B, cluster, goal)
+    speed = base[0].tokens_per_second
+    more = replace(cluster, gpu=replace(cluster.gpu, memory=1.5 * cluster.gpu.memory))
+    assert search(OLMO_7B, more, goal)[0].tokens_per_second >= speed
+    assert least_gpus(OLMO_7B, more, goal) <= (least_gpus(OLMO_7B, cluster, goal) or 0)  # type: ignore[operator]
+    assert search(OLMO_7B, replace(cluster, nics=4 * cluster.nics), goal)[0].tokens_per_second >= speed
+    assert search(OLMO_7B, replace(cluster, gpus=2 * cluster.gpus), goal)[0].tokens_per_second >= speed
+    assert base == sorted(base[:50], key=lambda one: one.step.seconds) + base[50:]
+
+
+def test_what_does_not_fit_is_told() -> None:
+    with pytest.raises(DoesNotFitError, match="no configuration of 8 A100-40 fits 405,853"):
+        search(LLAMA_405B, cluster_of("8xA100-40"), Goal(8192))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B), encoding="utf-8")
+    return str(path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_the_page(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "best.json")
+    usual = ("--model", model, "--gpus", "16xH100", "--tokens", "1e11", "--price", "3", "--days", "500", "--write", out)
+    page = run(capsys, *usual)
+    assert page.startswith("8,030,261,248 parameters on 16 H100, bf16\n  the fastest that fits: stage ")
+    for part in ("MFU ", "GPU-hours, ", "for 500 days: 8 GPUs", "the least that fits: 2 H100; "):
+        assert part in page
+    for part in ("matrix products", "binds", "where the memory goes", "what a GPU sends in a step", "x the time: "):
+        assert part in page
+    assert f"the configuration is in {out}" in page
+    same = run(capsys, "--model", model, "--gpus", "16xH100", "--compare", out)
+    assert "  1.00 x the time for a sequence; needs " in same
+    figures: dict[str, Any] = json.loads(run(capsys, *usual, "--json"))
+    assert figures["config"] == json.loads(Path(out).read_text(encoding="utf-8"))
+    assert sum(figures["causes"].values()) == pytest.approx(figures["step_seconds"])
+    assert figures["gpus_for_deadline"] == 8
+
+
+def test_a_configuration_is_compared(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": true}, "zero_optimization": {"stage": 0}}')
+    found = run(capsys, "--model", model, "--gpus", "8xH100", "--compare", str(path))
+    assert f"{path}: stage 0, 8 replicas, micro-batch 4 x 32" in found
+    assert "GiB of 79.1 GiB: too much" in found  # 18 bytes for each parameter
+    path.write_text('{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"size": 3}}')
+    assert cli.main(["--model", model, "--gpus", "8xH100", "--compare", str(path)]) == 2
+    assert "degrees = 3: does not divide 8 GPUs" in capsys.readouterr().err
+
+
+def test_gpus_without_data_are_not_calibrated(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert "not calibrated: there is no published run with flash kernels on L40S" in run(
+        capsys, "--model", model, "--gpus", "16xL40S"
+    )
+
+
+def test_bad_goals_and_models_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"goal\.seq = 5: is not known"):
+        zerorun.plan_run(LLAMA_8B, "8xH100", {"seq": 5})
+    with pytest.raises(ConfigError, match="does not tell its shape"):
+        zerorun.plan_run(3, "8xH100")
+    assert cli.main(["--model", "config.json"]) == 2
+    assert "--gpus = None: is needed." in capsys.readouterr().err
+    assert shape_of({**LLAMA_8B, "model_type": "mistral"}).parameters == 8_030_261_248
+
+
+def test_a_link_is_as_fast_as_it_is_said_to_be(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    slow = json.loads(run(capsys, "--model", model, "--gpus", "16xH100", "--nics", "100", "--json"))
+    fast = json.loads(run(capsys, "--model", model, "--gpus", "16xH100", "--json"))
+    assert slow["step_seconds"] >= fast["step_seconds"]
+    assert cluster_of("16xH100", nics_gbps=100).nics == 12.5 * GB

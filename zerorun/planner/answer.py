@@ -1,0 +1,317 @@
+"""Answer: what is said of a planned run, as lines and as JSON, and the configuration that zerorun itself loads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from ..config.parse import load_config
+from ..errors import ConfigError, ConfigProblem, DoesNotFitError
+from ..log import counted, in_bytes
+from .calibration import Calibration, fitted
+from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
+from .footprint import candidate_config, footprint
+from .hardware import GB, Cluster, cluster_of
+from .model_shape import ModelShape, read_shape, shape_of
+from .search import Goal, Timed, least_gpus, search
+from .step_time import StepModel
+
+_NEXT = 5  # configurations that are shown beside the best one
+_FAILURES = 50_700 * 3600  # GPU-seconds between interruptions: Llama 3's 466 in 54 days on 16,384 GPUs
+_STALL, _RESTART = 10.0, 300.0  # seconds of a save that is seen, and of a restart from the disk
+_DAY = 86400.0
+_MOST_GPUS, _MOST_MFU = 1 << 17, 1.1  # more than fp8 has reached
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The fastest configuration of a model on a cluster, and what it means. ``others``: the next ones.
+
+    ``fitting``: how many configurations fit, of those that are not certainly slower than another. ``least``: the least GPUs
+    that fit, without and with optimizer states in host memory. ``for_deadline``: GPUs for ``goal.days``; None if no number
+    does.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    goal: Goal
+    calibration: Calibration
+    best: Timed
+    others: tuple[Timed, ...]
+    fitting: int
+    least: tuple[int | None, int | None]
+    for_deadline: int | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration, as in a JSON file."""
+        return candidate_config(self.best.candidate)
+
+    @property
+    def calibrated(self) -> bool:
+        """True if runs with such kernels on such GPUs were fitted."""
+        return self.calibration.has(self.cluster.gpu, self.goal.kernels)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """By what factors a measured speed may differ: 9 of 10 runs did not by more."""
+        error = self.calibration.p90 if self.calibrated else self.calibration.held_out[1]
+        return 1 - error, 1 + error
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.best.tokens_per_second
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs per second, as a part of the data sheet's bf16 peak: causal attention, nothing recomputed."""
+        flops = self.shape.flops_per_token(self.goal.sequence)
+        return self.tokens_per_second * flops / (self.cluster.gpus * self.cluster.gpu.peak)
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run, without interruptions; 0 if its tokens are not known."""
+        return self.goal.tokens / self.tokens_per_second
+
+    @property
+    def save_every(self) -> float:
+        """Seconds between saves at which the least is lost: the root of 2 x stall x time between failures."""
+        return sqrt(2 * _STALL * _FAILURES / self.cluster.gpus)
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time that is not lost to saves, repeated steps and restarts."""
+        between = _FAILURES / self.cluster.gpus
+        return 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / between
+
+    @property
+    def links(self) -> dict[str, float]:
+        """Bytes that a GPU sends in a step, by link and cause."""
+        return link_bytes(StepModel(self.shape, self.best.candidate, self.cluster, self.calibration))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all figures. Bytes, seconds; ``config`` is the configuration."""
+        return {
+            "config": self.config,
+            "gpus": self.cluster.gpus,
+            "gpu": self.cluster.gpu.name,
+            "parameters": self.shape.parameters,
+            "step_seconds": self.best.step.seconds,
+            "causes": self.best.step.causes,
+            "binding": self.best.step.binding,
+            "tokens_per_second": self.tokens_per_second,
+            "spread": self.spread,
+            "calibrated": self.calibrated,
+            "mfu": self.mfu,
+            "memory": {**self.best.memory.kinds, "activations": self.best.memory.activations},
+            "needed_bytes": self.best.memory.needed,
+            "sent_bytes": self.links,
+            "days": self.seconds / _DAY,
+            "gpu_hours": self.seconds / 3600 * self.cluster.gpus,
+            "cost": self.seconds / 3600 * self.cluster.gpus * self.goal.price,
+            "save_every_seconds": self.save_every,
+            "goodput": self.goodput,
+            "least_gpus": self.least[0],
+            "least_gpus_with_offload": self.least[1],
+            "gpus_for_deadline": self.for_deadline,
+            "others": [
+                {"config": candidate_config(one.candidate), "step_seconds": one.step.seconds} for one in self.others
+            ],
+        }
+
+    def page(self) -> Iterator[str]:
+        """Yield the lines to print."""
+        goal, cluster, best = self.goal, self.cluster, self.best
+        low, high = self.spread
+        speed = self.tokens_per_second / cluster.gpus
+        yield f"{self.shape.parameters:,} parameters on {cluster.gpus} {cluster.gpu.name}, {goal.precision}"
+        yield f"  the fastest that fits: {named(best.candidate)}"
+        yield f"  a step of {best.candidate.batch:,} x {goal.sequence:,} tokens takes {best.step.seconds:.3g} s"
+        yield f"  {speed:,.0f} tokens/s and GPU ({speed * low:,.0f} to {speed * high:,.0f}), MFU {self.mfu:.1%}"
+        if not self.calibrated:
+            yield f"  not calibrated: there is no published run with {goal.kernels.value} kernels on {cluster.gpu.name}"
+        if goal.tokens:
+            hours = self.seconds / 3600 * cluster.gpus
+            price = f", {hours * goal.price:,.0f} at {goal.price:g} a GPU-hour" if goal.price else ""
+            yield f"  {goal.tokens:.3g} tokens: {self.seconds / _DAY:.3g} days, {hours:,.0f} GPU-hours{price}"
+        every = self.save_every / 60
+        yield f"  save every {every:.0f} minutes: then {self.goodput:.1%} of the time is not lost to failures"
+        yield from self._sizes()
+        yield "where the time goes"
+        for cause, seconds in sorted(best.step.causes.items(), key=lambda item: -item[1]):
+            if seconds > 0.001 * best.step.seconds:
+                yield f"  {cause:<26}{seconds:>9.3g} s{seconds / best.step.seconds:>8.1%}"
+        yield f"  {best.step.binding} binds, apart from the products"
+        yield "where the memory goes, on the GPU that needs the most"
+        kinds = {**best.memory.kinds, "gradients on their way": best.memory.made, "activations": best.memory.activations}
+        yield from (f"  {kind:<26}{in_bytes(size):>11}" for kind, size in kinds.items() if size)
+        yield f"  {'with CUDA, NCCL and spare':<26}{in_bytes(best.memory.needed):>11} of {in_bytes(cluster.gpu.memory)}"
+        sent = {what: size for what, size in self.links.items() if size}
+        if sent:
+            yield "what a GPU sends in a step"
+            yield from (f"  {what:<40}{size / GB:>9.3g} GB" for what, size in sent.items())
+        yield f"the next of {counted(self.fitting, 'configuration')} that fit and are not certainly slower"
+        yield from (
+            f"  {one.step.seconds / best.step.seconds:>5.2f} x the time: {named(one.candidate)}" for one in self.others
+        )
+
+    def _sizes(self) -> Iterator[str]:
+        alone, beside = (f"{gpus} {self.cluster.gpu.name}" if gpus else "none" for gpus in self.least)
+        yield f"  the least that fits: {alone}; with optimizer states in host memory: {beside}"
+        if self.goal.days:
+            found = f"{self.for_deadline} GPUs" if self.for_deadline else f"not even {_MOST_GPUS:,} GPUs do"
+            yield f"  for {self.goal.days:g} days: {found}"
+
+
+def named(candidate: RunCandidate) -> str:
+    """Return the degrees of ``candidate`` in words."""
+    c = candidate
+    parts = [f"stage {c.stage}"]
+    parts += [f"{c.shard} shards" if c.stage and c.shard != c.data * c.context else ""]
+    parts += [f"{c.tensor} tensor" if c.tensor > 1 else "", f"{c.context} context" if c.context > 1 else ""]
+    parts += [f"{c.pipe} stages" + (f" x {c.chunks} chunks" if c.chunks > 1 else "") if c.pipe > 1 else ""]
+    parts += [f"{c.data} replicas", f"micro-batch {c.micro_batch} x {c.accumulation}"]
+    parts += [f"{c.checkpointing} checkpointing" if c.checkpointing != "none" else ""]
+    parts += ["optimizer in host memory" if c.offload_optimizer else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def link_bytes(model: StepModel) -> dict[str, float]:
+    """Return the bytes that a GPU of the fullest stage sends in a step, by what they are and the link that they need."""
+    c, shape = model.candidate, model.shape
+    blocks, micro = -(-shape.layers // c.pipe), c.accumulation
+    numel = shape.parameters / c.pipe / c.tensor
+    activations = c.tokens * shape.hidden * 2
+    tensor, shards = model.group(c.tensor, 1), model.shard_group
+    replicas = model.group(c.data * c.context // c.shard, c.tensor * c.context * c.shard)
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro}[c.stage]
+    reductions = micro if c.stage >= 2 else 1
+    passes = 2 + (c.checkpointing == "full")
+    others = (c.shard - 1) / c.shard
+    found = {
+        ("tensor ranks", tensor): 4 * passes * micro * blocks * activations * (c.tensor - 1) / c.tensor,
+        ("gathers of parameters", shards): gathers * numel * 2 * others,
+        ("reductions of gradients", shards): reductions * numel * c.wire_bytes * others,
+        ("sums over replicas", replicas): 2 * reductions * numel / c.shard * c.wire_bytes * (1 - 1 / replicas.size),
+    }
+    named = {f"{what}, {'NVLink' if group.nodes == 1 else 'network'}": size for (what, group), size in found.items()}
+    named["messages of stages"] = (c.pipe > 1) * 2 * c.chunks * micro * activations / c.tensor
+    return named
+
+
+def plan_run(model: Any, cluster: Cluster | str, goal: Goal | Mapping[str, Any] | None = None) -> RunPlan:
+    """Return the fastest configuration of ``model`` on ``cluster`` that fits into memory, without GPUs and ranks.
+
+    ``model``: a ModelShape, a path to a ``config.json``, its contents, or a Hugging Face model. ``cluster``: "384xH100",
+    or a Cluster. ``goal``: a Goal or its fields, such as ``{"sequence": 8192, "tokens": 1e12}``.
+
+    Raises ConfigError for what cannot be read, DoesNotFitError if nothing fits.
+    """
+    shape, cluster, goal = _shape(model), cluster_of(cluster) if isinstance(cluster, str) else cluster, _goal(goal)
+    calibration = fitted()
+    found = search(shape, cluster, goal, calibration)
+    return RunPlan(
+        shape,
+        cluster,
+        goal,
+        calibration,
+        found[0],
+        tuple(_different(found)),
+        len(found),
+        (least_gpus(shape, cluster, replace(goal, offload=False)), least_gpus(shape, cluster, replace(goal, offload=True))),
+        _for_deadline(shape, cluster, goal, calibration) if goal.days and goal.tokens else None,
+    )
+
+
+def _different(found: Sequence[Timed]) -> Iterator[Timed]:
+    """Yield the next ones that differ from those before in more than chunks and micro-batches."""
+    seen: set[tuple[Any, ...]] = set()
+    for one in found:
+        c = one.candidate
+        kind = (c.tensor, c.pipe, c.context, c.stage, c.shard, c.offload_optimizer)
+        if kind not in seen and 0 < len(seen) <= _NEXT:
+            yield one
+        seen.add(kind)
+
+
+def _shape(model: Any) -> ModelShape:
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, (str, Path)):
+        return read_shape(model)
+    values = model if isinstance(model, Mapping) else getattr(getattr(model, "config", None), "to_dict", lambda: None)()
+    if values is None:
+        remedy = "give a config.json, or a zerorun.planner.model_shape.ModelShape."
+        raise ConfigError([ConfigProblem("model", type(model).__name__, "does not tell its shape.", remedy)])
+    return shape_of(dict(values))
+
+
+def _goal(goal: Goal | Mapping[str, Any] | None) -> Goal:
+    if isinstance(goal, Goal):
+        return goal
+    known = [field.name for field in fields(Goal)]
+    unknown = [key for key in goal or {} if key not in known]
+    if unknown:
+        remedy = f"use {', '.join(known)}."
+        raise ConfigError([ConfigProblem(f"goal.{key}", (goal or {})[key], "is not known.", remedy) for key in unknown])
+    return Goal(**(goal or {}))
+
+
+def _for_deadline(shape: ModelShape, cluster: Cluster, goal: Goal, calibration: Calibration) -> int | None:
+    """Return the least of 1, 2, 3, 4, 6, 8, 12 ... nodes on which the run is over in ``goal.days``; None if none is."""
+    least = goal.tokens * shape.flops_per_token(goal.sequence) / (goal.days * _DAY * cluster.gpu.peak * _MOST_MFU)
+    for nodes in sorted({1, *(count << power for count in (2, 3) for power in range(16))}):
+        gpus = nodes * cluster.per_node
+        if gpus > _MOST_GPUS:
+            break
+        if gpus < least:
+            continue
+        try:
+            best = search(shape, replace(cluster, gpus=gpus), replace(goal, batch=0), calibration, simulated=1)[0]
+        except DoesNotFitError:
+            continue
+        if goal.tokens / best.tokens_per_second <= goal.days * _DAY:
+            return gpus
+    return None
+
+
+def compared(path: str | Path, plan: RunPlan) -> Timed:
+    """Return the time and the memory of the configuration in the file ``path``, on the cluster of ``plan``.
+
+    Raises ConfigError if it cannot be used on these GPUs.
+    """
+    config = load_config(path)
+    zero, tensor, pipe = config.zero_optimization, config.tensor_parallel.size, config.pipeline.stages
+    context, gpus = config.sequence_parallel_size or 1, plan.cluster.gpus
+    if gpus % (tensor * pipe * context):
+        reason = f"does not divide {gpus} GPUs."
+        raise ConfigError([ConfigProblem("degrees", tensor * pipe * context, reason, "change them.")], str(path))
+    data = gpus // (tensor * pipe * context)
+    micro = config.train_micro_batch_size_per_gpu or 1
+    batch = config.train_batch_size or plan.goal.batch_on(gpus)
+    policy = config.activation_checkpointing.policy
+    pure = config.bf16.enabled and config.gradient_dtype == "bf16"
+    candidate = RunCandidate(
+        data=data,
+        tensor=tensor,
+        pipe=pipe,
+        chunks=config.pipeline.chunks,
+        context=context,
+        stage=zero.stage,
+        shard=(zero.shard_degree or data * context) if zero.stage else 1,
+        sequence=plan.goal.sequence,
+        micro_batch=micro,
+        accumulation=config.gradient_accumulation_steps or max(1, batch // (micro * data)),
+        checkpointing={"every_n": "selective"}.get(policy, policy),
+        offload_optimizer=not zero.offload_optimizer.is_off(),
+        precision="bf16-pure" if pure else "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32",
+        sequence_parallel=tensor > 1 and config.tensor_parallel.sequence_parallel,
+        kernels=KernelGeneration.FUSED if config.compile.enabled else plan.goal.kernels,
+        hides=frozenset((REDUCTIONS, GATHERS)),
+    )
+    model = StepModel(plan.shape, candidate, plan.cluster, plan.calibration)
+    return Timed(candidate, model.simulated(), footprint(plan.shape, candidate))

@@ -1,0 +1,178 @@
+"""Search: the configurations of a model on a cluster that fit, and which of them is fastest.
+
+[Note: dominance]
+At equal degrees and micro-batches, keeping activations is never slower than computing them again, and states on the device
+are never slower than states in host memory. So the first of these that fits is the only one to be timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..errors import DoesNotFitError
+from .calibration import Calibration, fitted
+from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
+from .footprint import Footprint, footprint
+from .hardware import Cluster
+from .model_shape import ModelShape
+from .step_time import StepModel, StepTime
+
+_LARGEST_MICRO_BATCH = 64  # sequences
+_CHUNKS = (1, 2, 3, 4, 6, 8)
+_MOST_DOUBLINGS = 15
+_LONG = 16384  # tokens from which on sequences are divided
+_ORDER = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the run should be. ``batch``: sequences of a step; 0: about 4 million tokens, a multiple of the GPUs.
+
+    ``precision``, ``kernels``, ``hides``: as of a RunCandidate. ``offload``: optimizer states may be in host memory.
+    ``tokens``: of the whole run, 0 if not known. ``price``: of a GPU-hour. ``days``: the deadline, 0 for none.
+    """
+
+    sequence: int = 4096
+    batch: int = 0
+    precision: str = "bf16"
+    kernels: KernelGeneration = KernelGeneration.FLASH
+    hides: frozenset[str] = frozenset((REDUCTIONS, GATHERS))
+    offload: bool = True
+    tokens: float = 0.0
+    price: float = 0.0
+    days: float = 0.0
+
+    def batch_on(self, gpus: int) -> int:
+        """Return the sequences of a step."""
+        return self.batch or max(1, round((4 << 20) / self.sequence / gpus)) * gpus
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A candidate that fits, with its time and its memory."""
+
+    candidate: RunCandidate
+    step: StepTime
+    memory: Footprint
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.candidate.batch * self.candidate.sequence / self.step.seconds
+
+
+def search(
+    shape: ModelShape, cluster: Cluster, goal: Goal, calibration: Calibration | None = None, simulated: int = 50
+) -> list[Timed]:
+    """Return what fits, the fastest first. The schedules of the first ``simulated`` are simulated.
+
+    Raises DoesNotFitError if nothing does.
+    """
+    calibration = calibration or fitted()
+    found = []
+    for candidate, memory in fitting(shape, cluster, goal):
+        found.append(Timed(candidate, StepModel(shape, candidate, cluster, calibration).step(), memory))
+    if not found:
+        raise DoesNotFitError(
+            f"no configuration of {cluster.gpus} {cluster.gpu.name} fits {shape.parameters:,} parameters with sequences of "
+            f"{goal.sequence} tokens and a batch of {goal.batch_on(cluster.gpus)}. Remedy: more GPUs, GPUs with more "
+            "memory, shorter sequences, or a batch that more degrees divide."
+        )
+    found.sort(key=lambda one: one.step.seconds)
+    best = [
+        replace(one, step=StepModel(shape, one.candidate, cluster, calibration).simulated()) for one in found[:simulated]
+    ]
+    return sorted(best, key=lambda one: one.step.seconds) + found[simulated:]
+
+
+def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[RunCandidate, Footprint]]:
+    """Yield the candidates that fit and are not dominated. See [Note: dominance]."""
+    places = (False, True) if goal.offload else (False,)
+    for candidate in degrees(shape, cluster, goal):
+        for offload in places if candidate.stage else (False,):
+            one = _first_that_fits(shape, cluster, replace(candidate, offload_optimizer=offload))
+            if one is not None:
+                yield one
+                break
+
+
+def _first_that_fits(shape: ModelShape, cluster: Cluster, base: RunCandidate) -> tuple[RunCandidate, Footprint] | None:
+    for checkpointing in _ORDER:
+        candidate = replace(base, checkpointing=checkpointing)
+        memory = footprint(shape, candidate)
+        if fits(memory, cluster):
+            return candidate, memory
+    return None
+
+
+def fits(memory: Footprint, cluster: Cluster) -> bool:
+    """True if the device and the node's host memory have room."""
+    room = memory.needed <= cluster.gpu.memory
+    return room and memory.host * min(cluster.per_node, cluster.gpus) <= cluster.host_memory
+
+
+def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
+    """Yield all degrees, stages and micro-batches that divide what they have to divide."""
+    batch, gpus = goal.batch_on(cluster.gpus), cluster.gpus
+    inside = max(cluster.per_node, 1)
+    for tensor in _divisors(inside):
+        if gpus % tensor or shape.heads % tensor or shape.kv_heads % tensor or shape.ffn % tensor:
+            continue
+        for pipe in _divisors(gpus // tensor):
+            if pipe > shape.layers:
+                break
+            for context in _divisors(inside // tensor) if goal.sequence >= _LONG else (1,):
+                data = gpus // (tensor * pipe * context)
+                if gpus % (tensor * pipe * context) or shape.heads % (tensor * context) or batch % data:
+                    continue
+                base = RunCandidate(
+                    data=data,
+                    tensor=tensor,
+                    pipe=pipe,
+                    context=context,
+                    sequence=goal.sequence,
+                    precision=goal.precision,
+                    sequence_parallel=tensor > 1,
+                    kernels=goal.kernels,
+                    hides=goal.hides,
+                    wire_bytes=2 if goal.precision == "bf16-pure" else 4,
+                )
+                yield from _stages(shape, cluster, base, batch // data)
+
+
+def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -> Iterator[RunCandidate]:
+    """Yield ``base`` with stages, shard degrees, micro-batches and chunks. ``own``: sequences of a replica and step."""
+    replicas = base.data * base.context
+    near = cluster.per_node // base.tensor
+    hybrid = [near] if 1 < near < replicas and replicas % near == 0 and not near % base.context else []
+    micro = 1
+    while micro <= min(own, _LARGEST_MICRO_BATCH):
+        if own % micro == 0:
+            for chunks in _chunks(shape, base.pipe, own // micro):
+                batch = replace(base, micro_batch=micro, accumulation=own // micro, chunks=chunks)
+                yield batch
+                for stage in (1, 2, 3) if replicas > 1 else (1,):
+                    for shard in (replicas, *hybrid):
+                        yield replace(batch, stage=stage, shard=shard)
+        micro *= 2
+
+
+def _chunks(shape: ModelShape, pipe: int, micro_batches: int) -> list[int]:
+    if pipe == 1 or micro_batches % pipe:
+        return [1]
+    return [v for v in _CHUNKS if v == 1 or shape.layers >= pipe * v]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def least_gpus(shape: ModelShape, cluster: Cluster, goal: Goal) -> int | None:
+    """Return the least number of GPUs that fits, of 1, 2, 4, 8, ...; None if there is none. Each has one sequence."""
+    for power in range(_MOST_DOUBLINGS + 1):
+        gpus = 1 << power
+        whole = gpus <= cluster.per_node or gpus % cluster.per_node == 0
+        if whole and any(True for _ in fitting(shape, replace(cluster, gpus=gpus), replace(goal, batch=gpus))):
+            return gpus
+    return None
