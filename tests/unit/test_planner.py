@@ -80,6 +80,13 @@ def test_the_planner_needs_no_torch() -> None:
     assert found.stdout == "[]\n"
 
 
+def test_runs_on_other_accelerators_are_left_out(tmp_path: Path) -> None:
+    lines = RUNS.read_text(encoding="utf-8").splitlines()
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join([*lines[:2], lines[2].replace("A100-40", "TPU-v5p"), lines[3]]), encoding="utf-8")
+    assert [run.id for run in published_runs(path)] == ["lf055"]
+
+
 def test_a_row_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = RUNS.read_text(encoding="utf-8").splitlines()
     path = tmp_path / "runs.csv"

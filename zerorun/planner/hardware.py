@@ -91,13 +91,19 @@ class Cluster:
         return -(-self.gpus // self.per_node)
 
 
+_KNOWN = {key.upper(): key for key in GPUS} | _SAME
+
+
+def is_known(name: str) -> bool:
+    """True if the table has a GPU of this name."""
+    return name.upper() in _KNOWN
+
+
 def gpu_of(name: str) -> Gpu:
     """Return the GPU called ``name``. Raises ConfigError if the table has none of that name."""
-    known = {key.upper(): key for key in GPUS} | _SAME
-    found = known.get(name.upper())
-    if found is None:
+    if not is_known(name):
         raise ConfigError([ConfigProblem("gpu", name, "is not in the table of GPUs.", f"use one of {', '.join(GPUS)}.")])
-    return GPUS[found]
+    return GPUS[_KNOWN[name.upper()]]
 
 
 def cluster_of(text: str, *, nics_gbps: float | None = None, per_node: int = 8) -> Cluster:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, ConfigProblem
+from ..log import info_once
 from .calibration import Calibration
 from .candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate
-from .hardware import GB, Cluster, gpu_of
+from .hardware import GB, Cluster, gpu_of, is_known
 from .model_shape import ModelShape
 from .step_time import StepTime, step_time
 
@@ -41,13 +42,14 @@ class PublishedRun:
 
 
 def published_runs(path: str | Path) -> Iterator[PublishedRun]:
-    """Read a CSV file; lines that begin with "#" are comments, and rows of TPUs are left out.
+    """Read a CSV file; lines that begin with "#" are comments. Rows of accelerators that are not known are left out.
 
     Raises ConfigError if a row has no number where it needs one.
     """
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(line for line in file if not line.startswith("#")):
-            if row.get("gpu", "").startswith("TPU"):
+            if row.get("gpu") and not is_known(row["gpu"]):
+                info_once(f"{path}: runs on {row['gpu']} are left out, as it is not in the table of GPUs.")
                 continue
             try:
                 yield _run(row)
@@ -57,8 +59,8 @@ def published_runs(path: str | Path) -> Iterator[PublishedRun]:
 
 
 def _run(row: dict[str, str]) -> PublishedRun:
-    def number(key: str, default: int = 1) -> int:
-        return int(float(row[key])) if row[key] else default
+    def number(key: str, default: int = 1, least: int = 1) -> int:
+        return max(int(float(row[key])), least) if row[key] else default
 
     gpu = gpu_of(row["gpu"])
     nics = float(row["nic_gbps_per_node"]) * GB / 8 if row["nic_gbps_per_node"] else gpu.nics
@@ -78,8 +80,8 @@ def _run(row: dict[str, str]) -> PublishedRun:
         used_experts=used,
     )
     tensor, pipe, context = number("tp", 8), number("pp"), number("cp")
-    data = number("dp", cluster.gpus // (tensor * pipe * context))
-    stage, micro, kernels = number("zero"), number("micro_batch"), _kernels_of(row)
+    data = number("dp", max(cluster.gpus // (tensor * pipe * context), 1))
+    stage, micro, kernels = number("zero", least=0), number("micro_batch"), _kernels_of(row)
     candidate = RunCandidate(
         data=data,
         tensor=tensor,
