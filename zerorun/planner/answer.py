@@ -190,7 +190,7 @@ def link_bytes(model: StepModel) -> dict[str, float]:
     replicas = model.group(c.data * c.context // c.shard, c.tensor * c.context * c.shard)
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro}[c.stage]
     reductions = micro if c.stage >= 2 else 1
-    passes = 2 + (c.checkpointing == "full")
+    passes = 2 + {"full": 1.0, "every_n": 0.5}.get(c.checkpointing, 0.0)
     others = (c.shard - 1) / c.shard
     found = {
         ("tensor ranks", tensor): 4 * passes * micro * blocks * activations * (c.tensor - 1) / c.tensor,
@@ -293,7 +293,6 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
     data = gpus // (tensor * pipe * context)
     micro = config.train_micro_batch_size_per_gpu or 1
     batch = config.train_batch_size or plan.goal.batch_on(gpus)
-    policy = config.activation_checkpointing.policy
     pure = config.bf16.enabled and config.gradient_dtype == "bf16"
     candidate = RunCandidate(
         data=data,
@@ -306,7 +305,7 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
         sequence=plan.goal.sequence,
         micro_batch=micro,
         accumulation=config.gradient_accumulation_steps or max(1, batch // (micro * data)),
-        checkpointing={"every_n": "selective"}.get(policy, policy),
+        checkpointing=config.activation_checkpointing.policy,
         offload_optimizer=not zero.offload_optimizer.is_off(),
         precision="bf16-pure" if pure else "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32",
         sequence_parallel=tensor > 1 and config.tensor_parallel.sequence_parallel,

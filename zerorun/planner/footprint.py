@@ -193,8 +193,9 @@ def activation_bytes(shape: ModelShape, candidate: RunCandidate, rank: int, bloc
     used = shape.used_experts * shape.ffn * (shape.matrices - 1)
     inside = shape.head_dim * (heads * shape.heads + keys * shape.kv_heads) + inner * used
     whole, least = wide * (rows + inside / c.tensor), wide * 2.0 * shape.hidden
-    kept = {"none": whole, "full": least}.get(c.checkpointing, least + _KEPT_SHARE * (whole - least))
-    again = whole - kept  # of the block that is being recomputed
+    parts = {"none": 1.0, "selective": _KEPT_SHARE, "every_n": 0.5, "full": 0.0}
+    kept = least + parts[c.checkpointing] * (whole - least)
+    again = whole - (least if c.checkpointing == "every_n" else kept)  # of the block that is being recomputed
     in_flight: float = min(c.accumulation, c.pipe - rank)
     if c.chunks > 1:
         in_flight = min(c.accumulation, c.pipe + (c.pipe - 1 - 2 * rank) / c.chunks)
@@ -234,5 +235,6 @@ def candidate_config(candidate: RunCandidate) -> dict[str, object]:
     if c.kernels is KernelGeneration.FUSED:
         config["compile"] = {"enabled": True}
     if c.checkpointing != "none":
-        config["activation_checkpointing"] = {"policy": c.checkpointing}
+        every = {"every_n": 2} if c.checkpointing == "every_n" else {}
+        config["activation_checkpointing"] = {"policy": c.checkpointing, **every}
     return config

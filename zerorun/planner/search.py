@@ -22,7 +22,8 @@ _LARGEST_MICRO_BATCH = 64  # sequences
 _CHUNKS = (1, 2, 3, 4, 6, 8)
 _MOST_DOUBLINGS = 15
 _LONG = 16384  # tokens from which on sequences are divided
-_ORDER = ("none", "selective", "full")
+# What is computed again, the least first. A compiled block does not show its single operations.
+_ORDER, _COMPILED_ORDER = ("none", "selective", "full"), ("none", "every_n", "full")
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[R
 
 
 def _first_that_fits(shape: ModelShape, cluster: Cluster, base: RunCandidate) -> tuple[RunCandidate, Footprint] | None:
-    for checkpointing in _ORDER:
+    for checkpointing in _COMPILED_ORDER if base.kernels is KernelGeneration.FUSED else _ORDER:
         candidate = replace(base, checkpointing=checkpointing)
         memory = footprint(shape, candidate)
         if fits(memory, cluster):
@@ -115,7 +116,7 @@ def fits(memory: Footprint, cluster: Cluster) -> bool:
 def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
     """Yield all degrees, stages and micro-batches that divide what they have to divide."""
     batch, gpus = goal.batch_on(cluster.gpus), cluster.gpus
-    inside = max(cluster.per_node, 1)
+    inside = cluster.per_node
     for tensor in _divisors(inside):
         if gpus % tensor or shape.heads % tensor or shape.kv_heads % tensor or shape.ffn % tensor:
             continue
@@ -133,7 +134,7 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                     context=context,
                     sequence=goal.sequence,
                     precision=goal.precision,
-                    sequence_parallel=tensor > 1,
+                    sequence_parallel=tensor > 1 and context == 1,  # else sequences are divided already
                     kernels=goal.kernels,
                     hides=goal.hides,
                     wire_bytes=2 if goal.precision == "bf16-pure" else 4,

@@ -133,15 +133,15 @@ class StepModel:
     def block(self) -> BlockTimes:
         c, constants = self.candidate, self.constants
         forward, backward = self.kernels.block(self.shape, c)
-        full = c.checkpointing == "full"
+        whole = {"full": 1.0, "every_n": 0.5}.get(c.checkpointing, 0.0)  # blocks that run again, collectives and all
         if c.checkpointing == "selective" and c.kernels is KernelGeneration.UNFUSED:
             backward = backward + Work(attention=forward.attention)
-        elif c.checkpointing != "none":
-            backward = backward + forward.times(1.0 if full else constants.selective)
+        else:
+            backward = backward + forward.times(constants.selective if c.checkpointing == "selective" else whole)
         sent = self.tensor_seconds() * (constants.exposed if TENSOR in c.hides else 1.0)
-        on_gpu = forward.seconds + sent, backward.seconds + sent * (1 + full) + self._context_seconds(forward, backward)
+        on_gpu = forward.seconds + sent, backward.seconds + sent * (1 + whole) + self._context_seconds(forward, backward)
         host = self._host_seconds()
-        times = max(on_gpu[0], host / 3), max(on_gpu[1], host * (2 + full) / 3)
+        times = max(on_gpu[0], host / 3), max(on_gpu[1], host * (2 + whole) / 3)
         return BlockTimes(*times, sum(on_gpu), (forward, backward))
 
     def _host_seconds(self) -> float:
