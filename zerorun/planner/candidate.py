@@ -22,10 +22,10 @@ class RunCandidate:
     """Degrees, stage and batch. ``data``: replicas of the model; ``shard``: ranks that divide the states.
 
     ``chunks``: parts of the model on each of ``pipe`` stages. ``sequence``: tokens; ``micro_batch``: sequences of a replica
-    and micro-batch; ``accumulation``: micro-batches of a step. ``checkpointing``: none, selective, every_n (every second block) or full. ``precision``:
-    fp32, bf16, fp16, bf16-pure, fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide rows between the layers that they
-    divide. ``wire_bytes``: of a gradient where it is reduced. ``reduces_once``: at stages 2 and 3 gradients are reduced
-    once in a step, not for each micro-batch. ``hides``: what goes on behind the computation.
+    and micro-batch; ``accumulation``: micro-batches of a step. ``checkpointing``: none, selective, every_n (every second
+    block) or full. ``precision``: fp32, bf16, fp16, bf16-pure, fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide
+    rows between the layers that they divide. ``wire_bytes``: of a gradient where it is reduced. ``reduces_once``: at stages
+    2 and 3 gradients are reduced once in a step, not for each micro-batch. ``hides``: what goes on behind the computation.
     """
 
     data: int
