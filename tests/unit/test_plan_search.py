@@ -14,6 +14,7 @@ from test_planner import LLAMA_8B
 import zerorun
 from zerorun.config import load_config
 from zerorun.errors import ConfigError, DoesNotFitError
+from zerorun.pipeline import cli as schedule
 from zerorun.planner import cli
 from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration
 from zerorun.planner.footprint import candidate_config
@@ -134,6 +135,9 @@ def test_the_page(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
     for part in ("matrix products", "binds", "where the memory goes", "what a GPU sends in a step", "x the time: "):
         assert part in page
     assert f"the configuration is in {out}" in page
+    command = next(line.split()[1:-2] for line in page.splitlines() if line.startswith("  zerorun-schedule"))
+    assert schedule.main(command) == 0
+    capsys.readouterr()
     same = run(capsys, "--model", model, "--gpus", "16xH100", "--compare", out)
     assert "  1.00 x the time for a sequence; needs " in same
     figures: dict[str, Any] = json.loads(run(capsys, *usual, "--json"))

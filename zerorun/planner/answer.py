@@ -103,6 +103,7 @@ class RunPlan:
             "step_seconds": self.best.step.seconds,
             "causes": self.best.step.causes,
             "binding": self.best.step.binding,
+            "micro_batch_seconds": {"forward": self.best.step.forward, "backward": self.best.step.backward},
             "tokens_per_second": self.tokens_per_second,
             "spread": self.spread,
             "calibrated": self.calibrated,
@@ -154,10 +155,21 @@ class RunPlan:
         if sent:
             yield "what a GPU sends in a step"
             yield from (f"  {what:<40}{size / GB:>9.3g} GB" for what, size in sent.items())
+        yield from self._picture()
         yield f"the next of {counted(self.fitting, 'configuration')} that fit and are not certainly slower"
         yield from (
             f"  {one.step.seconds / best.step.seconds:>5.2f} x the time: {named(one.candidate)}" for one in self.others
         )
+
+    def _picture(self) -> Iterator[str]:
+        """Yield the command that draws the step of a pipeline."""
+        c, step = self.best.candidate, self.best.step
+        if c.pipe > 1:
+            kind = f"interleaved --chunks {c.chunks}" if c.chunks > 1 else "1f1b"
+            times = f"{step.forward:.4g} {step.backward / 2:.4g} {step.backward / 2:.4g}"
+            yield "its step is drawn by"
+            stages = f"--stages {c.pipe} --micro-batches {c.accumulation}"
+            yield f"  zerorun-schedule {stages} --kind {kind} --times {times} --svg step.svg"
 
     def _sizes(self) -> Iterator[str]:
         alone, beside = (f"{gpus} {self.cluster.gpu.name}" if gpus else "none" for gpus in self.least)

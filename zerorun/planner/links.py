@@ -13,8 +13,6 @@ _TREE_NEAR, _TREE_FAR = (0.6e-6, 1.25e-6, 4e-6), (5e-6, 8.5e-6, 14e-6)
 _OF_BANDWIDTH = (0.5, 0.92, 1.0)
 NETWORK = 0.92  # of the rate of the cards, which messages reach
 NVLINK = 0.8  # of the data sheet, which gathers reach (361 of 450 GB/s)
-# Bytes at which a collective runs at half its speed: in a node, and over nodes.
-_HALF_NEAR, _HALF_FAR = 20 * 2**20, 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -48,17 +46,16 @@ def gather_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> float:
 
 
 def all_reduce_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> float:
-    """Return the seconds of an all-reduce of ``nbytes``: the faster of ring and tree."""
+    """Return the seconds of an all-reduce of ``nbytes``: the fastest of ring and tree, with LL, LL128 and Simple."""
     if group.size == 1 or not nbytes:
         return 0.0
     ring = _ring(cluster, group, nbytes, rounds=2)
     rate, depth = bandwidth(cluster, group), 2 * max(group.nodes - 1, 1).bit_length()
-    half = _HALF_FAR if group.nodes > 1 else _HALF_NEAR
     tree = min(
         base + 2 * (group.near - 1) * near + depth * far + 2 * nbytes / (rate * part)
         for base, near, far, part in zip(_BASE, _TREE_NEAR, _TREE_FAR, _OF_BANDWIDTH, strict=True)
     )
-    return min(ring, tree + half / rate / 4)
+    return min(ring, tree)
 
 
 def _ring(cluster: Cluster, group: RankGroup, nbytes: float, rounds: int) -> float:
