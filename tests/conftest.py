@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,6 +96,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if any(Path(argument.split("::")[0]).is_file() for argument in config.args):
         return 0
     return max(3, min(_MOST_PROCESSES, (os.cpu_count() or 1) // 2))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Processes of tests are forked, too: each would import PyTorch, and what else they have in common, by itself."""
+    import forked_scripts
+
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, str(Path(forked_scripts.__file__).with_name("process_of_tests.py"))])
 
 
 @pytest.hookimpl(optionalhook=True)
