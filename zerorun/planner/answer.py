@@ -12,7 +12,7 @@ from ..config.parse import load_config
 from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..log import counted, in_bytes
 from .calibration import Calibration, fitted
-from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
+from .candidate import KernelGeneration, RunCandidate
 from .footprint import candidate_config, footprint
 from .hardware import GB, Cluster, cluster_of
 from .model_shape import ModelShape, read_shape, shape_of
@@ -322,7 +322,6 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
         precision="bf16-pure" if pure else "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32",
         sequence_parallel=tensor > 1 and config.tensor_parallel.sequence_parallel,
         kernels=KernelGeneration.FUSED if config.compile.enabled else plan.goal.kernels,
-        hides=frozenset((REDUCTIONS, GATHERS)),
     )
     model = StepModel(plan.shape, candidate, plan.cluster, plan.calibration)
     return Timed(candidate, model.simulated(), footprint(plan.shape, candidate))

@@ -51,7 +51,6 @@ class Footprint:
     kinds: dict[str, int] = field(default_factory=dict)
     made: int = 0
     activations: int = 0
-    pipe_rank: int = 0
 
     @property
     def host(self) -> int:
@@ -120,7 +119,7 @@ def _of_stage(shape: ModelShape, candidate: RunCandidate, rank: int) -> Footprin
     degree = c.shard if c.stage else c.data
     degrees = _Degrees(c.tensor, c.pipe, c.stage, c.shard, degree, c.precision, c.offload_optimizer)
     kinds, made = _at_rest(shape, degrees, rank, blocks)
-    return Footprint(kinds, made, activation_bytes(shape, candidate, rank, blocks), rank)
+    return Footprint(kinds, made, activation_bytes(shape, candidate, rank, blocks))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -77,6 +77,7 @@ class StepModel:
         self.kernels = KernelModel(cluster.gpu, candidate.kernels, efficiency, self.constants)
 
     def step(self) -> StepTime:
+        """Return the step in closed form, with blocks divided as evenly as they can be."""
         c, block, constants = self.candidate, self.block, self.constants
         blocks, micro = self.shape.layers / c.pipe, c.accumulation
         head = self.kernels.head(self.shape, c)
@@ -197,6 +198,7 @@ class StepModel:
     # -- parameters and gradients --------------------------------------------------------------------------------
 
     def group(self, size: int, stride: int) -> RankGroup:
+        """Return a group whose neighbours are ``stride`` ranks apart."""
         return RankGroup.of(self.cluster, size, stride)
 
     @cached_property
