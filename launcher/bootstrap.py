@@ -45,6 +45,11 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def name_process(name: bytes) -> None:
+    """Let ``ps`` show this name."""
+    _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)
+
+
 def new_mark() -> dict[str, str]:
     """Return a variable by which the processes of one supervisor are found."""
     return {_MARK: secrets.token_hex(8)}
@@ -91,7 +96,7 @@ def _guard_main(reader: int, mark: bytes) -> None:
     os.setsid()  # a Ctrl-C in the terminal is for the launcher
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _libc.prctl(_PR_SET_NAME, b"zerorun-guard", 0, 0, 0)
+    name_process(b"zerorun-guard")
     os.dup2(reader, 0)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)

@@ -38,6 +38,7 @@ from .boards import Boards, Seen
 from .bootstrap import Guard, adopt_orphans, die_with, new_mark
 from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .job_plan import WorkerCommand, full_environment
+from .keeper import Keeper
 from .warm import SAFE_PATH, WarmWorker, command_of
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
@@ -140,6 +141,8 @@ class LocalNode:
         self._guard: Guard | None = None
         self._mark = new_mark()
         self.warm_workers = WarmWorkers(base, self._mark)
+        self.keeper = Keeper()
+        self._kept: dict[str, str] = {}  # the variable that tells workers of it
         self._has_pidfds = True
         self._boards = Boards()
         self._next_look = 0.0  # when to look at boards and for orphans next
@@ -167,6 +170,8 @@ class LocalNode:
         self._oom_before = count_oom_kills()
         self._terminated, self._kill_at, self._drain_until = False, None, None
         self._boards, self._stacks = Boards(), {}
+        again = any(command.env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" for command in commands)
+        self._kept = self.keeper.begin() if again else {}
         try:
             self._guard = Guard(self._mark)
             logs = {
@@ -195,7 +200,7 @@ class LocalNode:
                 os.sched_setaffinity(0, cores)
 
         files, told = self._boards.make(command.rank)
-        environment = {**full_environment(command, self._base), **self._mark}
+        environment = {**full_environment(command, self._base), **self._mark, **self._kept}
         gives_stdin = self._gives_stdin and command.rank == 0
         process = self.warm_workers.become(command, environment, files, gives_stdin)
         if process is not None:
@@ -280,6 +285,7 @@ class LocalNode:
             self._signal_all(signal.SIGKILL)
         if now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
+            self.keeper.watch()
             self._orphans()
             for rank, seen in self._boards.look(now):
                 self._listener.hangs.on_seen(rank, seen)
@@ -388,6 +394,7 @@ class LocalNode:
     def end_now(self) -> None:
         """Kill and reap all workers before returning. For errors, and for the end of the job."""
         self.warm_workers.end()
+        self.keeper.end()
         for worker in self._workers:
             worker.send_group(signal.SIGKILL)
         for worker in self._workers:
@@ -427,7 +434,7 @@ class LocalNode:
     def _orphans(self) -> list[int]:
         """Return the living processes that this one has adopted, and reap the dead ones."""
         guard = [] if self._guard is None else [self._guard.pid]
-        known = {*guard, *(worker.pid for worker in self._workers), *_other_children}
+        known = {*guard, self.keeper.pid, *(worker.pid for worker in self._workers), *_other_children}
         return [pid for pid in _children() if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 

@@ -2,8 +2,8 @@
 
 A host is one process tree: PID 1 is a shell in new network, host name, process, mount and IPC namespaces. When PID 1 is
 killed the kernel ends the whole host, so nothing has to be cleaned up in detail. The hosts hang on a bridge in a namespace
-of its own; the machine's network is never touched. Folders are shared by all hosts except /run, /etc/ssh and the hosts'
-own ``local`` folder. Needs root and the Debian packages in PACKAGES.
+of its own; the machine's network is never touched. Folders are shared by all hosts except /run, /dev/shm, /etc/ssh and the
+hosts' own ``local`` folder. Needs root and the Debian packages in PACKAGES.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[2]
 _INIT = """\
 hostname "$1"
 mount -t tmpfs tmpfs /run && mkdir -p /run/sshd
+mount -t tmpfs tmpfs /dev/shm
 mount --bind "$2/etc_ssh" /etc/ssh
 mount --bind "$3/hosts" /etc/hosts
 mount --bind "$3/nsswitch.conf" /etc/nsswitch.conf

@@ -58,6 +58,7 @@ READ_BY_THE_ENGINE = {
     "wandb.": "enabled group team project",
     "comet.": "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode",
     "checkpoint.": "dir auto_resume keep_last every_steps every_minutes on_signal asynchronous",
+    "checkpoint.in_memory.": "every_steps",
 }
 # What the configuration itself compares with the facts, or turns into another key, in resolve and load_config.
 READ_BY_THE_CONFIGURATION = {

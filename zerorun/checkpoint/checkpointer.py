@@ -20,7 +20,7 @@ from .adapters import ADAPTERS_FILE, find_adapters, peft_model
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
-from .manifest import Manifest, never_cast
+from .manifest import Manifest, never_cast, read_manifest
 from .merging import Merged
 from .ranks import Ranks, attempt, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all
@@ -92,14 +92,16 @@ class Checkpointer:
         asynchronous: bool,
         latest: bool,
         keep: int | None,
+        doubled: bool = False,
     ) -> Path:
-        """Save into ``directory/tag``, and return the path of the checkpoint."""
+        """Save into ``directory/tag``, and return the path of the checkpoint. ``doubled``: with a copy on another host."""
         self.wait()
         default = f"global_step{self.run.counters()['global_steps']}"
 
         def look() -> Destination:
             check_client_state(client_state)
-            return Destination(directory_of(directory), tag_of(tag) or default, latest, keep, check=self.check_point)
+            where = directory_of(directory), tag_of(tag) or default
+            return Destination(*where, latest, keep, doubled=doubled, check=self.check_point)
 
         target = self._meet("save_checkpoint()", look)
         if not asynchronous:
@@ -108,7 +110,7 @@ class Checkpointer:
         captured.manifest.becomes_latest = latest
         captured.small |= self._adapters_file()
         path = self.saver.save(captured, target, asynchronous=asynchronous)
-        if is_rank_zero():
+        if is_rank_zero() and not doubled:
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
 
@@ -279,6 +281,16 @@ class Checkpointer:
             what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
             logger.warning("%s %s: training starts from the beginning.", what, path)
         return None, {}
+
+    def newest_step(self, directory: str | Path) -> int:
+        """The steps of the checkpoint that ``load`` would try first; -1 if there is none."""
+        ranks, path = self.saver.ranks, directory_of(directory)
+        for name in candidates(ranks, path):
+            manifest = attempt(lambda name=name: read_manifest(path / name))[0]  # type: ignore[misc]
+            found = max(ranks.gather(-1 if manifest is None else manifest.global_steps))
+            if found >= 0:
+                return found
+        return -1
 
     def wait(self) -> None:
         """Wait until the last asynchronous save is over. Raises its CheckpointError if it failed."""

@@ -80,6 +80,7 @@ class Saver:
         self._staging: dict[tuple[str, str], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
+        self._frozen_sums: dict[str, dict[str, Any]] | None = None  # for copies in memory
         self._watches_exit = False
 
     def save(self, captured: Captured, target: Destination, *, asynchronous: bool) -> Path:
@@ -176,7 +177,9 @@ class Saver:
             return _finish(captured, plan, records, facts)
 
         if any(ranks.gather(bool(captured.frozen))):
-            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
+            if self._frozen_sums is None or not target.doubled:
+                self._frozen_sums = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
+            captured.manifest.frozen_base = self._frozen_sums
         return commit(ranks, target, write, finish)
 
 

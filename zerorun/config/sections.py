@@ -565,6 +565,14 @@ class CheckpointWriter(Section):
     show_statistics: Annotated[Flag, Inert("sizes and times are logged when saving.", unless=False)] = False
 
 
+class InMemory(Section):
+    """``checkpoint.in_memory``: copies of the newest step in the memory of two hosts, for `zerorun --max-restarts`."""
+
+    every_steps: Elements = 0
+    """Make a copy every time this many optimizer steps are done, behind the next step; 0: never. A restart loads the newest
+    one that is whole, unless there is a newer checkpoint in dir and auto_resume is set."""
+
+
 class Checkpoint(Section):
     """When to save automatically, and DeepSpeed's keys about how to save."""
 
@@ -583,6 +591,7 @@ class Checkpoint(Section):
     75."""
     asynchronous: Flag = False
     """The saves that every_steps and every_minutes ask for run in the background."""
+    in_memory: InMemory = InMemory()
     tag_validation: Annotated[Literal["warn", "ignore", "fail"], LowerCase, Inert("rank 0 chooses the tag.")] = "warn"
     load_universal: Annotated[Flag, Inert(_FORMAT + "every checkpoint loads at any world size.")] = False
     use_node_local_storage: Annotated[

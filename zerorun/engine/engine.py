@@ -253,6 +253,8 @@ class Engine(CurvatureTaking):
         wishes = saves.wishes() if saves is not None else ()
         must_know = self.lr_scheduler is not None and not can_go_back(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
+        if self.memory_copies is not None:
+            self.memory_copies.settle()  # a step is finished only when the one before it is kept
         try:
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             self._update(summary, lr_kwargs)
@@ -264,6 +266,8 @@ class Engine(CurvatureTaking):
                 self.observer.write_loads(found, self.global_samples)
         if saves is not None:
             self._save_if_due(saves, *summary.wishes)
+        if self.memory_copies is not None and self.memory_copies.due(self.global_steps):
+            self.memory_copies.keep()
 
     def _update(self, summary: Summary, lr_kwargs: Mapping[str, Any]) -> None:
         assert self.sharded is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from time import monotonic_ns
@@ -15,6 +15,7 @@ from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.directory import newest_first
 from ..checkpoint.inventory import Subject
 from ..checkpoint.load import Wanted
+from ..checkpoint.memory_copies import MemoryCopies
 from ..checkpoint.requests import translate
 from ..config.parse import Config
 from ..errors import StepError
@@ -105,11 +106,14 @@ class Saving(Outcomes):
             weights_only=named.get("weights_only", False),
             allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
         )
+        return self._load(lambda: self.checkpointer.load(named.get("dir", dir), tag, wanted))
+
+    def _load(self, load: Callable[[], tuple[Path | None, dict[str, Any]]]) -> tuple[Path | None, dict[str, Any]]:
         self.settle()
         self.history.fail(None)
         self.zero_grad()
         begun = monotonic_ns()
-        path, client_state = self.checkpointer.load(named.get("dir", dir), tag, wanted)
+        path, client_state = load()
         if path is not None:
             board.note_load(begun, self.global_steps)
         return path, client_state
@@ -139,12 +143,27 @@ class Saving(Outcomes):
         """The engine's checkpointer, which remembers the model as it is when this property is first read."""
         return Checkpointer(Subject(self.module, self.sharded_model), self)  # type: ignore[arg-type]
 
+    @cached_property
+    def memory_copies(self) -> MemoryCopies | None:
+        """The copies that ``checkpoint.in_memory`` asks for, if this job keeps them."""
+        every_steps = self.config.checkpoint.in_memory.every_steps
+        return MemoryCopies.make(Subject(self.module, self.sharded_model), self, every_steps)
+
+    @during(Phase.LOAD)
+    def _resume_from_memory(self, dir: str | None) -> bool:
+        """Load the newest copy in memory, unless the checkpoints in ``dir`` are newer. True if there was one."""
+        copies = self.memory_copies
+        if copies is None:
+            return False
+        on_disk = self.checkpointer.newest_step(dir) if dir is not None else -1
+        return self._load(lambda: (copies.load(Wanted(), on_disk), {}))[0] is not None
+
     def begin_saving(self) -> None:
         """Start what the section ``checkpoint`` asks for: automatic saves, signal handling, and resuming."""
         section, first = self.config.checkpoint, self.sharded_model.comm.topology.rank == 0
         if self.automatic_saves is not None:
             self.automatic_saves.watch()
-        if section.dir is None:
+        if self._resume_from_memory(section.dir if section.auto_resume else None) or section.dir is None:
             return
         if section.auto_resume:
             self.resume()
@@ -154,6 +173,8 @@ class Saving(Outcomes):
     def end_saving(self) -> None:
         """Wait for a save in the background, and end automatic saves and signal handling."""
         self.checkpointer.close()
+        if self.memory_copies is not None:
+            self.memory_copies.close()
         if self.automatic_saves is not None:
             self.automatic_saves.unwatch()
         self.automatic_saves = None

@@ -17,7 +17,7 @@ from ..distributed.transport import peer_memory
 from ..distributed.transports import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
 from ..log import in_bytes
-from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
+from ..plan.ledger import copied_bytes, heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make import planned_topology
 from ..plan.optimizer_states import OptimizerStates
 from ..plan.sharding_plan import ShardingPlan
@@ -27,6 +27,7 @@ from ..startup.planned_parts import PlannedPart, planned_parts
 from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, start_up
 
 _RANKS_PER_NODE = 8  # the default
+_COPIES = 2  # in shared memory at a time
 
 
 # Kinds whose names need an explanation.
@@ -64,6 +65,7 @@ class Estimate:
     pipe: int = 1  # stages
     tensor: int = 1  # ranks that divide a layer
     pipe_rank: int = 0
+    copied_bytes: int = 0  # of ``checkpoint.in_memory``, in the host's shared memory and on their way there
 
     @property
     def host_bytes(self) -> int:
@@ -102,15 +104,15 @@ class Estimate:
     def node_host_bytes(self) -> int:
         """The peak of one node's host memory, for all its ranks, with modules built as usual."""
         if self.device == "cpu":
-            return self.ranks_per_node * self.peak_bytes
-        return self.ranks_per_node * max(self.host_bytes, self.start_up.host)
+            return self.ranks_per_node * max(self.peak_bytes, self.step_peak_bytes + self.copied_bytes)
+        return self.ranks_per_node * max(self.host_bytes + self.copied_bytes, self.start_up.host)
 
     @property
     def node_host_with_init_bytes(self) -> int:
         """The peak of one node's host memory, for all its ranks, with modules built inside ``zerorun.zero.Init()``."""
         if self.device == "cpu":
-            return self.ranks_per_node * self.peak_with_init_bytes
-        return self.ranks_per_node * max(self.host_bytes, self.start_up_with_init.host)
+            return self.ranks_per_node * max(self.peak_with_init_bytes, self.step_peak_bytes + self.copied_bytes)
+        return self.ranks_per_node * max(self.host_bytes + self.copied_bytes, self.start_up_with_init.host)
 
     def _on_device(self, peak: Peak) -> int:
         return peak.both if self.device == "cpu" else peak.device
@@ -132,6 +134,7 @@ class Estimate:
             "peak of a step": self.step_peak_bytes,
             "peak of the start-up": self._on_device(self.start_up),
             "peak of the start-up with zero.Init()": self._on_device(self.start_up_with_init),
+            **({"copies in host memory": self.copied_bytes} if self.copied_bytes else {}),
             "host memory of one node, at its peak": self.node_host_bytes,
             "host memory of one node with zero.Init()": self.node_host_with_init_bytes,
         }
@@ -214,7 +217,19 @@ def _estimate(
         pipe=topology.pipe,
         tensor=topology.tensor,
         pipe_rank=topology.pipe_rank,
+        copied_bytes=memory_of_copies(plan, config, several_hosts=topology.world_size > ranks_per_node),
     )
+
+
+def memory_of_copies(plan: ShardingPlan, config: Config, *, several_hosts: bool) -> int:
+    """Return the bytes of host memory that ``checkpoint.in_memory`` takes of a rank.
+
+    They are its share on its way, and twice, while one copy is made, in shared memory. If there are ``several_hosts``, that
+    of a rank of another host is there, too.
+    """
+    if not config.checkpoint.in_memory.every_steps:
+        return 0
+    return copied_bytes(plan) * (1 + _COPIES * (2 if several_hosts else 1))
 
 
 def default_transport(device_type: str, world_size: int, ranks_per_node: int) -> str:

@@ -31,7 +31,7 @@ from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
 from ..plan.sharding_plan import ShardingPlan
 from ..zero.init import part_of
-from .estimate import held_whole
+from .estimate import held_whole, memory_of_copies
 from .limits import Limit, cgroup_path, host_limits, node_name
 from .start_up import Bytes, Holding, never_written, start_up
 
@@ -109,8 +109,8 @@ class Fitting:
         return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name_of(self._device, name))
 
     def _demand_of(self, plan: ShardingPlan) -> Demand:
-        kinds = planned_bytes(plan)
-        host = total_of(kinds, "host")
+        kinds, copies = planned_bytes(plan), memory_of_copies(plan, self._config, several_hosts=False)
+        host = total_of(kinds, "host") + copies
         total = total_of(kinds, "device") + host
         held, start = self._held, start_up(plan, self._model, self._held_by)
         if on_host(self._device):

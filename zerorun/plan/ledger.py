@@ -15,6 +15,7 @@ from .optimizer_states import OptimizerStates
 from .receive_buffers import receive_buffer_bytes
 from .sharding_plan import DEVICE, FlatGroupPlan, ShardingPlan
 
+MASTER_BYTES = 4  # of an element, in files
 # The kinds of memory on the device.
 DEVICE_KINDS = ("parameters", "gradients", "master", "moments", "slots", "buffers")
 
@@ -49,6 +50,16 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
     if staging:
         ledger["host staging"] = staging
     return dict(ledger)
+
+
+def copied_bytes(plan: ShardingPlan) -> int:
+    """Return the bytes of this rank's share of a checkpoint of what is trained: weights, masters and states."""
+    total, states = 0.0, plan.states or (0,) * len(plan.trainable)
+    for group, size in zip(plan.trainable, states, strict=True):
+        each = group.dtype.itemsize + (0 if group.master_is_weight else MASTER_BYTES)
+        share = group.shard_numel / group.copies
+        total += share * each + size * share / max(group.owned_numel, 1)
+    return round(total)
 
 
 def total_of(ledger: Mapping[str, int], place: str) -> int:

@@ -1,0 +1,106 @@
+"""The keeper: owns the folder of a host's shared memory in which workers keep copies of their newest steps.
+
+The copies outlive the workers, for the next start (zerorun/checkpoint/memory_copies.py). They must not outlive the job,
+whatever its end. So a child of the supervisor empties the folder when the supervisor is gone, also if that was killed. A
+keeper that is killed itself is replaced; the copies stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import time
+from pathlib import Path
+
+from .bootstrap import name_process
+
+MEMORY = Path("/dev/shm")
+VARIABLE = "ZERORUN_KEEPER"  # the folder, for the workers
+_PREFIX = "zerorun-keeper-"
+_QUIET_SECONDS = 3.0  # workers that are being ended may still write
+
+
+class Keeper:
+    """That of one supervisor. Where the system has no such memory there is no folder."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self._pid = 0
+        self._writer = -1
+
+    def begin(self) -> dict[str, str]:
+        """Make the folder and the process, unless they are there, and return the variable that tells workers of them."""
+        if self._folder is None and MEMORY.is_dir():
+            folder = MEMORY / f"{_PREFIX}{secrets.token_hex(8)}"
+            with contextlib.suppress(OSError):
+                folder.mkdir(mode=0o700)
+                self._folder = folder
+        if self._folder is None:
+            return {}
+        if self._ended():
+            self._fork(self._folder)
+        return {VARIABLE: str(self._folder)}
+
+    @property
+    def pid(self) -> int:
+        """The process; 0 if there is none."""
+        return self._pid
+
+    def watch(self) -> None:
+        """Replace the process if it has ended. To be called now and then."""
+        if self._folder is not None and self._ended():
+            self._fork(self._folder)
+
+    def end(self) -> None:
+        """Empty the memory, and end the process."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+            os.close(self._writer)
+            with contextlib.suppress(OSError):
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            self._pid = 0
+
+    def _ended(self) -> bool:
+        if not self._pid:
+            return True
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(self._pid, os.WNOHANG) != (0, 0)
+        return True
+
+    def _fork(self, folder: Path) -> None:
+        if self._writer >= 0:
+            os.close(self._writer)
+        reader, self._writer = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                _main(reader, folder)
+            finally:
+                os._exit(0)
+        os.close(reader)
+
+
+def _main(reader: int, folder: Path) -> None:
+    """Wait until no supervisor holds the other end of the pipe, then leave nothing in ``folder``."""
+    os.setsid()  # a Ctrl-C in the terminal is for the launcher
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    name_process(b"zerorun-keeper")
+    os.dup2(reader, 0)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.closerange(3, 1024)
+    while os.read(0, 64):
+        pass
+    quiet_since = time.monotonic()
+    while time.monotonic() - quiet_since < _QUIET_SECONDS:
+        if folder.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            quiet_since = time.monotonic()
+        time.sleep(0.05)

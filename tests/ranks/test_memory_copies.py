@@ -1,0 +1,185 @@
+"""Copies in memory: whole on two hosts or not there, and loaded bit for bit, with or without the host that made them.
+
+Ranks of one machine stand for hosts: each has a folder of its own, as the supervisors of several hosts would make them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import by_day
+from harness import run_ranks
+from torch import nn
+
+import zerorun
+from zerorun.checkpoint.directory import newest_first
+from zerorun.checkpoint.partners import partners
+
+WIDTH = 24
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([0], [0]),
+        ([0, 0, 0], [0, 1, 2]),
+        ([0, 1], [1, 0]),
+        ([0, 0, 2, 2], [2, 3, 0, 1]),
+        ([0, 0, 2, 2, 4], [2, 3, 4, 4, 0]),  # hosts with fewer ranks take more
+        ([0, 1, 2], [1, 2, 0]),
+    ],
+)
+def test_each_rank_has_a_partner_on_another_host(places: list[int], expected: list[int]) -> None:
+    assert partners(places) == expected
+
+
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def make(folder: Path, stage: int, seed: int, **checkpoint: Any) -> zerorun.Engine:
+    """An engine of a rank whose host keeps copies in ``folder``."""
+    rank = own_rank()
+    own = folder / f"host{rank}"
+    own.mkdir(parents=True, exist_ok=True)
+    os.environ["ZERORUN_KEEPER"] = str(own)
+    torch.manual_seed(seed + rank)
+    model = nn.Sequential(nn.Linear(WIDTH, 37), nn.Dropout(0.1), nn.ReLU(), nn.Linear(37, WIDTH))
+    nn.init.ones_(model[0].bias).requires_grad_(False)  # copies have the checksum of what is frozen
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}},
+        "checkpoint": {"in_memory": {"every_steps": 1}, **checkpoint},
+    }
+    return zerorun.initialize(model, config)
+
+
+def train(engine: zerorun.Engine, steps: int) -> None:
+    for _ in range(steps):
+        engine.backward(engine(torch.randn(2, WIDTH)).float().square().mean())
+        engine.step()
+
+
+def digest(engine: zerorun.Engine) -> str:
+    """Of weights, masters, states, schedule and the next random number."""
+    found = hashlib.sha256(repr((engine.global_steps, engine.get_lr())).encode())
+    inventory = engine.checkpointer.inventory
+    for part in [*inventory.weights(), *inventory.optimizer_state()[0]]:
+        found.update(part.tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def interrupted(folder: str, stage: int, lost: int) -> None:
+    """Five steps and three are eight, also if the host of rank ``lost`` has lost its memory in between."""
+    engine = make(Path(folder) / "whole", stage, seed=3)
+    train(engine, 8)
+    expected = digest(engine)
+    engine.destroy()
+    engine = make(Path(folder), stage, seed=3)
+    train(engine, 5)
+    engine.destroy()
+    torch.distributed.barrier()
+    if own_rank() == lost:
+        shutil.rmtree(Path(folder) / f"host{own_rank()}")
+    torch.distributed.barrier()
+    engine = make(Path(folder), stage, seed=99)
+    assert engine.global_steps == 5
+    train(engine, 3)
+    assert digest(engine) == expected
+    engine.destroy()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("lost", (-1, 0, 2))
+@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0, 3))
+def test_goes_on_bit_for_bit(stage: int, lost: int, tmp_path: Path) -> None:
+    run_ranks(3, interrupted, str(tmp_path), stage, lost)
+
+
+def failing(folder: str, point: str) -> list[str]:
+    """The copy of step 5 fails on rank 1 at ``point``. Those that are found after step 5; then training goes on."""
+    engine = make(Path(folder), 3, seed=3)
+    train(engine, 4)
+    copies = engine.memory_copies
+    assert copies is not None
+    copies.settle()
+
+    def check(reached: str) -> None:
+        if reached == point and own_rank() == 1:
+            raise OSError(28, "No space left on device", str(folder))
+
+    copies.checkpointer.check_point = check
+    train(engine, 1)
+    copies.settle()
+    found = newest_first(Path(folder) / f"host{own_rank()}")
+    copies.checkpointer.check_point = lambda reached: None
+    torch.distributed.barrier()
+    again = make(Path(folder), 3, seed=99)
+    assert again.global_steps == 4
+    again.destroy()
+    train(engine, 1)
+    engine.destroy()
+    again = make(Path(folder), 3, seed=99)
+    assert again.global_steps == 6
+    again.destroy()
+    return found
+
+
+@pytest.mark.parametrize("point", ("write", "manifest"))
+def test_a_copy_that_fails_is_not_there_and_training_goes_on(point: str, tmp_path: Path) -> None:
+    assert run_ranks(2, failing, str(tmp_path), point) == [["global_step4"]] * 2
+
+
+def leave(folder: str) -> None:
+    engine = make(Path(folder), 3, seed=3)
+    train(engine, 4)
+    engine.destroy()
+
+
+def shrunk(folder: str) -> tuple[int, float]:
+    engine = make(Path(folder), 3, seed=99)
+    total = sum(float(value.double().abs().sum()) for value in engine.state_dict().values())
+    step = engine.global_steps
+    engine.destroy()
+    return step, total
+
+
+def test_fewer_ranks_go_on_from_what_is_left(tmp_path: Path) -> None:
+    """The third host is lost, and nobody takes its place: its files come from the first one."""
+    run_ranks(3, leave, str(tmp_path))
+    whole = run_ranks(3, shrunk, str(tmp_path))
+    shutil.rmtree(tmp_path / "host2")
+    assert run_ranks(2, shrunk, str(tmp_path)) == whole[:2]
+    assert whole[0][0] == 4
+
+
+def beside_a_disk(folder: str) -> tuple[int, int]:
+    """The step that a start begins at, if the checkpoint on disk is older than the copy, and if it is newer."""
+    disk = {"dir": f"{folder}/disk", "auto_resume": True, "every_steps": 3, "keep_last": 1}
+    engine = make(Path(folder), 3, seed=3, **disk)
+    train(engine, 4)
+    engine.destroy()
+    found = []
+    for steps in (2, 0):
+        engine = make(Path(folder), 3, seed=99, **disk)
+        found.append(engine.global_steps)
+        train(engine, steps)
+        engine.destroy()
+        torch.distributed.barrier()
+        if steps:  # the copies of steps 5 and 6 are gone, and there is a checkpoint of step 6
+            shutil.rmtree(Path(folder) / f"host{own_rank()}")
+        torch.distributed.barrier()
+    return found[0], found[1]
+
+
+def test_the_newer_of_memory_and_disk_is_loaded(tmp_path: Path) -> None:
+    assert run_ranks(2, beside_a_disk, str(tmp_path)) == [(4, 6)] * 2
