@@ -9,7 +9,9 @@ import hashlib
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch import nn
 import zerorun
 from zerorun.checkpoint.directory import newest_first
 from zerorun.checkpoint.partners import partners
+from zerorun.errors import DoesNotFitError
 
 WIDTH = 24
 
@@ -183,3 +186,38 @@ def beside_a_disk(folder: str) -> tuple[int, int]:
 
 def test_the_newer_of_memory_and_disk_is_loaded(tmp_path: Path) -> None:
     assert run_ranks(2, beside_a_disk, str(tmp_path)) == [(4, 6)] * 2
+
+
+def too_large(folder: str) -> str:
+    """Why copies do not fit, where the host has a kilobyte for them."""
+    with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1024)), pytest.raises(DoesNotFitError) as caught:
+        make(Path(folder), 3, seed=3)
+    return str(caught.value)
+
+
+def test_copies_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    for text in run_ranks(2, too_large, str(tmp_path)):
+        assert "checkpoint.in_memory.every_steps = 1: the copies of the" in text and "which has 1.0 KiB free" in text
+
+
+def measured_copies(folder: str) -> int:
+    """The bytes of this rank's host after two steps: its own, and those of the other rank."""
+    engine = make(Path(folder), 3, seed=3)
+    train(engine, 2)
+    engine.destroy()
+    return sum(path.stat().st_size for path in Path(folder).glob(f"host{own_rank()}/*/*.safetensors"))
+
+
+def test_the_estimate_knows_the_bytes(tmp_path: Path) -> None:
+    """But for headers and the few values that are no tensors of the model."""
+    found = run_ranks(2, measured_copies, str(tmp_path))
+    model = nn.Sequential(nn.Linear(WIDTH, 37), nn.Dropout(0.1), nn.ReLU(), nn.Linear(37, WIDTH))
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
+    config |= {"optimizer": {"type": "AdamW"}, "checkpoint": {"in_memory": {"every_steps": 1}}}
+    estimate = zerorun.estimate_memory(model, config, 2, ranks_per_node=1, device="cpu")
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert estimate.copied_bytes == pytest.approx(5 * 14 * numel / 2, rel=0.05)  # flat buffers are padded
+    assert max(found) == pytest.approx(2 * estimate.copied_bytes / 5, rel=0.6)  # small tensors: headers count
+    assert "copies in host memory" in str(estimate)
+    without = {key: value for key, value in config.items() if key != "checkpoint"}
+    assert zerorun.estimate_memory(model, without, 2, ranks_per_node=1, device="cpu").copied_bytes == 0

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -135,6 +139,44 @@ def test_spares_take_the_places_of_the_lost() -> None:
     assert places.fill("acde") == [("b", "d")] and places.names == ["a", "d", "c"]
     assert places.fill("ac") == [] and places.missing("ac") == ["d", "b", "e"]
     assert places.fill("abc") == [("d", "b")] and places.names == ["a", "b", "c"] and places.reserve == ["d", "e"]
+
+
+KEEPS = """\
+import os, sys, time
+folder = os.environ["ZERORUN_KEEPER"]
+open(f"{folder}/copy", "w").close()
+print(folder, os.getppid(), flush=True)
+time.sleep(100)
+"""
+
+
+def keeper_of(supervisor: int) -> int:
+    """The keeper among the children of a process; 0 if there is none."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    return next((int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "zerorun-keeper\n"), 0)
+
+
+@pytest.mark.parametrize("end", (signal.SIGKILL, signal.SIGTERM))
+def test_keepers_leave_nothing_in_memory_whatever_the_end(tmp_path: Path, end: int) -> None:
+    """Also if the keeper was killed before: it is replaced, and what it keeps stays."""
+    (tmp_path / "train.py").write_text(KEEPS)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=1", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as job:
+        assert job.stdout is not None
+        folder, supervisor = job.stdout.readline().split()
+        first = keeper_of(int(supervisor))
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: keeper_of(int(supervisor)) not in (0, first))
+        assert os.listdir(folder) == ["copy"]
+        os.kill(job.pid, end)
+        wait_until(lambda: not os.path.exists(folder))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10 * patience()
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 WARM = (

@@ -20,7 +20,7 @@ from .adapters import ADAPTERS_FILE, find_adapters, peft_model
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
-from .manifest import Manifest, never_cast, read_manifest
+from .manifest import Manifest, never_cast
 from .merging import Merged
 from .ranks import Ranks, attempt, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all
@@ -281,16 +281,6 @@ class Checkpointer:
             what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
             logger.warning("%s %s: training starts from the beginning.", what, path)
         return None, {}
-
-    def newest_step(self, directory: str | Path) -> int:
-        """The steps of the checkpoint that ``load`` would try first; -1 if there is none."""
-        ranks, path = self.saver.ranks, directory_of(directory)
-        for name in candidates(ranks, path):
-            manifest = attempt(lambda name=name: read_manifest(path / name))[0]  # type: ignore[misc]
-            found = max(ranks.gather(-1 if manifest is None else manifest.global_steps))
-            if found >= 0:
-                return found
-        return -1
 
     def wait(self) -> None:
         """Wait until the last asynchronous save is over. Raises its CheckpointError if it failed."""

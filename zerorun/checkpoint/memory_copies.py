@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, DamagedError
 from ..launcher.keeper import VARIABLE
-from ..log import in_bytes, is_rank_zero, logger, warn_once
+from ..log import is_rank_zero, logger, warn_once
 from . import directory as folder
 from .checkpointer import Checkpointer
 from .inventory import Subject
@@ -82,15 +81,6 @@ class MemoryCopies:
         here = attempt(lambda: folder.newest_first(self._place))[0] or []
         found = {tag for tags in ranks.gather(here) for tag in tags if _TAG.fullmatch(tag)}
         return sorted(found, key=_steps, reverse=True)
-
-    def require_room(self, needed: int, ranks_here: int) -> None:
-        """Raise CheckpointError if the memory file system is too small. ``needed``: bytes of each rank's copies."""
-        free = shutil.disk_usage(self._place).free
-        if needed * ranks_here > free:
-            raise CheckpointError(
-                f"checkpoint.in_memory: copies take {in_bytes(needed * ranks_here)} of {self._place.parent}, which has "
-                f"{in_bytes(free)} free. Remedy: make it larger (docker run --shm-size), or leave the key out."
-            )
 
     def close(self) -> None:
         """Wait for the last copy, and release the process group."""

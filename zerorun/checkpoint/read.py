@@ -345,6 +345,16 @@ def candidates(ranks: Ranks, directory: Path) -> list[str]:
     return next((names for names in ranks.gather(found) if names), [])
 
 
+def newest_step(ranks: Ranks, directory: Path) -> int:
+    """The steps of the first of ``candidates`` that can be read; -1 if there is none. Collective."""
+    for name in candidates(ranks, directory):
+        manifest = attempt(partial(read_manifest, directory / name))[0]
+        found = max(ranks.gather(-1 if manifest is None else manifest.global_steps))
+        if found >= 0:
+            return found
+    return -1
+
+
 def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
     """Open a checkpoint on every rank. Collective. Raises CheckpointError if it is damaged, or a file is on no rank.
 

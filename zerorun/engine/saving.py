@@ -16,6 +16,7 @@ from ..checkpoint.directory import newest_first
 from ..checkpoint.inventory import Subject
 from ..checkpoint.load import Wanted
 from ..checkpoint.memory_copies import MemoryCopies
+from ..checkpoint.read import newest_step
 from ..checkpoint.requests import translate
 from ..config.parse import Config
 from ..errors import StepError
@@ -155,7 +156,7 @@ class Saving(Outcomes):
         copies = self.memory_copies
         if copies is None:
             return False
-        on_disk = self.checkpointer.newest_step(dir) if dir is not None else -1
+        on_disk = newest_step(self.checkpointer.saver.ranks, Path(dir)) if dir is not None else -1
         return self._load(lambda: (copies.load(Wanted(), on_disk), {}))[0] is not None
 
     def begin_saving(self) -> None:

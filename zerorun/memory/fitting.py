@@ -8,6 +8,8 @@ the limit is on memory in use). Pinned memory does not count towards RLIMIT_MEML
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,10 +24,11 @@ from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
 from ..distributed.transports import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
+from ..launcher.keeper import VARIABLE
 from ..log import in_bytes
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
+from ..plan.ledger import copied_bytes, heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make import make_plan, planned_topology
 from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
@@ -149,6 +152,24 @@ class Fitting:
         short = self._shortage(sum(on_device), mine.virtual, near)
         if short is not None:
             raise DoesNotFitError(self._refusal(short, near, len(on_device)))
+        self._require_shared_memory(len(near), several_hosts=len(near) < len(demands))
+
+    def _require_shared_memory(self, ranks: int, *, several_hosts: bool) -> None:
+        """Raise DoesNotFitError if the memory file system is too small for what ``checkpoint.in_memory`` keeps there."""
+        folder, every = os.environ.get(VARIABLE), self._config.checkpoint.in_memory.every_steps
+        if not every or folder is None:
+            return
+        needed = ranks * (
+            memory_of_copies(self._plan, self._config, several_hosts=several_hosts) - copied_bytes(self._plan)
+        )
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise DoesNotFitError(
+                f"checkpoint.in_memory.every_steps = {every}: the copies of the {ranks} ranks of {self.demand.node} take "
+                f"{in_bytes(needed)} of {os.path.dirname(folder)}, which has {in_bytes(free)} free. Nothing has been "
+                "allocated. Remedy: make it larger (mount -o remount,size=, docker run --shm-size), or leave the key out. "
+                "ZERORUN_MEMORY_CHECK=0 switches this check off."
+            )
 
     def _shortage(self, device: int, virtual: int, near: list[Demand]) -> str | None:
         """Return in words which memory is too small, or None."""
