@@ -2163,4 +2163,28 @@ MUTANTS = (
         "                self.names = [*self.names[:index], *self.names[index + 1 :], spare]",
         ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),
     ),
+    Mutant(
+        "copies-are-not-compared",
+        "swallowed",
+        "zerorun/checkpoint/partners.py",
+        "                self._blocks = self._record.check_blocks(data, self._blocks, self._path)",
+        "",
+        ("tests/ranks/test_memory_copies.py::test_what_comes_is_compared",),
+    ),
+    Mutant(
+        "a-partner-on-the-same-host",
+        "rank",
+        "zerorun/checkpoint/partners.py",
+        "    following = {place: hosts[order[(index + 1) % len(order)]] for index, place in enumerate(order)}",
+        "    following = {place: hosts[order[index % len(order)]] for index, place in enumerate(order)}",
+        ("tests/ranks/test_memory_copies.py::test_each_rank_has_a_partner_on_another_host",),
+    ),
+    Mutant(
+        "older-copies-first",
+        "order",
+        "zerorun/checkpoint/memory_copies.py",
+        "        return sorted(found, key=_steps, reverse=True)",
+        "        return sorted(found, reverse=True)",
+        ("tests/ranks/test_memory_copies.py::test_the_copy_of_the_most_steps_is_loaded",),
+    ),
 )

@@ -188,18 +188,12 @@ def commit(
         written = ranks.gather(records or {})
         ranks.agree(problem)
         small, manifest = ranks.first(lambda: finish({name: found[name] for found in written for name in found}))
-        copies, problem = (
-            attempt(lambda: exchange(ranks, leaders, written, target.temporary)) if target.doubled else ({}, None)
-        )
-        came = ranks.gather(copies or {}) if target.doubled else [{}] * ranks.size
-        ranks.agree(problem)
-        here = {
-            name: record
-            for r, records in enumerate(zip(written, came, strict=True))
-            if leaders[r] == ranks.rank
-            for found in records
-            for name, record in found.items()
-        }
+        here = {name: found[name] for r, found in enumerate(written) if leaders[r] == ranks.rank for name in found}
+        if target.doubled:
+            copies, problem = attempt(lambda: exchange(ranks, leaders, written, target.temporary))
+            came = ranks.gather(copies or {})
+            ranks.agree(problem)
+            here |= {name: found[name] for r, found in enumerate(came) if leaders[r] == ranks.rank for name in found}
         on_leader(lambda: _complete(target, here, small, manifest))
         on_leader(lambda: _appear(target))
     except BaseException:
