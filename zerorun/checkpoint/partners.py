@@ -54,7 +54,8 @@ def exchange(
             for size in _sizes(record.nbytes):
                 incoming.take(ranks, rank, number, size)
                 number += 1
-            problem, came[name] = problem or incoming.end(), record
+            wrong = incoming.end()
+            problem, came[name] = problem or wrong, record
     for send in sends:
         send.wait()
     if problem is not None:
