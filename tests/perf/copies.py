@@ -3,7 +3,7 @@
     python tests/perf/copies.py --params 25M --rounds 5 --context 128 --batch 8
 
 Two ranks of one thread, each with a launcher of its own, as on two hosts: each sends its files to the other. Both engines
-are in the same processes, at stage 3 in bf16 with fp32 masters and AdamW, and take turns of a few steps; the other one is
+are in the same processes, at stage 3 with AdamW, and take turns of a few steps; the other one is
 first in the next round. Figures are medians over rounds of the seconds of a step. ``behind``: what a copy takes by itself,
 from the end of a step until it is whole on both hosts, while nothing else runs.
 """
@@ -43,7 +43,7 @@ def measure(args: argparse.Namespace) -> None:
             "train_micro_batch_size_per_gpu": args.batch,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "zero_optimization": {"stage": 3},
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": args.dtype == "bf16"},
             "checkpoint": {"in_memory": {"every_steps": every}},
         }
         engines[name] = zerorun.initialize(build_model(args.params, args.context), config)
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 with fp32 masters")
     args = parser.parse_args()
     if "RANK" in os.environ:
         measure(args)
