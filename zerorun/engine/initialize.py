@@ -29,7 +29,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
-from ..errors import ConfigError, ModelError, ZerorunError
+from ..errors import ConfigError, ModelError, OrderError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
 from ..monitors.breakdown import TimedModel
@@ -179,9 +179,11 @@ def initialize(
         plan = _agree(planned_for)
         _check_memory(Fitting(model, wanted, raw, plan, device, replication_of=parallelized.replication_of), comm)
         observer = _agree(lambda: RunObserver.make(wanted, topology, device))
-    except ZerorunError:
+    except ZerorunError as error:
         parallelized.undo()
         if owns_topology:
+            if not isinstance(error, OrderError):
+                _agree(lambda: None)  # others may still be taking what this rank has sent through the groups
             topology.close()
         raise
     divided = unsettled if topology.size("model") > 1 else [p for p in unsettled if id(p) in parallelized.shards]

@@ -39,6 +39,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..distributed.device import queues
 from ..distributed.layout import aligned_bytes
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
@@ -313,8 +314,8 @@ def _all_gather(
     label: str,
 ) -> Pending:
     shard = comm.of(group.plan.family).shard
-    if source is None or not (unit.placement.params and unit.link.apart):
-        return shard.all_gather(full, bounds, label, source)
+    if source is None or not (unit.placement.params and queues(comm.device)):
+        return shard.all_gather(full, bounds, label, source)  # on a CPU others may read the source
     own = full[bounds[shard.rank] : bounds[shard.rank + 1]]
     unit.link.open()  # what reads the slot goes first
     arrival = unit.link.send([(source, own)])
