@@ -92,16 +92,21 @@ class Guard:
             os.waitpid(self.pid, 0)
 
 
-def _guard_main(reader: int, mark: bytes) -> None:
+def stand_apart(name: bytes, reader: int) -> None:
+    """Let this process, which a supervisor has forked, outlive it. Nothing stays open but ``reader``, as descriptor 0."""
     os.setsid()  # a Ctrl-C in the terminal is for the launcher
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    name_process(b"zerorun-guard")
+    name_process(name)
     os.dup2(reader, 0)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)
     os.closerange(3, 1024)
+
+
+def _guard_main(reader: int, mark: bytes) -> None:
+    stand_apart(b"zerorun-guard", reader)
     said = b""
     while chunk := os.read(0, 4096):
         said += chunk

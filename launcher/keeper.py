@@ -15,7 +15,7 @@ import signal
 import time
 from pathlib import Path
 
-from .bootstrap import name_process
+from .bootstrap import stand_apart
 
 MEMORY = Path("/dev/shm")
 VARIABLE = "ZERORUN_KEEPER"  # the folder, for the workers
@@ -87,15 +87,7 @@ class Keeper:
 
 def _main(reader: int, folder: Path) -> None:
     """Wait until no supervisor holds the other end of the pipe, then leave nothing in ``folder``."""
-    os.setsid()  # a Ctrl-C in the terminal is for the launcher
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    name_process(b"zerorun-keeper")
-    os.dup2(reader, 0)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os.closerange(3, 1024)
+    stand_apart(b"zerorun-keeper", reader)
     while os.read(0, 64):
         pass
     quiet_since = time.monotonic()
