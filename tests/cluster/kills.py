@@ -25,7 +25,7 @@ from pathlib import Path
 if str(Path(__file__).parents[1]) not in sys.path:
     sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from harness import patience
+from harness import fork_program, patience
 from jobs import pythons
 from testbed import Cluster, Host, missing, wait_for
 
@@ -123,14 +123,14 @@ class Notes:
 
 
 class KilledJob:
-    """A job on the first ``hosts`` hosts of the cluster, the last of which is in reserve."""
+    """A job on the first ``hosts`` hosts of the cluster, the last of which is in reserve if there are several."""
 
-    def __init__(self, cluster: Cluster, folder: Path, hosts: int, until: int | None = None, slow: float = 0.05) -> None:
-        self.cluster, self.folder, self.hosts = cluster, folder, hosts
+    def __init__(self, cluster: Cluster, folder: Path, hosts: int, slow: float = 0.05) -> None:
+        self.cluster, self.folder, self.hosts, self.ranks = cluster, folder, hosts, max(1, hosts - 1)
         (folder / "train.py").write_text(SCRIPT)
-        (folder / "until").write_text("" if until is None else str(until))
+        (folder / "until").touch()
         (folder / "hostfile").write_text("".join(f"node{index} slots=1\n" for index in range(hosts)))
-        options = ["--hostfile", "hostfile", f"--max-restarts={RESTARTS}", "--spares=1"]
+        options = ["--hostfile", "hostfile", f"--max-restarts={RESTARTS}", *(["--spares=1"] if hosts > 1 else [])]
         launcher = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py", str(slow)]
         command = cluster[0].command(["env", "OMP_NUM_THREADS=1", *launcher], folder)
         self._out = open(folder / "out", "wb")  # noqa: SIM115
@@ -202,6 +202,15 @@ class KilledJob:
         return self.notes
 
 
+def uninterrupted(folder: Path, ranks: int, until: int) -> Notes:
+    """What a job of ``ranks`` ranks on this host has noted that nothing has happened to."""
+    folder.mkdir()
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "until").write_text(str(until))
+    fork_program(ranks, str(folder / "train.py"), "0", folder=folder, TORCHELASTIC_RESTART_COUNT="0")
+    return Notes.read(folder)
+
+
 def kill_at_random(job: KilledJob, count: int, chance: random.Random) -> Counter[str]:
     """Kill ``count`` times, and return how often which kind was. The job must make a step between kills, or two of them."""
     struck: Counter[str] = Counter()
@@ -248,10 +257,10 @@ def main() -> None:
     if reason is not None:
         sys.exit(reason)
     cluster = Cluster(Path(tempfile.mkdtemp(prefix="zerorun-hosts-")), args.hosts)
-    folders = [Path(tempfile.mkdtemp(prefix="zerorun-kills-")) for _ in range(2)]
+    folder = Path(tempfile.mkdtemp(prefix="zerorun-kills-"))
     try:
         cluster.up()
-        job, begun = KilledJob(cluster, folders[0], args.hosts), time.monotonic()
+        job, begun = KilledJob(cluster, folder, args.hosts), time.monotonic()
         struck = kill_at_random(job, args.count, random.Random(args.seed))
         notes = job.finish()
         repeated = Counter(notes.repeated)
@@ -262,9 +271,7 @@ def main() -> None:
         time.sleep(4)
         left = {host.name: found for host in cluster.hosts if host.is_up and (found := pythons(host))}
         print(f"left running: {left or 'nothing'}; left in memory: {left_in_memory(cluster) or 'nothing'}")
-        whole = KilledJob(cluster, folders[1], args.hosts, until=notes.step, slow=0.0)
-        whole.process.wait()
-        assert_nothing_has_happened(notes, whole.notes)
+        assert_nothing_has_happened(notes, uninterrupted(folder / "whole", job.ranks, notes.step))
         print(f"weights after {notes.step} steps, and the loss of each: bit for bit those of a run without kills")
     finally:
         cluster.down()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from jobs import assert_nothing_left
-from kills import KilledJob, assert_nothing_has_happened, kill_at_random, left_in_memory
+from kills import KilledJob, assert_nothing_has_happened, kill_at_random, left_in_memory, uninterrupted
 from testbed import Cluster, wait_for
 
 
@@ -17,12 +17,20 @@ def finish(cluster: Cluster, job: KilledJob, folder: Path) -> None:
     assert max(notes.repeated) <= 1, notes.repeated
     wait_for(lambda: not left_in_memory(cluster), 10, "keepers leave nothing")
     assert_nothing_left(cluster, 0.5)
-    folder.mkdir()
-    whole = KilledJob(cluster, folder, job.hosts, until=notes.step, slow=0.0)
-    assert whole.process.wait(60) == 0, whole.output
-    assert_nothing_has_happened(notes, whole.notes)
+    assert_nothing_has_happened(notes, uninterrupted(folder, job.ranks, notes.step))
 
 
+def test_a_worker_that_is_killed_costs_one_step(cluster: Cluster, tmp_path: Path) -> None:
+    """By day. What several hosts add to it is tried at night; tests/ranks has partners on other hosts."""
+    job = KilledJob(cluster, tmp_path, hosts=1, slow=0.02)
+    job.wait_for_step(4)
+    assert job.strike("keeper", cluster[0]) and job.strike("worker", cluster[0])
+    job.wait_for_step(6)
+    assert len(job.notes.begins) == 2
+    finish(cluster, job, tmp_path / "whole")
+
+
+@pytest.mark.nightly
 def test_a_silent_host_and_a_worker_cost_one_step_each(cluster: Cluster, tmp_path: Path) -> None:
     """The host's ranks go to the one in reserve, which has nothing: all that they had comes from the host after it."""
     job = KilledJob(cluster, tmp_path, hosts=4)
