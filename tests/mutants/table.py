@@ -1609,7 +1609,7 @@ MUTANTS = (
         "zerorun/plan/matrices.py",
         "        heapq.heappush(loads, (load + cost_of(shapes[index]), owner))",
         "        heapq.heappush(loads, (load + 1, owner))",
-        ("tests/unit/test_matrices.py::test_owners_of_llama_8b_have_as_much_to_do",),
+        ("tests/unit/test_matrices.py::test_megatron_2162_6379_owners_of_llama_8b_have_as_much_to_do",),
     ),
     Mutant(
         "fp8-scales-are-those-of-the-rank",
@@ -1673,7 +1673,7 @@ MUTANTS = (
         "zerorun/zero/matrix_updates.py",
         '        self._gradient(index).copy_(direction).mul_(scale_of(self._matrix(index).shape, settings["adjust_lr_fn"]))',
         "        self._gradient(index).copy_(direction)",
-        ("tests/ranks/test_muon.py::test_equals_one_process",),
+        ("tests/ranks/test_muon.py::test_deepspeed_8441_equals_one_process",),
     ),
     Mutant(
         "owners-take-what-they-have-twice",
@@ -1721,7 +1721,7 @@ MUTANTS = (
         "zerorun/zero/init.py",
         "    let_go_of_memory(param, data)",
         "    pass",
-        ("tests/ranks/test_qlora.py::test_each_rank_holds_all_transformers_30663_peft_2016[int8]",),
+        ("tests/ranks/test_qlora.py::test_each_rank_holds_all_transformers_24395_30663_peft_2016[int8]",),
     ),
     Mutant(
         "the-first-sensitivity-is-past",

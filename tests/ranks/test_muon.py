@@ -93,8 +93,8 @@ ROWS = [
 @pytest.mark.parametrize("case", ["plain", "tied", "unused_alternating_steps"])
 @pytest.mark.parametrize(("stage", "where"), ROWS)
 @pytest.mark.usefixtures("plain")
-def test_equals_one_process(stage: int, where: str, case: str, world: int, tmp_path: Path) -> None:
-    """At stage 0, too, where DeepSpeed's update is that of SGD (deepspeed_8441)."""
+def test_deepspeed_8441_equals_one_process(stage: int, where: str, case: str, world: int, tmp_path: Path) -> None:
+    """At stage 0, too, where DeepSpeed's update is that of SGD."""
     zero = deepcopy(ZERO[where])
     if where == "on a disk":
         zero["offload_optimizer"]["nvme_path"] = str(tmp_path)
@@ -130,8 +130,8 @@ APART = {"gpt2": gpt2_apart, "llama": llama_apart}
 
 
 @pytest.mark.parametrize("which", by_day(PARTS, "tensor, sharded", "stages", "uneven, and whole"))
-def test_a_divided_model_equals_one_process(which: str) -> None:
-    """An update by blocks of tensor ranks would be another one (megatron_6380)."""
+def test_megatron_6380_a_divided_model_equals_one_process(which: str) -> None:
+    """An update by blocks of tensor ranks would be another one."""
     name, stage, tensor, pipe, data, changes = PARTS[which]
     config = config_of(stage, accumulation=2, **changes)
     found = run_ranks(tensor * pipe * data, parallel_train, name, tensor, pipe, config)
@@ -199,8 +199,8 @@ def train_all(configs: list[dict[str, Any]]) -> list[tuple[Result, list[int]]]:
 
 
 @pytest.mark.parametrize("world", by_day([2, 3], 3))
-def test_each_matrix_is_orthogonalized_once_in_a_step_with_the_same_bits_everywhere(world: int) -> None:
-    """Not once in a micro-batch (deepspeed_8443), and not on every rank (torchtitan_3353)."""
+def test_deepspeed_8443_torchtitan_3353_each_matrix_is_orthogonalized_once_in_a_step(world: int) -> None:
+    """Not once in a micro-batch, and not on every rank; with the same bits everywhere."""
     offload = {"offload_optimizer": {"device": "cpu"}}
     settings: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2, 3)]
     settings += [{"stage": 3, "zero_optimization": offload}, {"stage": 2, "zero_optimization": {"shard_degree": 1}}]

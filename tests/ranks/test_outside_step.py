@@ -127,7 +127,7 @@ def all_stages(precision: str, folder: str) -> list[tuple[list[float], list[dict
 
 
 @pytest.mark.parametrize("precision", by_day(("fp32", "bf16"), "bf16"))
-def test_schedule_free_evaluates_and_saves_its_average(tmp_path: Path, precision: str) -> None:
+def test_accelerate_4159_schedule_free_evaluates_and_saves_its_average(tmp_path: Path, precision: str) -> None:
     losses, weights = plain_run(torch.bfloat16 if precision == "bf16" else torch.float32)
     tolerance = 2e-6 if precision == "fp32" else 1e-3  # a weight or two that are rounded the other way
     assert any(abs(a - b) > 10 * tolerance for a, b in zip(losses, losses[2:], strict=False))

@@ -173,6 +173,16 @@ def test_same_bits_as_in_one_process_and_bytes_as_estimated_megatron_1821(
     assert sum(heaviest["report"].values()) <= 1.01 * sum(sum(rank["report"].values()) for rank in found) / ranks
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_deepspeed_5784_bytes_of_a_parameter(kind: str) -> None:
+    """8 where all is in bf16, and not 18; but for what aligns units."""
+    numel = sum(param.numel() for param in net().parameters())
+    kinds = zerorun.estimate_memory(net(), config_of(0, kind), 1, device="cpu").kinds
+    held = kinds["parameters"] + kinds.get("master", 0), kinds["gradients"], kinds["moments"]
+    assert tuple(round(size / numel) for size in held) == KINDS[kind][1]
+    assert sum(held) <= 1.02 * numel * sum(KINDS[kind][1])
+
+
 def learn(config: dict[str, Any], rule: str, params: dict[str, Any]) -> dict[str, torch.Tensor]:
     engine = zerorun.initialize(net(), merged(config, {"optimizer": {"type": rule, "params": {**params}}}))
     for step in range(3):

@@ -27,8 +27,8 @@ LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(1, 1.0), (8, 1.01), (16, 1.01), (64, 1.07)])
-def test_owners_of_llama_8b_have_as_much_to_do(ranks: int, most: float) -> None:
-    """By elements in each unit, the same ranks would have it all: 2.15, 4.3 and 17 (megatron_2162, megatron_6379)."""
+def test_megatron_2162_6379_owners_of_llama_8b_have_as_much_to_do(ranks: int, most: float) -> None:
+    """By elements in each unit, the same ranks would have it all: 2.15, 4.3 and 17."""
     shapes = LLAMA_8B * 32
     chosen = choose_owners(shapes, ranks)
     assert chosen == choose_owners(list(shapes), ranks)
