@@ -80,7 +80,7 @@ def bytes_while_loading(folder: str, kind: str) -> dict[str, int]:
     found |= {"most": divided.most, "kept": divided.now}
     del model
     with Peak() as wide, zerorun.zero.Init():
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return found | {"most in 16 bits": wide.most}
 
 
