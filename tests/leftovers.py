@@ -1,7 +1,8 @@
 """Nothing of a test outlives the run: processes, temporary files and shared memory that are left over fail it, by name.
 
 All temporary files that are not pytest's own go to a folder of the run, which is TMPDIR for all its processes. What is
-left there, or in shared memory, when everything has been torn down is told with the test after which it was first seen.
+left there when a process has torn everything down is told with the test after which it was first seen. Shared memory
+belongs to all processes of the run, and to other programs: it is looked at when the last of ours has ended.
 Processes are known by a variable of their environment, and by PYTEST_CURRENT_TEST, which pytest sets: they are ended.
 """
 
@@ -14,7 +15,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,11 +41,12 @@ class Seen:
         for name in entries(self.folder) - self._before - self.came.keys():
             self.came[name] = test
 
-    def left(self) -> list[str]:
-        """What is still there, and no process has open."""
-        there = sorted(entries(self.folder) & self.came.keys())
-        used = open_paths() if there else set()
-        return [f"{self.folder / name}, of {self.came[name]}" for name in there if str(self.folder / name) not in used]
+
+def left_of(folder: Path, came: Mapping[str, str]) -> list[str]:
+    """What of ``came``, the tests by names of entries, is still there, and no process has open or stands in."""
+    there = sorted(entries(folder) & came.keys())
+    used = used_paths() if there else set()
+    return [f"{folder / name}, of {came[name]}" for name in there if str(folder / name) not in used]
 
 
 def entries(folder: Path) -> set[str]:
@@ -53,14 +55,14 @@ def entries(folder: Path) -> set[str]:
     return set()
 
 
-def open_paths() -> set[str]:
-    """Files that some process has mapped or open, as far as this user may know."""
+def used_paths() -> set[str]:
+    """Files that some process has mapped or open, and working directories, as far as this user may know."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             lines = (process / "maps").read_text().splitlines()
             found |= {line.split(None, 5)[5] for line in lines if "/" in line}
-            found |= {os.readlink(link) for link in (process / "fd").iterdir()}
+            found |= {os.readlink(link) for link in ((process / "cwd"), *(process / "fd").iterdir())}
     return found
 
 
@@ -103,6 +105,18 @@ def end_processes(run: str) -> list[str]:
 # -- hooks -------------------------------------------------------------------------------------------------------
 
 
+class Found:
+    """What the processes that run tests have seen."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.shared: dict[str, str] = {}  # what came in shared memory, with the test that was the first to see it
+
+    def add(self, left: Iterable[str], shared: Mapping[str, str]) -> None:
+        self.told.extend(left)
+        self.shared = {**shared, **self.shared}
+
+
 class Watch:
     """The part of a process that runs tests: attributes what appears to tests."""
 
@@ -112,24 +126,24 @@ class Watch:
         folder.chmod(0o755)  # some tests act as another user
         os.environ["TMPDIR"] = str(folder)
         tempfile.tempdir = None  # to be found out again
-        self.seen = [Seen(folder), Seen(_SHARED_MEMORY)]
+        self.own, self.shared = Seen(folder), Seen(_SHARED_MEMORY)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         result = yield
-        for folder in self.seen:
+        for folder in (self.own, self.shared):
             folder.look(item.nodeid)
         return result
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         result = yield
-        left = [line for folder in self.seen for line in folder.left()]
+        left = left_of(self.own.folder, self.own.came)
         output = getattr(session.config, "workeroutput", None)
         if output is not None:
-            output["left"] = left
+            output |= {"left": left, "shared": self.shared.came}
         else:
-            _told(session.config).extend(left)
+            _found(session.config).add(left, self.shared.came)
         return result
 
 
@@ -143,13 +157,14 @@ class Run:
         self.folder = tempfile.mkdtemp(prefix="zerorun-tests-")
         os.chmod(self.folder, 0o755)
         os.environ[_RUN] = self.folder
-        self.config, self.told = config, _told(config)
+        self.found = _found(config)
         self._origin = Origin(self.folder) if config.getoption("numprocesses", None) else None
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: object) -> None:
         """A process of pytest-xdist has ended."""
-        self.told.extend(getattr(node, "workeroutput", {}).get("left", ()))
+        output = getattr(node, "workeroutput", {})
+        self.found.add(output.get("left", ()), output.get("shared", {}))
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
@@ -157,24 +172,26 @@ class Run:
         os.environ.pop("PYTEST_CURRENT_TEST", None)
         if self._origin is not None:
             self._origin.close()
-        self.told.extend(end_processes(self.folder))
-        if self.told and session.exitstatus == pytest.ExitCode.OK:
+        told = self.found.told
+        told.extend(end_processes(self.folder))
+        told.extend(left_of(_SHARED_MEMORY, self.found.shared))
+        if told and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for line in self.told:
+        for line in self.found.told:
             terminalreporter.write_line(f"LEFT OVER {line}", red=True)
 
     def pytest_unconfigure(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_KEY = pytest.StashKey[list[str]]()
+_KEY = pytest.StashKey[Found]()
 
 
-def _told(config: pytest.Config) -> list[str]:
-    return config.stash.setdefault(_KEY, [])
+def _found(config: pytest.Config) -> Found:
+    return config.stash.setdefault(_KEY, Found())
 
 
 def pytest_configure(config: pytest.Config) -> None:
