@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from covering import by_day
 from harness import patience
+from process_of_tests import IMPORT_NOTHING
 
 TESTS = Path(__file__).parents[1]
 CASES = {
@@ -40,7 +41,7 @@ def start(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
     (folder / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     path = os.pathsep.join([str(TESTS), env.get("PYTHONPATH", "")])
-    env |= {"MARK": folder.name, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    env |= {"MARK": folder.name, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", IMPORT_NOTHING: "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", "-p", "no:cacheprovider", *options]
     command.append(f"--basetemp={folder / 'basetemp'}")
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
