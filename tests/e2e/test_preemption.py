@@ -117,6 +117,7 @@ def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]
     assert job.all_losses() == expected  # the step that saves ends the process before the script can write of it
 
 
+@pytest.mark.nightly  # by day: e2e/test_resume.py, and over hosts cluster/test_restarts.py
 def test_killed_worker_and_max_restarts(folder: Path, uninterrupted: list[dict[int, str]]) -> None:
     """The launcher starts the job again, which goes on from the newest checkpoint, with no word of it in the script."""
     (folder / "die").touch()

@@ -58,7 +58,8 @@ def launch(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return start([sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", "2", str(script), *args])
 
 
-@pytest.mark.parametrize("stage", [3, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (0, 1, 2))])
+@pytest.mark.nightly  # by day by torchrun, below, and by zerorun in test_listening.py
+@pytest.mark.parametrize("stage", range(4))
 def test_a_run_ends_with_exit_code_0(script: Path, stage: int) -> None:
     script.write_text(SCRIPT + NO_COMPILER)
     done = launch(script, str(stage), "fall off the end")
@@ -137,9 +138,10 @@ def test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough() -> No
 
 
 def test_torchrun_and_plain_python(script: Path) -> None:
+    script.write_text(SCRIPT + NO_COMPILER)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     assert start([*torchrun, "3", "fall off the end"]).stdout.count("finished 3") == 2
-    assert start_script(script.read_text(), "3", "fall off the end").finish(120 * patience())[1] == "finished 3\n"
+    assert start_script(SCRIPT, "3", "fall off the end").finish(120 * patience())[1] == "finished 3\n"
 
 
 def test_srun_variables_are_understood(script: Path) -> None:
