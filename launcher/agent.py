@@ -19,7 +19,7 @@ An order of the launcher has the key ``do``, a message of the agent the key ``is
 | leave     | status                           | ends what still runs, and exits with that status                     |
 | refuse    | text                             | prints the text and exits with status 2                              |
 
-Unasked it sends ``seen`` of workers that do not move, ``windows``: what all were busy in steps that are over, and
+Unasked it sends ``seen`` of workers that do not move, ``windows``: what all were busy in some steps, and
 ``progress``: how far its first worker is. A failure before the workers run is reported as ``trouble``, with a text. A
 launcher from which nothing has been heard for SILENT_SECONDS is taken for dead: if its host has gone down, the kernel would
 notice only after many minutes.
@@ -40,7 +40,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 from zerorun.watch.board import RankProgress
-from zerorun.watch.pace import Window
+from zerorun.watch.pace import Sparing, Window
 
 from .boards import Seen
 from .escapes import plain
@@ -61,13 +61,15 @@ class _BoardsOnLine:
     """Tells the launcher what boards say."""
 
     def __init__(self, line: Line) -> None:
-        self._line = line
+        self._line, self._sparing = line, Sparing()
 
     def on_seen(self, rank: int, seen: Seen | None) -> None:
         self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
 
     def on_windows(self, windows: list[Window]) -> None:
-        self._line.send({"is": "windows", "of": windows})  # some 80 bytes for a rank and 20 steps
+        told = self._sparing.of(windows, time.monotonic())
+        if told:
+            self._line.send({"is": "windows", "of": told})
 
     def on_progress(self, rank: int, progress: RankProgress) -> None:
         self._line.send({"is": "progress", "rank": rank, "of": asdict(progress)})
@@ -213,6 +215,7 @@ class Agent:
         if self._holder is not None:
             with contextlib.suppress(OSError):  # in a job of one host it does not listen
                 self._holder.shutdown(socket.SHUT_RDWR)  # no longer listens, but keeps the port
+        self.hangs = _BoardsOnLine(self._line)  # windows are counted anew
         self._node.start([self._command(worker) for worker in workers])
 
     def _command(self, worker: dict[str, Any]) -> WorkerCommand:

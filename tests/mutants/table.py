@@ -1519,9 +1519,17 @@ MUTANTS = (
         "slow-in-any-three-windows",
         "stale",
         "zerorun/watch/pace.py",
-        "        before = self._in_a_row if number == self._last + 1 else {}",
+        "        before = self._in_a_row if number % max(number - self._last, 1) == 0 else {}  # by steps of a power of two",
         "        before = self._in_a_row",
         ("tests/unit/test_pace.py::test_windows_between_which_some_are_missing_do_not_count",),
+    ),
+    Mutant(
+        "a-host-tells-all-windows",
+        "bound",
+        "zerorun/watch/pace.py",
+        "            self._every *= 2",
+        "            pass",
+        ("tests/unit/test_pace.py::test_hosts_whose_steps_are_fast_tell_of_fewer_windows",),
     ),
     Mutant(
         "stages-are-compared-with-each-other",

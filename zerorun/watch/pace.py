@@ -9,6 +9,11 @@ are their median, the lower one of two: of two ranks the faster says what is pos
 
 With GPUs only those can say who is late: hosts wait for them at different places. The phase is that in which the host loses
 at least half of it, as where data comes late, or else the GPU's own work.
+
+[Note: what goes over the line]
+A window is some 80 bytes for each rank. The first ones of a run are told as they come. After them a host tells no window
+for WINDOW_SECONDS after the last that it has told: it leaves out all but the multiples of a power of two, so that those of
+the host that tells least are told by all.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import NamedTuple
 from .board import TIMED, Phase
 
 SUCCESSION = 3
+WINDOW_SECONDS = 4.0
 _RATIO = 1.1
 _OF_STEP = 0.03  # of what the others are busy in a step: less is not worth a line
 _LEAST_US = 500
@@ -112,13 +118,13 @@ class Pace:
         ranks[window.rank] = window
         if len(ranks) < self.world_size:
             if len(self._open) > _KEPT:
-                del self._open[min(self._open)]
+                del self._open[min(self._open, key=lambda number: (number & -number, number))]  # who tells of few leaves it out
             return []
-        del self._open[window.number]
+        self._open = {number: ranks for number, ranks in self._open.items() if number > window.number}
         return self._judge(window.number, slow_in(ranks.values()))
 
     def _judge(self, number: int, found: dict[int, Slow]) -> list[Slow]:
-        before = self._in_a_row if number == self._last + 1 else {}
+        before = self._in_a_row if number % max(number - self._last, 1) == 0 else {}  # by steps of a power of two
         self._last = number
         self._in_a_row = {(one.rank, one.phase): before.get((one.rank, one.phase), 0) + 1 for one in found.values()}
         proven = [one for one in found.values() if self._in_a_row[one.rank, one.phase] >= SUCCESSION]
@@ -126,3 +132,28 @@ class Pace:
         new = [one for one in proven if (one.rank, one.phase) not in self._told]
         self._told.update((one.rank, one.phase) for one in new)
         return new
+
+
+@dataclass
+class Sparing:
+    """Which windows of a host's ranks are told over a line."""
+
+    _every: int = 1  # a power of two
+    _last: int = 0  # the last window that was told
+    _at: float = 0.0  # when
+
+    def of(self, windows: Iterable[Window], now: float) -> list[Window]:
+        """Those of ``windows`` that are told, ``now`` in seconds of a monotonic clock."""
+        told = [window for window in windows if window.number <= SUCCESSION or window.number % self._every == 0]
+        newest = max((window.number for window in told), default=0)
+        if newest > self._last:
+            if newest > SUCCESSION:
+                self._adapt(now - self._at)
+            self._last, self._at = newest, now
+        return told
+
+    def _adapt(self, seconds: float) -> None:
+        if seconds < WINDOW_SECONDS:
+            self._every *= 2
+        elif seconds >= 2 * WINDOW_SECONDS and self._every > 1:
+            self._every //= 2
