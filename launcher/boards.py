@@ -20,6 +20,7 @@ from zerorun.watch.board import (
     Phase,
     RankProgress,
     Sight,
+    ask_trace,
     read,
     read_progress,
     read_times,
@@ -187,6 +188,10 @@ class Boards:
         """Tell rank 0, if it is here, which rank is slow: it writes that to the monitors. -1: none is."""
         if 0 in self._pages:
             show_slow(self._pages[0].page, rank, thousandths)
+
+    def ask_trace(self, rank: int, steps: int, file: str) -> None:
+        """Ask the job of ``rank``, which must be 0, for a trace of its next ``steps`` steps in ``file`` of its folder."""
+        ask_trace(self._pages[rank].page, steps, file)
 
     def take_last(self, rank: int) -> Seen | None:
         """Return what the board of a worker that has ended says, and look at it no more."""

@@ -19,10 +19,13 @@ CONNECT_SECONDS = 10
 
 @dataclass(frozen=True)
 class CarrierOptions:
-    """``python``: the interpreter on the other hosts. ``module``: what it runs. ``extra``: options of the carrier."""
+    """``python``: the interpreter on the other hosts. ``module``: what it runs, with ``arguments``, of no use to anybody
+    who sees them. ``extra``: options of the carrier.
+    """
 
     python: str
     module: str = "zerorun.launcher.agent"
+    arguments: tuple[str, ...] = ()
     pythonpath: str | None = None
     extra: tuple[str, ...] = ()
     ssh_port: int | None = None
@@ -31,7 +34,7 @@ class CarrierOptions:
 def agent_command(options: CarrierOptions) -> list[str]:
     """Return the command of the agent. PYTHONSAFEPATH, because it starts in the user's home, which may hold a select.py."""
     path = [] if options.pythonpath is None else [f"PYTHONPATH={options.pythonpath}"]
-    return ["env", "PYTHONSAFEPATH=1", *path, options.python, "-m", options.module]
+    return ["env", "PYTHONSAFEPATH=1", *path, options.python, "-m", options.module, *options.arguments]
 
 
 def ssh(host: Host, options: CarrierOptions) -> list[str]:

@@ -11,7 +11,8 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from zerorun.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from .carriers import CarrierOptions
+    from .dump import RankState
     from .hosts import Host
     from .job_plan import JobOptions, LaunchRequest
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _launch(args)
     except (LaunchError, ConfigError) as error:
-        after = "" if args.dump is not None else "\nNo worker is running."
+        after = "" if args.asks_jobs else "\nNo worker is running."
         print(f"zerorun: error: {error}{after}", file=sys.stderr)
         return USAGE_STATUS
     except KeyboardInterrupt:  # before a worker was started
@@ -52,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    if args.dump is not None:
-        return _dump(args)
+    if args.asks_jobs:
+        return _ask_jobs(args)
     if not args.no_config_check:
         check_config(args.target_args)
     if args.sbatch:
@@ -97,7 +99,7 @@ def _launch(args: argparse.Namespace) -> int:
     return status
 
 
-def _carrier_options(args: argparse.Namespace, **module: str) -> CarrierOptions:
+def _carrier_options(args: argparse.Namespace, **module: Any) -> CarrierOptions:
     from .carriers import CarrierOptions
 
     return CarrierOptions(
@@ -109,22 +111,36 @@ def _carrier_options(args: argparse.Namespace, **module: str) -> CarrierOptions:
     )
 
 
-def _dump(args: argparse.Namespace) -> int:
-    """Print what the ranks of running jobs are doing."""
+def _ask_jobs(args: argparse.Namespace) -> int:
+    """Print what the ranks of running jobs are doing, or ask one of these jobs for a trace."""
     from zerorun.log import print_lines
 
     from .carriers import CARRIERS
-    from .dump import gather, nodes_of, page
+    from .dump import chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
 
-    if args.launcher == "slurm" and args.dump:
-        os.environ.update(SLURM_JOB_ID=args.dump, SLURM_JOB_NODELIST=nodes_of(args.dump))  # also for srun
+    job = args.dump if args.trace is None else args.trace
+    if args.launcher == "slurm" and job:
+        os.environ.update(SLURM_JOB_ID=job, SLURM_JOB_NODELIST=nodes_of(job))  # also for srun
     launcher, hosts = choose_hosts(args, os.environ)
     own = own_names() if launcher in ("local", "ssh") else set()
-    options = _carrier_options(args, module="zerorun.launcher.dump")
-    carriers = {host.name: CARRIERS[launcher](host, options) for host in hosts if host.name.lower() not in own}
-    found, silent = gather(carriers, here=len(carriers) < len(hosts))
-    print_lines(page(found, silent, args.dump, asked=[host.name for host in hosts]))
-    return 1 if silent else 0
+
+    def ask(here: Callable[[], list[RankState]], *arguments: str) -> tuple[list[RankState], dict[str, str]]:
+        options = _carrier_options(args, module="zerorun.launcher.dump", arguments=arguments)
+        carriers = {host.name: CARRIERS[launcher](host, options) for host in hosts if host.name.lower() not in own}
+        return gather(carriers, here if len(carriers) < len(hosts) else None)
+
+    found, silent = ask(on_this_host)
+    asked = [host.name for host in hosts]
+    if args.trace is None:
+        print_lines(page(found, silent, job, asked=asked))
+        return 1 if silent else 0
+    first = one_job(chosen(found, silent, job, asked=asked))
+    steps, file = str(args.steps), f"zerorun-trace-{time.strftime('%H%M%S')}.json"
+    taken, _ = ask(lambda: trace_on_this_host(first.job, args.steps, file), first.job, steps, file)
+    if not taken:
+        raise LaunchError(f"--trace: rank 0 of job {first.job} has ended.")
+    print(f"rank 0 of job {first.job} writes its next {steps} steps to {file}, in its folder on {first.host}")
+    return 0
 
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
@@ -407,6 +423,16 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="start nothing: print what all ranks of the jobs on the hosts are doing, with their stacks. JOB: only that "
         "one, by its number in SLURM, its --rdzv-id of torchrun, or MASTER_ADDR:MASTER_PORT",
     )
+    _add(
+        parser,
+        "--trace",
+        nargs="?",
+        const="",
+        metavar="JOB",
+        help="start nothing: have a running job trace its next steps, in a file in the folder of its rank 0. JOB: as of "
+        "--dump, if there are several",
+    )
+    _add(parser, "--steps", type=_positive, default=3, metavar="N", help="with --trace: how many (default: 3)")
     _add(parser, "--dry-run", dest="dry_run", action="store_const", const="text", help="print the plan; start nothing")
     _add(parser, "--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
 
@@ -431,9 +457,11 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     args.target, *args.target_args = command or [""]
     least, args.num_nodes = args.num_nodes
     args.min_nodes = args.min_nodes or least
-    if args.dump is not None:
+    args.asks_jobs = args.dump is not None or args.trace is not None
+    if args.asks_jobs:
         if command:
-            parser.error(f"--dump starts nothing: what is {command[0]!r} for?")
+            option = "--dump" if args.trace is None else "--trace"
+            parser.error(f"{option} starts nothing: what is {command[0]!r} for?")
         return args
     if not command:
         parser.error("no script given")

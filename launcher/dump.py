@@ -1,9 +1,11 @@
-"""``zerorun --dump``: what all ranks of running jobs are doing, whoever has started them.
+"""``zerorun --dump``: what all ranks of running jobs are doing, whoever has started them. ``zerorun --trace``: a trace.
 
-    python -m zerorun.launcher.dump      prints what is found on this host as a line of JSON
+    python -m zerorun.launcher.dump                     prints what is found on this host as a line of JSON
+    python -m zerorun.launcher.dump JOB STEPS FILE      asks the job for a trace, and prints its rank 0 if that is here
 
 Nothing is asked of a job's launcher, which may be gone, or be torchrun. The boards of the ranks are found among the open
-files of this user's processes, and their stacks are asked for by a signal, as a supervisor does.
+files of this user's processes, and their stacks are asked for by a signal, as a supervisor does. A trace is asked for on
+the board of rank 0, which lets the other ranks know by the sum that all of them make before an update.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,6 +81,18 @@ def on_this_host(*, stacks: bool = True) -> list[RankState]:
     return [state for look in looks if (state := look.end()) is not None]
 
 
+def trace_on_this_host(job: str, steps: int, file: str) -> list[RankState]:
+    """Ask ``job`` for a trace of its next ``steps`` steps, and return its rank 0; nothing if that is not here."""
+    for state in on_this_host(stacks=False):
+        if (state.job, state.seen.sight.rank) == (job, 0):
+            boards, process = Boards(), state.seen.sight.pid
+            with contextlib.suppress(OSError, ValueError):
+                boards.ask_trace(boards.adopt(process, *open_board(process), time.monotonic()), steps, file)
+                boards.close()
+                return [state]
+    return []
+
+
 class _Look:
     """A look at one rank, from its first half to its end."""
 
@@ -105,8 +119,10 @@ class _Look:
 def _state_of(process: int, seen: Seen, moves: bool, stacks: str) -> RankState:
     told = dict(word.partition("=")[::2] for word in _words(process, "environ"))
     job = f"{told.get('MASTER_ADDR', '?')}:{told.get('MASTER_PORT', '?')}"
+    if "MASTER_PORT" not in told and "SLURM_STEP_ID" in told:  # srun has started it
+        job = f"{told.get('SLURM_JOB_ID')}.{told['SLURM_STEP_ID']}"
     names = [job, *(told[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if told.get(name))]
-    count = told.get("WORLD_SIZE", "")
+    count = told.get("WORLD_SIZE", told.get("SLURM_NTASKS", ""))
     world_size = int(count) if count.isdecimal() else 1
     program = shlex.join(_words(process, "cmdline"))
     return RankState(socket.gethostname(), job, tuple(names), program, world_size, seen, moves, stacks)
@@ -135,16 +151,18 @@ def nodes_of(job: str) -> str:
     return nodes
 
 
-def gather(carriers: Mapping[str, Sequence[str]], *, here: bool) -> tuple[list[RankState], dict[str, str]]:
+def gather(
+    carriers: Mapping[str, Sequence[str]], here: Callable[[], list[RankState]] | None
+) -> tuple[list[RankState], dict[str, str]]:
     """Return (the ranks of all hosts, what is wrong with hosts that have not answered).
 
-    ``carriers``: the commands that run this module on other hosts, by the hosts' names.
+    ``carriers``: the commands that run this module on other hosts, by the hosts' names. ``here``: the same on this host.
     """
     found, silent = [], {}
     with ThreadPoolExecutor(_FAN_OUT) as pool:
         answers = {name: pool.submit(_ask, command) for name, command in carriers.items()}
-        if here:
-            found += on_this_host()
+        if here is not None:
+            found += here()
         for name, answer in answers.items():
             ranks, trouble = answer.result()
             found += ranks
@@ -170,10 +188,10 @@ def _ask(command: Sequence[str]) -> tuple[list[RankState], str]:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def page(found: Sequence[RankState], silent: Mapping[str, str], job: str, *, asked: Sequence[str]) -> Iterator[str]:
-    """The page, line by line. ``job``: one name of the job that is meant; empty: all. ``asked``: the hosts.
+def chosen(found: Sequence[RankState], silent: Mapping[str, str], job: str, *, asked: Sequence[str]) -> list[RankState]:
+    """Return the ranks of the job with the name ``job``; empty: of all jobs. ``asked``: the hosts.
 
-    Raises LaunchError if there is no such job.
+    Raises LaunchError if there is none.
     """
     meant = [rank for rank in found if not job or job in rank.names]
     if not meant:
@@ -182,9 +200,29 @@ def page(found: Sequence[RankState], silent: Mapping[str, str], job: str, *, ask
         which = f"job {job} " if job else "no job "
         known = f"Jobs that do: {there}." if there else "Ranks are seen if zerorun runs in them and you have started them."
         raise LaunchError(
-            f"--dump: {which}{'does not run' if job else 'runs'} on {', '.join(asked)}. {known} "
+            f"{which}{'does not run' if job else 'runs'} on {', '.join(asked)}. {known} "
             f"Remedy: give --hostfile, or --launcher slurm and the job's number, for jobs on other hosts.{troubles}"
         )
+    return meant
+
+
+def one_job(found: Sequence[RankState]) -> RankState:
+    """Return the rank 0 of the job to which all of ``found`` belong. Raises LaunchError if it is not clear."""
+    jobs = by_job(found)
+    if len(jobs) > 1:
+        told = "; ".join(headline(ranks) for ranks in jobs)
+        raise LaunchError(f"--trace: more than one job runs here. Remedy: give the name of one. {told}")
+    first = jobs[0][0]
+    if first.seen.sight.rank:
+        raise LaunchError(
+            f"--trace: rank 0 of {headline(jobs[0])} was not seen. Remedy: give the hostfile of the whole job."
+        )
+    return first
+
+
+def page(found: Sequence[RankState], silent: Mapping[str, str], job: str, *, asked: Sequence[str]) -> Iterator[str]:
+    """The page, line by line. The arguments, and what is raised: as of ``chosen``."""
+    meant = chosen(found, silent, job, asked=asked)
     for ranks in by_job(meant):
         yield from _job(ranks)
     for name, trouble in silent.items():
@@ -268,5 +306,7 @@ def _training_thread(stacks: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([rank.told() for rank in on_this_host()]))
+    order = sys.argv[1:]
+    ranks = trace_on_this_host(order[0], int(order[1]), order[2]) if order else on_this_host()
+    print(json.dumps([rank.told() for rank in ranks]))
     sys.exit(0)

@@ -1524,6 +1524,14 @@ MUTANTS = (
         ("tests/unit/test_pace.py::test_windows_between_which_some_are_missing_do_not_count",),
     ),
     Mutant(
+        "rank-0-traces-alone",
+        "rank",
+        "zerorun/engine/engine.py",
+        "        board.agree_on_trace(trace)",
+        "        board.agree_on_trace(board.wanted_trace)",
+        ("tests/ranks/test_trace.py::test_a_trace_can_be_asked_for_from_outside",),
+    ),
+    Mutant(
         "a-host-tells-all-windows",
         "bound",
         "zerorun/watch/pace.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from zerorun.distributed.transport import world
 from zerorun.errors import StepError
 from zerorun.monitors.step_trace import TraceEvent, as_json
 from zerorun.plan.step import Collective, step_collectives
-from zerorun.watch.board import board
+from zerorun.watch.board import PAGE, ask_trace, board
 from zerorun.zero.sharded_model import ShardedModel
 
 CASE = CASES["plain"]
@@ -131,6 +132,33 @@ def test_a_trace_has_the_actions_of_a_pipeline(tmp_path: Path, simulated: bool) 
         assert Counter(labels(events, "X", "pipeline")) == {"forward": ACCUMULATION, "backward": ACCUMULATION}
         phases = Counter(labels(events, "X", "program"))
         assert (phases["forward"], phases["backward"], phases["update"]) == (ACCUMULATION, ACCUMULATION, 1)
+
+
+def asked_from_outside(config: dict[str, Any], folder: Path) -> list[int]:
+    """Rank 0's board is asked, in a micro-batch between two steps, once while there is a trace already."""
+    engine, page = zerorun.initialize(CASE.build(), config), mmap.mmap(-1, PAGE)
+    board.go_on_at(page)
+    traced = []
+    for step in range(6):
+        for micro in range(ACCUMULATION):
+            if (step, micro) in ((1, 1), (2, 0)) and dist.get_rank() == 0:
+                ask_trace(page, STEPS, str(folder / f"at {step}.json"))
+            engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
+            engine.step()
+        traced.append(engine._trace is not None)
+    engine.destroy()
+    return traced
+
+
+def test_a_trace_can_be_asked_for_from_outside(tmp_path: Path) -> None:
+    """By ``zerorun --trace``: all ranks begin it after the same step. Where it cannot be written, training goes on."""
+    found = run_ranks(2, asked_from_outside, make_config(2, accumulation=ACCUMULATION), tmp_path)
+    assert found == 2 * [[False, True, True, False, False, False]]
+    assert [path.name for path in tmp_path.iterdir()] == ["at 1.json"]
+    for events in events_of(tmp_path / "at 1.json").values():
+        phases = Counter(labels(events, "X", "program"))
+        assert [phases[phase] for phase in ("forward", "backward")] == 2 * [STEPS * ACCUMULATION]
+    run_ranks(1, asked_from_outside, make_config(2, accumulation=ACCUMULATION), tmp_path / "none")
 
 
 def interrupted(config: dict[str, Any], path: Path) -> None:

@@ -19,11 +19,11 @@ from test_report_findings import host
 
 from zerorun.errors import LaunchError
 from zerorun.launcher import cli
-from zerorun.launcher.boards import Boards, Seen
-from zerorun.launcher.dump import RankState, gather, on_this_host, page
+from zerorun.launcher.boards import Boards, Seen, open_board
+from zerorun.launcher.dump import RankState, gather, on_this_host, one_job, page
 from zerorun.report.findings import find
 from zerorun.report.page import render
-from zerorun.watch.board import ALL, Phase, Sight
+from zerorun.watch.board import ALL, PAGE, Phase, Sight, Word
 
 # -- this host -------------------------------------------------------------------------------------------------------
 
@@ -107,6 +107,36 @@ def test_what_the_command_prints(ranks: list[subprocess.Popen[str]], capsys: pyt
     assert "starts nothing" in capsys.readouterr().err
 
 
+def test_a_trace_is_asked_for_on_the_board_of_rank_0(
+    ranks: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = f"node0:{os.getpid()}"
+    assert cli.main(["--trace", job, "--steps", "5"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"rank 0 of job {job} writes its next 5 steps to zerorun-trace-")
+    file = told.split(" to ")[1].split(",")[0]
+    for process, steps in zip(ranks, (5, 0, 0), strict=True):
+        files = open_board(process.pid)
+        written = os.pread(files[0], PAGE, 0)
+        assert memoryview(written).cast("q")[Word.TRACE] == steps and (file.encode() in written) == (steps > 0)
+        for opened in files:
+            os.close(opened)
+    assert cli.main(["--trace=nonsense"]) == cli.USAGE_STATUS
+    assert "job nonsense does not run on localhost" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ([("a", 0), ("b", 0)], "more than one job runs here. Remedy: give the name of one. job a: 1 of 8"),
+        ([("a", 1), ("a", 2)], "rank 0 of job a: 2 of 8 ranks on 1 host"),
+    ],
+)
+def test_whom_to_ask_for_a_trace_must_be_clear(found: list[tuple[str, int]], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        one_job([replace(state(rank), job=job, names=(job,)) for job, rank in found])
+
+
 def test_other_hosts_are_asked_and_a_silent_one_is_told_of() -> None:
     found, silent = gather(
         {
@@ -115,7 +145,7 @@ def test_other_hosts_are_asked_and_a_silent_one_is_told_of() -> None:
             "odd": ["echo", "[1]"],
             "none": ["/no/such/program"],
         },
-        here=False,
+        None,
     )
     assert found == [state(4)]
     assert silent == {
@@ -158,7 +188,7 @@ def test_a_job_that_moves_has_no_verdict_and_missing_ranks_are_told() -> None:
     assert lines[0] == "job node0:29500: 2 of 8 ranks on 1 host, 12 to 13 steps, 2 of them moving"
     assert lines[2].startswith("  ranks 2-7 not seen")
     assert lines[-1] == "node1 does not answer: down"
-    with pytest.raises(LaunchError, match="--dump: no job runs on a, b"):
+    with pytest.raises(LaunchError, match="no job runs on a, b"):
         list(page([], {}, "", asked=["a", "b"]))
 
 

@@ -259,7 +259,7 @@ class Accumulation:
         """Add ``loss`` to the sum that must be the same on all ranks of the tensor group."""
         self._compared += loss if math.isfinite(loss) else 0.0
 
-    def told(self, wishes: Sequence[bool], *, must_know: bool) -> Told:
+    def told(self, wishes: Sequence[int], *, must_know: bool) -> Told:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""
         unread = UnreadLosses(self.notes.marks, self.notes.weights)
         observed = None

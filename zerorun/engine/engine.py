@@ -23,7 +23,7 @@ from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import can_go_back, step_reversibly
-from ..watch.board import Phase, during
+from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
@@ -250,9 +250,11 @@ class Engine(CurvatureTaking):
             self._end_curvature(self._estimates)
         self.history.progress.begin()
         self.sharded_model.reduce()
-        wishes = saves.wishes() if saves is not None else ()
+        wishes = (board.wanted_trace, *(saves.wishes() if saves is not None else ()))
         must_know = self.lr_scheduler is not None and not can_go_back(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
+        trace, *wishes = summary.wishes
+        board.agree_on_trace(trace)
         if self.memory_copies is not None:
             self.memory_copies.settle()  # a step is finished only when the one before it is kept
         try:
@@ -265,7 +267,7 @@ class Engine(CurvatureTaking):
             if self.observer is not None:
                 self.observer.write_loads(found, self.global_samples)
         if saves is not None:
-            self._save_if_due(saves, *summary.wishes)
+            self._save_if_due(saves, *wishes)
         if self.memory_copies is not None and self.memory_copies.due(self.global_steps):
             self.memory_copies.keep()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import StepError
-from ..monitors.step_trace import StepTrace
 from .whole_weights import WholeWeights
 
 
@@ -16,13 +15,12 @@ class Tracing(WholeWeights):
         """Trace the next ``steps`` steps on all ranks, and write them to ``path`` on rank 0 when the last is over.
 
         The file is a Chrome trace in JSON, which https://ui.perfetto.dev opens. All ranks must call it, between two steps.
+        ``zerorun --trace`` asks for the same from outside, while a job runs.
         Raises StepError while another trace is not over.
         """
         if self._trace is not None:
             raise StepError("trace() was called while an earlier trace is not over. Remedy: wait until its steps are.")
-        if self._sample is not None:
-            self._sample.stop()
-        self._trace = StepTrace(path, steps, self.comm, self.sharded_model, self.device)
+        self._begin_trace(path, steps)
 
     def _end_trace(self) -> None:
         """Write what there is of a trace that is not over. All ranks must call it."""

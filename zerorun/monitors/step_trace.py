@@ -30,6 +30,7 @@ from ..distributed.stopwatch import Stopwatch
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.world import collect, nanoseconds_ahead
 from ..errors import StepError
+from ..log import logger
 from ..pipeline.schedule import simulate
 from ..watch.board import Phase, Span, board
 from ..zero.placeholders import tensors_in
@@ -223,7 +224,10 @@ class StepTrace:
         if found:
             parts = [[TraceEvent(*event) for event in json.loads(part)] for part in found]
             names = [f"rank {number} on {host}" for number, (_, host) in enumerate(hosts)]
-            self._path.write_text(as_json(parts, names, [ahead[first] for first in firsts]))
+            try:
+                self._path.write_text(as_json(parts, names, [ahead[first] for first in firsts]))
+            except OSError as error:  # on this rank alone, while the others go on
+                logger.warning("the trace cannot be written to %s: %s", self._path, error.strerror)
 
 
 def as_json(parts: Sequence[Sequence[TraceEvent]], names: Sequence[str], ahead_ns: Sequence[int]) -> str:

@@ -38,6 +38,7 @@ FILE_NAME, STACKS_NAME = "zerorun-board", "zerorun-stacks"  # of the files in me
 STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else 0
 _MAGIC = 0x7A65726F_00000001  # "zero", and the version of the page
 _LABEL_AT, _LONGEST_LABEL = PAGE - 256, 240  # bytes
+_FILE_AT, _LONGEST_FILE = _LABEL_AT - 256, 256  # bytes
 _MOST_LABELS = 4096  # that are kept encoded
 _WINDOWS = 16  # that are on the page
 _FIRST_STEPS = 2  # whose waits say nothing about later ones: ranks compile, open files, find their memory
@@ -97,6 +98,8 @@ class Word(IntEnum):
     BEGAN = auto()  # when its first optimizer step was over
     LOADING = auto()  # ns that it took to load a checkpoint
     LOADED = auto()  # 1 + the optimizer steps that the checkpoint had, or 0
+    TRACE = auto()  # on the page of rank 0, whoever has asked: how many steps all ranks are to trace
+    FILE = auto()  # bytes of the name of the file for it
 
 
 WINDOW = 20  # steps, whose times become one
@@ -133,6 +136,7 @@ class Board:
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
         self._steps: list[list[int]] = []  # the same of the steps of this window
+        self._trace = 0  # steps that all ranks are to trace
         self._missed = -1  # ns that the thread had no core, up to the window before; -1: no step is over yet
         self._device = 0  # ns that a GPU was busy in a step of this window, see ``note_device``
         self._apart = 0  # ns of waits and transport so far
@@ -216,6 +220,21 @@ class Board:
     def note_device(self, ns: int) -> None:
         """Show with this window what a GPU was busy in a step; -1: there is one, and that is not known."""
         self._device = ns
+
+    @property
+    def wanted_trace(self) -> int:
+        """How many steps somebody wants to be traced: on the page of rank 0, which lets the others know."""
+        return self._words[Word.TRACE]
+
+    def agree_on_trace(self, steps: int) -> None:
+        """All ranks know that ``steps`` are to be traced; 0: none."""
+        if steps:
+            self._trace, self._words[Word.TRACE] = steps, 0
+
+    def take_trace(self) -> tuple[int, str]:
+        """Return what ranks have agreed on since the last call, and on rank 0 the name of the file for it."""
+        steps, self._trace = self._trace, 0
+        return steps, bytes(self._bytes[_FILE_AT : _FILE_AT + self._words[Word.FILE]]).decode(errors="replace")
 
     @property
     def slow(self) -> tuple[int, float] | None:
@@ -460,6 +479,19 @@ def read_times(page: mmap.mmap, after: int) -> tuple[int, dict[int, list[int]]]:
 def show_slow(page: mmap.mmap, rank: int, thousandths: int) -> None:
     """Tell the rank that ``rank`` of its job is slow; -1: none is. For the owner of the page."""
     page[8 * Word.SLOW : 8 * Word.SLOWNESS + 8] = array("q", [rank + 1, thousandths]).tobytes()
+
+
+def ask_trace(page: mmap.mmap, steps: int, file: str) -> None:
+    """Ask the ranks of the job whose rank 0 writes on ``page`` for a trace of ``steps`` steps in ``file``.
+
+    Raises ValueError if its name is too long.
+    """
+    name = file.encode()
+    if len(name) > _LONGEST_FILE:
+        raise ValueError(f"the name of a trace has at most {_LONGEST_FILE} bytes")
+    page[_FILE_AT : _FILE_AT + len(name)] = name
+    for word, value in ((Word.FILE, len(name)), (Word.TRACE, steps)):
+        page[8 * word : 8 * word + 8] = array("q", [value]).tobytes()
 
 
 def _copied(page: mmap.mmap) -> bytes | None:

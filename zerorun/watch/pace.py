@@ -118,7 +118,9 @@ class Pace:
         ranks[window.rank] = window
         if len(ranks) < self.world_size:
             if len(self._open) > _KEPT:
-                del self._open[min(self._open, key=lambda number: (number & -number, number))]  # who tells of few leaves it out
+                del self._open[
+                    min(self._open, key=lambda number: (number & -number, number))
+                ]  # who tells of few leaves it out
             return []
         self._open = {number: ranks for number, ranks in self._open.items() if number > window.number}
         return self._judge(window.number, slow_in(ranks.values()))

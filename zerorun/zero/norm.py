@@ -47,7 +47,7 @@ class Told:
     """What a rank tells the others before an update. ``bad_losses``: how many were NaN or infinite.
 
     ``weight``: the sum of those that losses came with. ``loss``: the sum of losses, which must be that of all ranks of its
-    tensor group. ``wishes``: what else ranks want to know of each other; as many on every rank. ``unread``: losses that are
+    tensor group. ``wishes``: what else ranks want to add up; as many on every rank. ``unread``: losses that are
     not counted in ``bad_losses``, and weights that are not in ``weight``. ``must_know``: this rank must know the outcome at
     once. ``observed``: if ranks want to know the loss of the step, fp64 [2] on the device: the sum of this rank's losses,
     and what the sum over ranks is to be divided by.
@@ -56,7 +56,7 @@ class Told:
     bad_losses: int = 0
     weight: float = 0.0
     loss: float = 0.0
-    wishes: Sequence[bool] = ()
+    wishes: Sequence[int] = ()
     unread: UnreadLosses = UnreadLosses()
     must_know: bool = False
     observed: torch.Tensor | None = None
@@ -179,8 +179,8 @@ class Summary:
     ``sums`` [3 or 5]: of the squares of all gradient elements, before unscaling and averaging; of the weights that losses
     came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
     on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
-    difference of losses that should be equal, those of ranks with the same batch. ``wishes``: for each of those that ranks
-    told, how many ranks have it.
+    difference of losses that should be equal, those of ranks with the same batch. ``wishes``: the sums of those that
+    ranks told.
     """
 
     sums: Sums
