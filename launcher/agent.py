@@ -100,8 +100,7 @@ class Agent:
             node = self._node
             if (self._status is not None or self._lost) and (node is None or not node.busy):
                 if node is not None:
-                    node.warm_workers.end()
-                    node.keeper.end()
+                    node.end_now()
                 self._hang_up()
                 return LOST_STATUS if self._status is None else self._status
             patience = node.patience() if node is not None else 1.0

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from zerorun.errors import LaunchError
 
@@ -33,7 +33,7 @@ from .job import Job
 from .job_plan import JobOptions, LaunchRequest, Rendezvous, WorkerCommand, build_plan
 from .line import Line, Message
 from .loop import signals_as_bytes
-from .node import LocalNode, make_log_dir
+from .node import Listener, LocalNode, make_log_dir
 from .remote import LONGEST_MESSAGE, Node, RemoteNode
 from .reserve import HostPlaces
 from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
@@ -49,11 +49,21 @@ _LONGEST_ORDER = 1 << 24  # bytes of what the leader may say at a time
 _MOST_WARNINGS = 8  # about hosts with another secret
 
 
+class Challenger(Listener, Protocol):
+    """Who has asked hosts to join."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+    def warn_of_stranger(self, address: str) -> None:
+        """A host has come that does not know the secret."""
+
+
 class GuestNode(RemoteNode):
     """A host that has connected by itself. Nothing is taken from it until it has proved that it knows the secret."""
 
     def __init__(
-        self, address: str, connection: socket.socket, secret: str, selector: selectors.BaseSelector, job: LeadingJob
+        self, address: str, connection: socket.socket, secret: str, selector: selectors.BaseSelector, job: Challenger
     ) -> None:
         super().__init__(f"guest {address}", selector, job, job.say)
         self.address = address
@@ -273,7 +283,7 @@ def join(
     secret: str,
 ) -> int:
     """Serve the leader at ``address``, and return the exit status that it gives. Raises LaunchError."""
-    line = _enter(address, port, secret)
+    line = enter(address, port, secret)
     slots = len(request.hosts[0].slots or ())
     hello = {"node_rank": node_rank, "job_id": job_id, "slots": slots}
     with signals_as_bytes(may_sleep=True) as wakeup:
@@ -282,7 +292,7 @@ def join(
         return guest.run()
 
 
-def _enter(address: str, port: int, secret: str) -> Line:
+def enter(address: str, port: int, secret: str) -> Line:
     """Return a sealed line to the leader. Tries for JOIN_SECONDS, as the leader may start last. Raises LaunchError."""
     deadline, was_there = time.monotonic() + JOIN_SECONDS, False
     while True:

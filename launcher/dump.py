@@ -117,15 +117,25 @@ class _Look:
 
 
 def _state_of(process: int, seen: Seen, moves: bool, stacks: str) -> RankState:
-    told = dict(word.partition("=")[::2] for word in _words(process, "environ"))
-    job = f"{told.get('MASTER_ADDR', '?')}:{told.get('MASTER_PORT', '?')}"
-    if "MASTER_PORT" not in told and "SLURM_STEP_ID" in told:  # srun has started it
-        job = f"{told.get('SLURM_JOB_ID')}.{told['SLURM_STEP_ID']}"
+    told = variables(process)
+    job = job_of(told)
     names = [job, *(told[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if told.get(name))]
     count = told.get("WORLD_SIZE", told.get("SLURM_NTASKS", ""))
     world_size = int(count) if count.isdecimal() else 1
     program = shlex.join(_words(process, "cmdline"))
     return RankState(socket.gethostname(), job, tuple(names), program, world_size, seen, moves, stacks)
+
+
+def variables(process: int) -> dict[str, str]:
+    """Return the environment with which a process has begun; empty if it cannot be read."""
+    return dict(word.partition("=")[::2] for word in _words(process, "environ"))
+
+
+def job_of(told: Mapping[str, str]) -> str:
+    """Return the name of the job of a rank that was started with the variables ``told``."""
+    if "MASTER_PORT" not in told and "SLURM_STEP_ID" in told:  # srun has started it
+        return f"{told.get('SLURM_JOB_ID')}.{told['SLURM_STEP_ID']}"
+    return f"{told.get('MASTER_ADDR', '?')}:{told.get('MASTER_PORT', '?')}"
 
 
 def _words(process: int, name: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Pace, Window
-from zerorun.watch.verdict import Ended, Hang, Standing, judge
+from zerorun.watch.verdict import Ended, Hang, Standing, is_late, judge
 
 from .boards import Seen, training_first
 from .failures import RULE, WorkerEnd
@@ -90,6 +90,11 @@ class Hangs:
             return False
         waiting = [rank for rank in self._shown(verdict) if rank not in self._stacks and rank not in ended]
         return not waiting or now - self._asked > _ANSWER_SECONDS
+
+    def some_wait_too_long(self) -> bool:
+        """True if a rank waits for others beyond its limit."""
+        now = time.monotonic()
+        return any(is_late(found) for found in self._standing({}, now).values())
 
     @property
     def guilty(self) -> tuple[int, ...]:

@@ -1,86 +1,297 @@
-"""The supervisor of ranks that another program has started on one host, such as torchrun, when they stand still.
+"""The supervisor of ranks that another program has started, such as torchrun or srun, when they stand still.
 
-    python -m zerorun.launcher.sidecar PARENT WORLD_SIZE      started by local rank 0 of the children of PARENT
+    python -m zerorun.launcher.sidecar      started by the first rank of a host, with its order on stdin (watch/sidecars.py)
 
-It reads the boards that the ranks have made for themselves, says who is guilty of a hang, and ends that rank, so that the
-program that has started them ends the job. It ends when they have.
+It reads the boards that the ranks of its host have made for themselves. That of rank 0's host also hears what those of the
+other hosts see, says who is guilty of a hang, and has that rank ended, so that the program that has started them ends the
+job; of a job on several hosts, which that program may not do, all are ended soon after. It ends when its ranks have.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
+from typing import Any
 
-from .boards import Boards, open_board
-from .failures import WorkerEnd
+from zerorun.errors import LaunchError
+from zerorun.watch.board import RankProgress
+from zerorun.watch.pace import Window
+
+from .agent import Agent, Message
+from .boards import Boards, Seen, open_board
+from .by_hand import GuestNode, enter
+from .dump import job_of, variables
+from .failures import RULE, WorkerEnd
 from .hangs import Hangs
+from .line import Line
+from .loop import dispatch
+from .node import Listener
 
 _LOOK_SECONDS = 0.5
-_START_SECONDS = 60.0  # for the other ranks to make their boards
+_STACK_SECONDS = 0.5  # for a rank to write its stacks
+_START_SECONDS = 600.0  # for the other ranks of this host to make their boards, where their number is not known
+_OTHERS_SECONDS = 3.0  # for ranks to end because a guilty one has
+
+
+class AdoptedRanks:
+    """The ranks of ``job`` on this host, at most ``count`` of them, with the methods of a LocalNode."""
+
+    def __init__(self, job: str, count: int | None, listener: Listener) -> None:
+        self._job, self._count, self._listener = job, count, listener
+        self._boards = Boards()
+        self._processes: dict[int, int] = {}  # rank -> process
+        self._ended: set[int] = set()
+        self._stacks: dict[int, float] = {}  # rank -> when its stacks will be there
+        self._begun = self._next = time.monotonic()
+
+    @property
+    def busy(self) -> bool:
+        """True while a rank is left."""
+        return len(self._ended) < len(self._processes) or (not self._processes and time.monotonic() < self._begun + 60.0)
+
+    def patience(self) -> float:
+        """How long the loop may sleep, in seconds."""
+        return _LOOK_SECONDS
+
+    def pause(self, paused: bool) -> None:
+        """Do nothing: the ranks' output does not come here."""
+
+    def tick(self, now: float) -> None:
+        """Look at the boards, if it is time for that."""
+        if now < self._next:
+            return
+        self._next = now + _LOOK_SECONDS
+        self._find(now)
+        hangs = self._listener.hangs
+        for rank, seen in self._boards.look(now):
+            hangs.on_seen(rank, seen)
+        windows = self._boards.new_windows()
+        if windows:
+            hangs.on_windows(windows)
+        for rank in [rank for rank, ready in self._stacks.items() if now >= ready]:
+            del self._stacks[rank]
+            hangs.on_stacks(rank, self._boards.stacks(rank))
+        self._note_ends(now)
+
+    def _find(self, now: float) -> None:
+        """Adopt the boards of ranks that have made them."""
+        if len(self._processes) == self._count or now > self._begun + _START_SECONDS:
+            return
+        for process in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
+            if process not in self._processes.values() and job_of(variables(process)) == self._job:
+                with contextlib.suppress(OSError, ValueError):
+                    self._processes[self._boards.adopt(process, *open_board(process), now)] = process
+
+    def _note_ends(self, now: float) -> None:
+        for rank, process in self._processes.items():
+            if rank not in self._ended and _is_gone(process):
+                self._ended.add(rank)
+                self._listener.hangs.on_seen(rank, self._boards.take_last(rank))
+                self._listener.on_end(rank, 0, now, False)
+        if self._processes and not self.busy:
+            self._listener.on_empty([], 0)
+
+    def ask_stacks(self, rank: int) -> None:
+        """Have ``on_stacks`` hear of what each thread of a rank is doing."""
+        self._boards.ask_stacks(rank)
+        self._stacks[rank] = time.monotonic() + _STACK_SECONDS
+
+    def show_slow(self, rank: int, thousandths: int) -> None:
+        """Tell rank 0, if it is here, which rank of the job is slow."""
+        self._boards.show_slow(rank, thousandths)
+
+    def terminate(self, grace: float) -> None:
+        """Do nothing: without the others nobody knows whether they have to end."""
+
+    def end(self, ranks: Iterable[int]) -> None:
+        """Kill those of ``ranks`` that are here."""
+        for rank in set(ranks) & set(self._processes) - self._ended:
+            with contextlib.suppress(OSError):
+                os.kill(self._processes[rank], signal.SIGKILL)
+
+    def end_now(self) -> None:
+        """Look at no board any more."""
+        self._boards.close()
+
+
+class _Host:
+    """A host as the supervisor of rank 0's hears of it."""
+
+    def __init__(self, name: str, job: Sidecar) -> None:
+        self.name, self._job = name, job
+        self.say = _say
+        self.ranks: set[int] = set()  # that it has told of
+        self.ended: set[int] = set()
+        self.node: AdoptedRanks | GuestNode
+
+    @property
+    def hangs(self) -> _Host:
+        """It hears of boards, too."""
+        return self
+
+    def on_seen(self, rank: int, seen: Seen | None) -> None:
+        self._take(rank)
+        self._job.hangs.on_seen(rank, seen)
+
+    def on_windows(self, windows: list[Window]) -> None:
+        for window in windows:
+            self._take(window.rank)
+        self._job.hangs.on_windows(windows)
+
+    def on_progress(self, rank: int, progress: RankProgress) -> None:
+        self._job.hangs.on_progress(rank, progress)
+
+    def on_stacks(self, rank: int, text: str) -> None:
+        self._job.hangs.on_stacks(rank, text)
+
+    def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
+        """How it has ended, only the program knows that has started it."""
+        self._take(rank)
+        self.ended.add(rank)
+        batches = self._job.hangs.batches(rank)
+        self._job.ends[rank] = WorkerEnd(
+            rank, 0, time.monotonic() - self._job.begun, (), asked, host=self.name, batches=batches
+        )
+
+    def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
+        """It has none."""
+
+    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+        """Its ranks are gone; ``on_end`` has told of each."""
+
+    def on_note(self, text: str) -> None:
+        """There is none."""
+
+    def on_signal(self, number: int) -> None:
+        """There is none."""
+
+    def warn_of_stranger(self, address: str) -> None:
+        """Whoever does not know the secret is sent away, and nobody is told."""
+
+    def _take(self, rank: int) -> None:
+        self.ranks.add(rank)
+        self._job.places[rank] = self
 
 
 class Sidecar:
-    """Watches the ``world_size`` ranks among the children of the process ``parent``."""
+    """The supervisor that judges. ``listener``: where those of other hosts connect, with ``secret``; None: all are here."""
 
-    def __init__(self, parent: int, world_size: int) -> None:
-        self._parent, self._world_size = parent, world_size
-        self._boards = Boards()
-        self._hangs = Hangs(world_size, lambda rank: None, _say, self._ask_stacks, self._boards.show_slow)
-        self._processes: dict[int, int] = {}  # rank -> process
-        self._ends: dict[int, WorkerEnd] = {}
-        self._asked: set[int] = set()
+    def __init__(self, job: str, world_size: int, listener: socket.socket | None, secret: str) -> None:
+        self.begun = time.monotonic()
+        self.places: dict[int, _Host] = {}
+        self.ends: dict[int, WorkerEnd] = {}
+        self._listener, self._secret = listener, secret
+        self._several, self._world_size = listener is not None, world_size
+        self._selector = selectors.DefaultSelector()
+        self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow)
+        own = _Host(socket.gethostname(), self)
+        own.node = self._own = AdoptedRanks(job, _count_here(os.environ), own)
+        self._guests: list[_Host] = []
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:
-        """Return when no rank is left."""
-        begun = time.monotonic()
-        while len(self._ends) < len(self._processes) or (not self._processes and time.monotonic() - begun < _START_SECONDS):
-            self._find()
+        """Return when no rank is left, or the job has been ended."""
+        while self._own.busy or any(guest.lost is None and guest.facts for _, guest in self._there()):
+            if self._selector.get_map():
+                dispatch(self._selector, _LOOK_SECONDS)
+            else:
+                time.sleep(_LOOK_SECONDS)
             now = time.monotonic()
-            for rank, seen in self._boards.look(now):
-                self._hangs.on_seen(rank, seen)
-            self._hangs.on_windows(self._boards.new_windows())
-            for rank in self._asked:
-                self._hangs.on_stacks(rank, self._boards.stacks(rank))
-            self._asked.clear()
-            self._note_ends(now - begun)
-            if self._hangs.must_end(self._ends, now):
-                self._end_job()
+            self._own.tick(now)
+            for _, guest in self._there():
+                guest.tick(now)
+            silent = self._silent()
+            if self.hangs.must_end(self.ends, now):
+                self._end_job(self.hangs.report(), self.hangs.guilty)
                 return
-            time.sleep(_LOOK_SECONDS)
+            if silent is not None:
+                self._end_job(silent, ())
+                return
 
-    def _find(self) -> None:
-        """Adopt the boards of ranks that have made them."""
-        if len(self._processes) == self._world_size:
-            return
-        for process in _children(self._parent):
-            if process in self._processes.values():
-                continue
-            with contextlib.suppress(OSError, ValueError):
-                self._processes[self._boards.adopt(process, *open_board(process), time.monotonic())] = process
+    def _there(self) -> list[tuple[_Host, GuestNode]]:
+        return [(host, host.node) for host in self._guests if isinstance(host.node, GuestNode)]
 
-    def _note_ends(self, seconds: float) -> None:
-        for rank, process in self._processes.items():
-            if rank not in self._ends and _is_gone(process):
-                last = self._boards.take_last(rank)
-                self._hangs.on_seen(rank, last)
-                batches = None if last is None else last.sight.batches
-                self._ends[rank] = WorkerEnd(rank, 0, seconds, (), asked_to_stop=False, batches=batches)
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            connection, address = self._listener.accept()
+            host = _Host(str(address[0]), self)
+            host.node = guest = GuestNode(host.name, connection, self._secret, self._selector, host)
+            guest.expect(range(self._world_size))
+            self._guests.append(host)
+
+            def greeted() -> None:
+                host.name = guest.name = str(guest.facts["hostname"])
+
+            guest.on_hello = greeted
+
+    def _silent(self) -> str | None:
+        """The report on a host that does not answer any more, while ranks wait; None if there is none."""
+        for host, guest in self._there():
+            gone = sorted(host.ranks - host.ended)
+            if guest.lost is not None and "nothing was heard" in guest.lost and self.hangs.some_wait_too_long():
+                told = ", ".join(map(str, gone)) or "not known"
+                return f"{RULE}\nzerorun: the job hangs: host {host.name} is lost: {guest.lost}. Its ranks: {told}\n{RULE}"
+        return None
+
+    def _host_of(self, rank: int) -> str | None:
+        return self.places[rank].name if self._several and rank in self.places else None
 
     def _ask_stacks(self, rank: int) -> None:
-        self._boards.ask_stacks(rank)
-        self._asked.add(rank)
+        if rank in self.places:
+            self.places[rank].node.ask_stacks(rank)
 
-    def _end_job(self) -> None:
-        """Say why, and end whoever is guilty: whoever has started the ranks then ends the others."""
-        _say(self._hangs.report())
-        guilty = [rank for rank in self._hangs.guilty if rank not in self._ends]
-        for rank in guilty or self._processes:
-            with contextlib.suppress(OSError):
-                os.kill(self._processes[rank], signal.SIGKILL)
+    def _show_slow(self, rank: int, thousandths: int) -> None:
+        self._own.show_slow(rank, thousandths)
+
+    def _end_job(self, report: str, guilty: Iterable[int]) -> None:
+        """Say why, and end whoever is guilty: whoever has started the ranks then ends the others, at least of that host."""
+        _say(report)
+        everyone = range(self._world_size)
+        first = [rank for rank in guilty if rank not in self.ends]
+        self._end(first or everyone)
+        until = time.monotonic() + _OTHERS_SECONDS
+        while self._several and self._own.busy and time.monotonic() < until:
+            dispatch(self._selector, 0.1)
+            self._own.tick(time.monotonic())
+        if self._several:
+            self._end(everyone)
+
+    def _end(self, ranks: Iterable[int]) -> None:
+        self._own.end(ranks)
+        for _, guest in self._there():
+            if guest.facts:
+                guest.send("end", ranks=list(ranks))
+                if guest.line is not None:
+                    guest.line.flush()
+
+
+class _Guest(Agent):
+    """The supervisor of a host without rank 0: it tells what it sees, and ends ranks when it is told to."""
+
+    def __init__(self, line: Line, job: str) -> None:
+        super().__init__(line)
+        self._ranks = AdoptedRanks(job, _count_here(os.environ), self)
+        self._node = self._ranks  # type: ignore[assignment]  # it has the methods that are used
+
+    def _signal(self, node: Any, order: str, message: Message) -> None:
+        if order == "end":
+            self._ranks.end(map(int, message["ranks"]))
+        else:
+            super()._signal(node, order, message)
+
+    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+        """Hang up: no rank is left here."""
+        self._status = 0
 
 
 def _say(text: str) -> None:
@@ -88,26 +299,31 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _children(parent: int) -> Iterator[int]:
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                if int(_fields(int(entry))[1]) == parent:
-                    yield int(entry)
+def _count_here(environment: Any) -> int | None:
+    """How many ranks are on this host; None if that is not known."""
+    count = environment.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else None
 
 
 def _is_gone(process: int) -> bool:
     try:
-        return _fields(process)[0] == b"Z"
-    except OSError:
+        with open(f"/proc/{process}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] == b"Z"
+    except (OSError, IndexError):
         return True
 
 
-def _fields(process: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, ..."""
-    with open(f"/proc/{process}/stat", "rb") as stat:
-        return stat.read().rpartition(b")")[2].split()
+def main() -> None:
+    """Do what the rank that has started this process says on stdin."""
+    order = json.loads(sys.stdin.buffer.read())
+    job = job_of(variables(os.getppid()))
+    if "address" in order:
+        with contextlib.suppress(LaunchError):  # its ranks are seen by --dump alone
+            _Guest(enter(order["address"], order["port"], order["secret"]), job).run()
+        return
+    listener = socket.socket(fileno=order["listener"]) if "listener" in order else None
+    Sidecar(job, order["world_size"], listener, order.get("secret", "")).run()
 
 
 if __name__ == "__main__":
-    Sidecar(int(sys.argv[1]), int(sys.argv[2])).run()
+    main()

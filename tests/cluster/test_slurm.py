@@ -133,6 +133,22 @@ def test_a_job_that_stands_still(slurm: Slurm, tmp_path: Path, kind: str, words:
 
 
 @pytest.mark.nightly
+def test_a_job_of_srun_alone_that_stands_still(slurm: Slurm, tmp_path: Path) -> None:
+    script(tmp_path, textwrap.dedent(STANDING_STILL))
+    told = "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS TORCHELASTIC_RESTART_COUNT=0 OMP_NUM_THREADS=1"
+    place = f"MASTER_ADDR={slurm.cluster[0].address} MASTER_PORT=29512"
+    command = ["srun", "--overlap", "bash", "-c", f'{told} {place} {sys.executable} train.py "endless loop"']
+    job = allocate(slurm, tmp_path, *command)
+    wait_for(lambda: len(list(tmp_path.glob("ten.0.*"))) == NODES, 120, "ten steps")
+    begun = time.monotonic()
+    _, err = job.communicate(timeout=60 * patience())
+    assert job.returncode not in (0, None) and time.monotonic() - begun < 15 * patience()
+    report = err.split("=" * 80)[1]
+    assert BUSY in report and "in planted_bug" in report
+    assert_nothing_left(slurm.cluster, 5)
+
+
+@pytest.mark.nightly
 def test_a_dump_by_the_job_s_number(slurm: Slurm, tmp_path: Path) -> None:
     """From outside the allocation."""
     script(tmp_path, textwrap.dedent(STANDING_STILL))

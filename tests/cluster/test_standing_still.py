@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import patience
-from jobs import Job, assert_nothing_left
+from jobs import PRELUDE, Job, assert_nothing_left
 from testbed import Cluster
 
 SCRIPT = textwrap.dedent("""
@@ -141,6 +141,44 @@ def test_a_host_that_is_frozen(cluster: Cluster, tmp_path: Path, hosts: int) -> 
     finally:
         frozen.shell("kill -KILL $(pgrep -f '[l]auncher.agent|[t]rain.py')", check=False)
     assert "host node1 failed first" in report and "rank 1 of the job ran there" in report
+    assert_nothing_left(cluster, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("endless loop", BUSY),
+        ("whole weights alone", ORDER),
+        ("stopped", "rank 1 on node1 is stopped"),
+        ("frozen", "node1 is lost"),
+    ],
+)
+def test_ranks_of_torchrun_on_several_hosts(cluster: Cluster, tmp_path: Path, kind: str, words: str) -> None:
+    """Nobody but the ranks themselves sees to it that their boards are read."""
+    (tmp_path / "train.py").write_text(PRELUDE + SCRIPT)
+    jobs = []
+    for index in range(2):
+        where = ["--nnodes=2", f"--node-rank={index}", f"--master-addr={cluster[0].address}", "--master-port=29511"]
+        run = [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=1", "train.py", kind]
+        command = cluster[index].command(["env", "OMP_NUM_THREADS=1", *run], tmp_path)
+        jobs.append(subprocess.Popen(command, text=True, stdin=subprocess.DEVNULL, stdout=-1, stderr=-1))
+    deadline, begun = time.monotonic() + 120 * patience(), 0.0
+    while len(list(tmp_path.glob("ten.0.*"))) < 2:
+        assert jobs[0].poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    begun = time.monotonic()
+    if kind == "frozen":
+        cluster[1].shell("kill -STOP $(pgrep -f '[l]auncher.sidecar|[t]rain.py')")
+    err = jobs[0].communicate(timeout=60 * patience())[1]
+    assert time.monotonic() - begun < 25 * patience(), err  # torchrun itself takes some seconds
+    if kind == "frozen":
+        cluster[1].shell("kill -KILL $(pgrep -f '[l]auncher.sidecar|[t]rain.py')", check=False)
+    jobs[1].communicate(timeout=60 * patience())
+    assert all(job.returncode not in (0, None) for job in jobs)
+    report = err.split("=" * 80)[1]
+    assert "zerorun: the job hangs: " in report and words in report
+    assert "in planted_bug" in report or kind not in IN_PLANTED_BUG
     assert_nothing_left(cluster, 5)
 
 

@@ -253,7 +253,7 @@ class Engine(CurvatureTaking):
         wishes = (board.wanted_trace, *(saves.wishes() if saves is not None else ()))
         must_know = self.lr_scheduler is not None and not can_go_back(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
-        trace, *wishes = summary.wishes
+        trace, *others = summary.wishes
         board.agree_on_trace(trace)
         if self.memory_copies is not None:
             self.memory_copies.settle()  # a step is finished only when the one before it is kept
@@ -267,7 +267,7 @@ class Engine(CurvatureTaking):
             if self.observer is not None:
                 self.observer.write_loads(found, self.global_samples)
         if saves is not None:
-            self._save_if_due(saves, *wishes)
+            self._save_if_due(saves, *others)
         if self.memory_copies is not None and self.memory_copies.due(self.global_steps):
             self.memory_copies.keep()
 

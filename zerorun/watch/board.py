@@ -18,8 +18,6 @@ import faulthandler
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -30,6 +28,7 @@ from time import monotonic_ns
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import ConfigError
+from . import sidecars
 
 PAGE = 4096  # bytes
 VARIABLE = "ZERORUN_BOARD"  # "12,13": the open files of the page and of the stacks
@@ -350,7 +349,7 @@ def stay_off_the_board() -> None:
 def show_board() -> None:
     """Go on at a page that a supervisor of this host reads, if there is one. Called again, do nothing."""
     files = os.environ.pop(VARIABLE, None)  # not for programs that this one starts, which do not have the files
-    board.write(RANK=int(os.environ.get("RANK", 0)), SHOWN=board.shown or monotonic_ns())
+    board.write(RANK=sidecars.rank_in(os.environ), SHOWN=board.shown or monotonic_ns())
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a wrapper of the script may have closed them
         if files is not None:
             page, stacks = map(int, files.split(","))
@@ -358,14 +357,14 @@ def show_board() -> None:
                 for file in (page, stacks):  # they stay open for whoever looks at them from outside, and are not inherited
                     os.set_inheritable(file, False)
                 _go_on_at(page, stacks)
-        elif not _supervised and _started_by_another():
+        elif not _supervised and sidecars.started_by_another(os.environ) and os.environ.get(LIMIT_VARIABLE) != "0":
             page, stacks = os.memfd_create(FILE_NAME), os.memfd_create(STACKS_NAME)
             os.ftruncate(page, PAGE)
             _go_on_at(page, stacks)
-            if os.environ["LOCAL_RANK"] == "0":
-                command = [sys.executable, "-m", "zerorun.launcher.sidecar", str(os.getppid()), os.environ["WORLD_SIZE"]]
-                null = subprocess.DEVNULL
-                _supervised.append(subprocess.Popen(command, stdin=null, stdout=null, start_new_session=True))
+            if sidecars.is_on_one_host(os.environ):
+                sidecars.begin_alone()
+            else:
+                _alone.append(True)
 
 
 def _go_on_at(page: int, stacks: int) -> None:
@@ -375,12 +374,14 @@ def _go_on_at(page: int, stacks: int) -> None:
     _supervised.extend((page, stacks))
 
 
-def _started_by_another() -> bool:
-    """True in ranks of torchrun that are all on this host: nobody reads their boards, unless they see to it."""
-    told = {name: os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")}
-    if None in told.values() or os.environ.get(LIMIT_VARIABLE) == "0":
-        return False
-    return told["WORLD_SIZE"] == told["LOCAL_WORLD_SIZE"] != "1"
+def watch_other_hosts(store: sidecars.Store, address: str) -> None:
+    """Let somebody read the boards of ranks on several hosts, if nobody does. ``address``: at which rank 0's is reached."""
+    if _alone:
+        _alone.clear()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # torch's errors of stores are of the last kind
+            sidecars.begin_together(store, address)
+    elif not _supervised and sidecars.started_by_another(os.environ) and sidecars.rank_in(os.environ) == 0:
+        sidecars.refuse(store)
 
 
 def _is(file: int, name: str) -> bool:
@@ -393,12 +394,14 @@ def _begin_anew() -> None:
     board.write(PID=os.getpid(), GIVES_STACKS=0)
     _beside.clear()
     _supervised.clear()
+    _alone.clear()
     if STACK_SIGNAL:
         faulthandler.unregister(STACK_SIGNAL)
 
 
 _beside: set[int] = set()
-_supervised: list[Any] = []  # the two files, and the supervisor that this process has started
+_supervised: list[int] = []  # the two files
+_alone: list[bool] = []  # one True while nobody reads this board, because ranks on other hosts have not been met
 board = Board()
 os.register_at_fork(after_in_child=_begin_anew)
 

@@ -106,13 +106,18 @@ class Hang:
 
 def judge(standing: Mapping[int, Standing], ended: Mapping[int, Ended], world_size: int) -> Hang | None:
     """Return the verdict; None while it may be that all is well."""
-    late = [one for one in standing.values() if one.waits and one.limit_s and _waited(one) > _patience(one)]
+    late = [one for one in standing.values() if is_late(one)]
     late.sort(key=_waited, reverse=True)
     for one in late[:_MOST_FOLLOWED]:
         found = _follow(one, standing, ended, world_size)
         if found is not None:
             return found
     return None
+
+
+def is_late(one: Standing) -> bool:
+    """True if it waits for ranks, and longer than it should."""
+    return one.waits and bool(one.limit_s) and _waited(one) > _patience(one)
 
 
 def _follow(first: Standing, standing: Mapping[int, Standing], ended: Mapping[int, Ended], world_size: int) -> Hang | None:

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
 from ...log import warn_once
-from ...watch.board import board, show_board
+from ...watch.board import board, show_board, watch_other_hosts
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..topology import forget_everyone
 from ..waits import waiting
@@ -81,6 +81,7 @@ def init_distributed(
     device = device_of_rank(torch.device(device)) if device is not None else default_device()
     select(device)
     if dist.is_initialized():
+        _watch_in_a_group_of_others()
         return
     timeout_s = timeout.total_seconds() if timeout is not None else timeout_s
     rank, world_size, address = _rendezvous()
@@ -90,10 +91,17 @@ def init_distributed(
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
         store = _meet(rank, world_size, address, limit)
+        watch_other_hosts(store, (address or "").rpartition(":")[0].strip("[]"))
         backends = _backends(device, store, world_size, dist_backend)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
     board.write(MET=time.monotonic_ns())
     _owns_process_group = True
+
+
+def _watch_in_a_group_of_others() -> None:
+    """Have ranks on several hosts watched that have met before zerorun came."""
+    if "MASTER_ADDR" in os.environ:
+        watch_other_hosts(dist.distributed_c10d._get_default_store(), os.environ["MASTER_ADDR"])
 
 
 def _meet(rank: int, world_size: int, address: str | None, timeout: timedelta) -> dist.Store:
