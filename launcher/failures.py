@@ -121,6 +121,11 @@ def failure_line(end: WorkerEnd) -> str:
     return spoken[-1] if spoken else end.how
 
 
+def because_of_a_peer(end: WorkerEnd) -> bool:
+    """True if what it failed with says that another rank has gone."""
+    return end.returncode > 0 and _PEER_GONE.search(failure_line(end)) is not None
+
+
 def fails_again(end: WorkerEnd, *, seen: bool) -> bool:
     """True for a failure at the start of a script that another start would repeat. ``seen``: zerorun has run in it."""
     if end.batches or not (seen or end.seconds < _START_SECONDS):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from .failures import (
     HostEnd,
     WorkerEnd,
+    because_of_a_peer,
     early_end_note,
     exit_status,
     fails_again,
@@ -59,11 +60,14 @@ class Round:
         return bool(self.failed) and all(self.ends[rank].returncode == REQUEUE_STATUS for rank in self.failed)
 
     def first_failure(self, tails: Mapping[int, list[str]]) -> WorkerEnd | None:
-        """Return the end of the worker that failed first by itself; None if it was none, or a host before it."""
+        """Return the end of the worker that failed first by itself; None if it was none, or a host before it.
+
+        It takes a rank a moment to leave its process groups. Those that miss it may be faster.
+        """
         if not self.failed or (self.lost and not self._failed_before()):
             return None
-        rank = min(self.failed, key=lambda rank: self.ends[rank].seconds)
-        return replace(self.ends[rank], stderr_tail=tails.get(rank, ()))
+        ends = [replace(self.ends[rank], stderr_tail=tails.get(rank, ())) for rank in self.failed]
+        return min(ends, key=lambda end: (because_of_a_peer(end), end.seconds))
 
     def attempt(self, tails: Mapping[int, list[str]], seen: Container[int], now: float) -> Attempt:
         """Return what this round came to, at its end. ``seen``: the ranks in which zerorun has run."""

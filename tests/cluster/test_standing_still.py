@@ -174,6 +174,7 @@ def test_ranks_of_torchrun_on_several_hosts(cluster: Cluster, tmp_path: Path, ki
     assert time.monotonic() - begun < 25 * patience(), err  # torchrun itself takes some seconds
     if kind == "frozen":
         cluster[1].shell("kill -KILL $(pgrep -f '[l]auncher.sidecar|[t]rain.py')", check=False)
+        jobs[1].send_signal(signal.SIGCONT)  # nsenter stops with its child
     jobs[1].communicate(timeout=60 * patience())
     assert all(job.returncode not in (0, None) for job in jobs)
     report = err.split("=" * 80)[1]

@@ -1524,6 +1524,14 @@ MUTANTS = (
         ("tests/unit/test_pace.py::test_windows_between_which_some_are_missing_do_not_count",),
     ),
     Mutant(
+        "who-ends-first-is-the-cause",
+        "rank",
+        "launcher/outcome.py",
+        "        return min(ends, key=lambda end: (because_of_a_peer(end), end.seconds))",
+        "        return min(ends, key=lambda end: end.seconds)",
+        ("tests/unit/test_launcher_processes.py::test_a_rank_that_misses_another_may_be_the_first_to_end",),
+    ),
+    Mutant(
         "rank-0-traces-alone",
         "rank",
         "zerorun/engine/engine.py",

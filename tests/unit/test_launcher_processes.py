@@ -171,6 +171,21 @@ def test_earlier_failure_is_the_cause(start: Start) -> None:
     assert "later, rank 0: exit code 1: RuntimeError: connection closed" in err
 
 
+def test_a_rank_that_misses_another_may_be_the_first_to_end(start: Start) -> None:
+    """The other one leaves its process groups before it ends."""
+    job = start(
+        """
+        meet(*range(2))
+        while rank == 1 and not ended(0):
+            time.sleep(0.005)
+        raise RuntimeError("connection closed" if rank == 0 else "root cause")
+        """,
+        "--nproc=2",
+    )
+    _, _, err = job.finish()
+    assert "rank 1 failed first" in err and "later, rank 0: exit code 1: RuntimeError: connection closed" in err
+
+
 def test_failures_alike_are_shown_once(start: Start) -> None:
     job = start("meet(*range(8))\nraise RuntimeError('same')", "--nproc", "8")
     code, _, err = job.finish()
