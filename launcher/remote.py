@@ -9,7 +9,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -325,13 +325,8 @@ class RemoteNode:
 
     def start(self, workers: Sequence[WorkerCommand]) -> None:
         self.busy = self.lost is None
-        self.expect(worker.rank for worker in workers)
-        self._cleaners = {}
+        self._ranks, self._cleaners = frozenset(worker.rank for worker in workers), {}
         self.send("start", workers=[self._told(worker) for worker in workers])
-
-    def expect(self, ranks: Iterable[int]) -> None:
-        """Believe what it says of ``ranks``, and of no others."""
-        self._ranks = frozenset(ranks)
 
     def _told(self, worker: WorkerCommand) -> Message:
         """Return what the agent needs to know about ``worker``."""

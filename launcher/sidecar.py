@@ -180,6 +180,16 @@ class _Host:
         self._job.places[rank] = self
 
 
+class _Colleague(GuestNode):
+    """The supervisor of another host, which may tell of any rank."""
+
+    def __init__(
+        self, host: _Host, connection: socket.socket, secret: str, selector: selectors.BaseSelector, world_size: int
+    ) -> None:
+        super().__init__(host.name, connection, secret, selector, host)
+        self._ranks = frozenset(range(world_size))
+
+
 class Sidecar:
     """The supervisor that judges. ``listener``: where those of other hosts connect, with ``secret``; None: all are here."""
 
@@ -225,8 +235,7 @@ class Sidecar:
         with contextlib.suppress(OSError):
             connection, address = self._listener.accept()
             host = _Host(str(address[0]), self)
-            host.node = guest = GuestNode(host.name, connection, self._secret, self._selector, host)
-            guest.expect(range(self._world_size))
+            host.node = guest = _Colleague(host, connection, self._secret, self._selector, self._world_size)
             self._guests.append(host)
 
             def greeted() -> None:

@@ -15,20 +15,22 @@ import slurmbed
 from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from slurmbed import Slurm
-from test_standing_still import BUSY, ORDER
+from test_standing_still import BUSY, KINDS, tells
 from test_standing_still import SCRIPT as STANDING_STILL
 from testbed import Cluster, wait_for, write
 
 ZERORUN = (sys.executable, "-m", "zerorun.launcher.cli")
-NODES = 3
+NODES, WIDE = 3, 12
 
 
 @pytest.fixture(scope="module")
-def slurm(whole_cluster: Cluster) -> Iterator[Slurm]:
+def slurm(whole_cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    """On as many nodes as are needed."""
     reason = slurmbed.missing()
     if reason is not None:
         pytest.skip(reason)
-    slurm = Slurm(whole_cluster, NODES)
+    wide = any(str(WIDE) in item.name for item in request.session.items if item.path == request.path)
+    slurm = Slurm(whole_cluster, WIDE if wide else NODES)
     slurm.up()
     yield slurm
     slurm.down()
@@ -116,19 +118,59 @@ def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path
     wait_for(lambda: not slurm.ask("squeue", "-h", "-o", "%i"), 20, "the job ends")
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("kind", "words"), [("endless loop", BUSY), ("whole weights alone", ORDER), ("stopped", "is stopped")]
-)
-def test_a_job_that_stands_still(slurm: Slurm, tmp_path: Path, kind: str, words: str) -> None:
-    script(tmp_path, textwrap.dedent(STANDING_STILL))
-    job = allocate(slurm, tmp_path, *ZERORUN, "--export=OMP_NUM_THREADS=1", "train.py", kind)
-    wait_for(lambda: len(list(tmp_path.glob("ten.0.*"))) == NODES, 120, "ten steps")
-    begun = time.monotonic()
+def stands_still(slurm: Slurm, folder: Path, kind: str, nodes: int) -> subprocess.Popen[str]:
+    """A job of ``nodes``, in the step in which something happens."""
+    script(folder, textwrap.dedent(STANDING_STILL))
+    job = allocate(slurm, folder, *ZERORUN, "--export=OMP_NUM_THREADS=1", "train.py", kind, nodes=nodes)
+    wait_for(lambda: len(list(folder.glob("ten.0.*"))) == nodes, 120, "ten steps")
+    return job
+
+
+def report_of(job: subprocess.Popen[str], begun: float, *status: int) -> str:
     _, err = job.communicate(timeout=60 * patience())
-    assert job.returncode == 124 and time.monotonic() - begun < 15 * patience()
-    report = err.rstrip().split("=" * 80)[-2]
-    assert words in report and ("in planted_bug" in report or kind == "stopped")
+    assert job.returncode in status and time.monotonic() - begun < 15 * patience(), err
+    return err.rstrip().split("=" * 80)[-2]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "words", "status"), KINDS)
+@pytest.mark.parametrize("nodes", [2, WIDE])
+def test_a_job_that_stands_still(slurm: Slurm, tmp_path: Path, kind: str, words: str, status: int, nodes: int) -> None:
+    job = stands_still(slurm, tmp_path, kind, nodes)
+    tells(kind, words, report_of(job, time.monotonic(), status, *((124,) if kind == "other shape" else ())))
+    assert_nothing_left(slurm.cluster, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [2, WIDE])
+def test_a_frozen_node(slurm: Slurm, tmp_path: Path, nodes: int) -> None:
+    job = stands_still(slurm, tmp_path, "none", nodes)
+    begun, frozen = time.monotonic(), "$(pgrep -f '[l]auncher.agent|[t]rain.py')"
+    slurm.cluster[1].shell(f"kill -STOP {frozen}")
+    try:
+        report = report_of(job, begun, 69)
+    finally:
+        slurm.cluster[1].shell(f"kill -KILL {frozen}", check=False)
+    assert "host node1 failed first" in report and "rank 1 of the job ran there" in report
+    assert_nothing_left(slurm.cluster, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("nodes", [3, WIDE])
+@pytest.mark.parametrize("directions", [(1, 2), (1,)])
+def test_a_link_that_lets_nothing_through_in_slurm(
+    slurm: Slurm, tmp_path: Path, directions: tuple[int, ...], nodes: int
+) -> None:
+    job, begun = stands_still(slurm, tmp_path, "link", nodes), time.monotonic()
+    for index in directions:
+        slurm.cluster[index].shell(f"ip route add blackhole {slurm.cluster[3 - index].address}/32")
+    (tmp_path / "cut").touch()
+    try:
+        report = report_of(job, begun, 124)
+    finally:
+        for index in directions:
+            slurm.cluster[index].shell("ip route flush type blackhole")
+    assert "the link between node1 and node2 lets nothing through" in report
     assert_nothing_left(slurm.cluster, 5)
 
 

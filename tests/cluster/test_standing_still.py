@@ -50,6 +50,8 @@ SCRIPT = textwrap.dedent("""
                 engine(torch.ones(2, 16))
         if kind == "fewer batches":
             sys.exit()
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
     class Texts(torch.utils.data.Dataset):
         def __len__(self):
             return 1000
@@ -66,6 +68,8 @@ SCRIPT = textwrap.dedent("""
             meet("ten")
             while kind == "link" and not os.path.exists(f"{here}/cut"):
                 time.sleep(0.05)
+        if step == 10 and kind == "other shape":
+            torch.distributed.all_reduce(torch.ones(6 if rank == 1 else 3))
         if step == 10 and rank == 1:
             planted_bug()
         engine.backward(engine(batch).square().mean())
@@ -73,6 +77,22 @@ SCRIPT = textwrap.dedent("""
 """)
 IN_PLANTED_BUG = ("endless loop", "own collective", "saves alone", "whole weights alone", "sleep", "loop in C")
 BUSY, ORDER = "rank 1 on node1 does not move", "ranks have been waiting for each other"
+SHAPE = "Is there a distributed collective mismatch in your code?"
+KINDS = [  # what goes wrong, what the report says, the exit status
+    ("endless loop", BUSY, 124),
+    ("own collective", BUSY, 124),
+    ("stopped", "rank 1 on node1 is stopped", 124),
+    ("saves alone", ORDER, 124),
+    ("whole weights alone", ORDER, 124),
+    ("sleep", BUSY, 124),
+    ("loop in C", BUSY, 124),
+    ("loader runs dry", BUSY, 124),
+    ("skips a block", ORDER, 124),
+    ("evaluates alone", ORDER, 124),
+    ("fewer batches", "zerorun: rank 1 on node1 ended with exit code 0", 1),
+    ("killed", "rank 1 on node1 failed first", 137),
+    ("other shape", SHAPE, 134),
+]
 
 
 def job_in_step_ten(cluster: Cluster, folder: Path, kind: str, hosts: int, *environment: str) -> Job:
@@ -87,46 +107,33 @@ def job_in_step_ten(cluster: Cluster, folder: Path, kind: str, hosts: int, *envi
 
 def report_of(job: Job, begun: float, status: int = 124) -> str:
     code, _, err = job.finish(60)
-    assert code == status, err
+    assert code == status or (status, code) == (134, 124), err  # see ``tells``
     assert time.monotonic() - begun < 15 * patience(), err
     return err.rstrip().split("=" * 80)[-2]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("hosts", [2, 12])
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("endless loop", BUSY),
-        ("own collective", BUSY),
-        ("stopped", "rank 1 on node1 is stopped"),
-        ("saves alone", ORDER),
-        ("whole weights alone", ORDER),
-        ("sleep", BUSY),
-        ("loop in C", BUSY),
-        ("loader runs dry", BUSY),
-        ("skips a block", ORDER),
-        ("evaluates alone", ORDER),
-    ],
-)
-def test_the_guilty_rank_is_named(cluster: Cluster, tmp_path: Path, hosts: int, kind: str, words: str) -> None:
-    job = job_in_step_ten(cluster, tmp_path, kind, hosts)
-    report = report_of(job, time.monotonic())
+def tells(kind: str, words: str, report: str) -> None:
+    """Assert that the report names the guilty, the cause, and where it is."""
+    if (
+        kind == "other shape" and SHAPE not in report
+    ):  # gloo has not noticed: the rank waits for the rest of what it expects
+        words = BUSY
     assert words in report
     assert "in planted_bug" in report or kind not in IN_PLANTED_BUG
     if words == ORDER:
         assert "rank 1 is " in report and "in forward" in report
-    assert_nothing_left(cluster, 5)
+    if kind == "fewer batches":  # the others lose the connection to it at once
+        assert "after 10 micro-batches; others were" in report and "give all ranks the same number of batches" in report
+    if kind == "killed":
+        assert "killed by SIGKILL" in report
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [2, 12])
-def test_a_rank_that_has_fewer_batches(cluster: Cluster, tmp_path: Path, hosts: int) -> None:
-    """The others lose the connection to it at once."""
-    job = job_in_step_ten(cluster, tmp_path, "fewer batches", hosts)
-    report = report_of(job, time.monotonic(), status=1)
-    assert "zerorun: rank 1 on node1 ended with exit code 0" in report and "after 10 micro-batches; others were" in report
-    assert "give all ranks the same number of batches" in report
+@pytest.mark.parametrize(("kind", "words", "status"), KINDS)
+def test_the_guilty_rank_is_named(cluster: Cluster, tmp_path: Path, hosts: int, kind: str, words: str, status: int) -> None:
+    job = job_in_step_ten(cluster, tmp_path, kind, hosts)
+    tells(kind, words, report_of(job, time.monotonic(), status))
     assert_nothing_left(cluster, 5)
 
 
@@ -216,10 +223,13 @@ def test_a_slow_rank_of_another_host_is_named(cluster: Cluster, tmp_path: Path) 
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("hosts", [3, 12])
 @pytest.mark.parametrize("directions", [("node1", "node2"), ("node1",)])
-def test_a_link_that_lets_nothing_through(cluster: Cluster, tmp_path: Path, directions: tuple[str, ...]) -> None:
+def test_a_link_that_lets_nothing_through(
+    cluster: Cluster, tmp_path: Path, directions: tuple[str, ...], hosts: int
+) -> None:
     """Both hosts hear the launcher, and nothing, or one of them nothing, of each other."""
-    job = job_in_step_ten(cluster, tmp_path, "link", 3)
+    job = job_in_step_ten(cluster, tmp_path, "link", hosts)
     by_name = {host.name: host for host in cluster.hosts}
     for name in directions:
         other = by_name["node2" if name == "node1" else "node1"]
@@ -230,5 +240,5 @@ def test_a_link_that_lets_nothing_through(cluster: Cluster, tmp_path: Path, dire
     finally:
         for name in directions:
             by_name[name].shell("ip route flush type blackhole")
-    assert "lets nothing through" in report and "node1" in report and "node2" in report
+    assert "ranks 1, 2 are all at '" in report and "the link between node1 and node2 lets nothing through" in report
     assert_nothing_left(cluster, 5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -194,14 +193,6 @@ class Outcomes(Reports, Counters, LoopQueries):
             self._trace = None
         if over and self._sample is not None:
             self._sample.end_step()
-        steps, file = board.take_trace()
-        if steps and self._trace is None:
-            self._begin_trace(file, steps)
-
-    def _begin_trace(self, path: str | Path, steps: int) -> None:
-        if self._sample is not None:
-            self._sample.stop()
-        self._trace = StepTrace(path, steps, self.comm, self.sharded_model, self.device)
 
     @property
     def _actions(self) -> Sequence[Span]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import StepError
+from ..monitors.step_trace import StepTrace
+from ..watch.board import board
 from .whole_weights import WholeWeights
 
 
@@ -20,7 +22,15 @@ class Tracing(WholeWeights):
         """
         if self._trace is not None:
             raise StepError("trace() was called while an earlier trace is not over. Remedy: wait until its steps are.")
-        self._begin_trace(path, steps)
+        if self._sample is not None:
+            self._sample.stop()
+        self._trace = StepTrace(path, steps, self.comm, self.sharded_model, self.device)
+
+    def _end_step(self, *, over: bool) -> None:
+        super()._end_step(over=over)
+        steps, file = board.take_trace()
+        if steps and self._trace is None:
+            self.trace(file, steps)
 
     def _end_trace(self) -> None:
         """Write what there is of a trace that is not over. All ranks must call it."""
