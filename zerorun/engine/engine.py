@@ -242,6 +242,8 @@ class Engine(CurvatureTaking):
         else:
             self.history.progress.begin()
         self._end_step(over=over)
+        if board.agreed_trace:
+            self._trace_as_agreed()
 
     def _step_now(self, lr_kwargs: Mapping[str, Any] = _NONE) -> None:
         """Update the weights from the gradients of all micro-batches, and save a checkpoint if one is due."""

@@ -100,6 +100,8 @@ class PipelineEngine(Engine):
         board.enter(Phase.UPDATE)
         self._step_now()
         self._end_step(over=True)
+        if board.agreed_trace:
+            self._trace_as_agreed()
         if schedule.kind == ZERO_BUBBLE and self._times is None:
             self._measure()
         return loss

@@ -26,10 +26,10 @@ class Tracing(WholeWeights):
             self._sample.stop()
         self._trace = StepTrace(path, steps, self.comm, self.sharded_model, self.device)
 
-    def _end_step(self, *, over: bool) -> None:
-        super()._end_step(over=over)
+    def _trace_as_agreed(self) -> None:
+        """Begin the trace that somebody has asked for, unless there is one. All ranks must call it."""
         steps, file = board.take_trace()
-        if steps and self._trace is None:
+        if self._trace is None:
             self.trace(file, steps)
 
     def _end_trace(self) -> None:

@@ -135,7 +135,7 @@ class Board:
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
         self._steps: list[list[int]] = []  # the same of the steps of this window
-        self._trace = 0  # steps that all ranks are to trace
+        self.agreed_trace = 0  # steps that all ranks are to trace
         self._missed = -1  # ns that the thread had no core, up to the window before; -1: no step is over yet
         self._device = 0  # ns that a GPU was busy in a step of this window, see ``note_device``
         self._apart = 0  # ns of waits and transport so far
@@ -228,11 +228,11 @@ class Board:
     def agree_on_trace(self, steps: int) -> None:
         """All ranks know that ``steps`` are to be traced; 0: none."""
         if steps:
-            self._trace, self._words[Word.TRACE] = steps, 0
+            self.agreed_trace, self._words[Word.TRACE] = steps, 0
 
     def take_trace(self) -> tuple[int, str]:
-        """Return what ranks have agreed on since the last call, and on rank 0 the name of the file for it."""
-        steps, self._trace = self._trace, 0
+        """Return what ranks have agreed on, once, and on rank 0 the name of the file for it."""
+        steps, self.agreed_trace = self.agreed_trace, 0
         return steps, bytes(self._bytes[_FILE_AT : _FILE_AT + self._words[Word.FILE]]).decode(errors="replace")
 
     @property
